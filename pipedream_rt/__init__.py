@@ -1,0 +1,63 @@
+"""Asynchronous pipeline-parallel training for PyTorch that is reproducible bit for bit.
+
+The names below are loaded when they are first used: importing torch takes seconds, which the
+command line and a waiting worker need not spend.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipedream_rt.errors import (
+        ConfigError,
+        MessageTimeout,
+        NonFiniteLoss,
+        PeerLost,
+        PipelineClosed,
+        PipelineError,
+        RendezvousTimeout,
+        ScheduleError,
+        StageFailed,
+        TransportError,
+        VersionError,
+        WorkerLost,
+    )
+    from pipedream_rt.optimizer import DistributedOptimizer
+    from pipedream_rt.pipeline import PendingStep, Pipeline, StepResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "DistributedOptimizer",
+    "MessageTimeout",
+    "NonFiniteLoss",
+    "PeerLost",
+    "PendingStep",
+    "Pipeline",
+    "PipelineClosed",
+    "PipelineError",
+    "RendezvousTimeout",
+    "ScheduleError",
+    "StageFailed",
+    "StepResult",
+    "TransportError",
+    "VersionError",
+    "WorkerLost",
+]
+
+_HOMES = {
+    "DistributedOptimizer": "pipedream_rt.optimizer",
+    "PendingStep": "pipedream_rt.pipeline",
+    "Pipeline": "pipedream_rt.pipeline",
+    "StepResult": "pipedream_rt.pipeline",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)

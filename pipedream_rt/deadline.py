@@ -1,0 +1,30 @@
+"""One deadline for a whole operation, handed down instead of many timeouts."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+
+class Deadline:
+    """A moment on the monotonic clock after which waiting is an error.
+
+    Args:
+        timeout: Time from now, or None for a wait whose end another mechanism guarantees (the
+            caller names it in a comment).
+    """
+
+    __slots__ = ("_at", "timeout")
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        """Start the clock."""
+        self.timeout = timeout
+        self._at = None if timeout is None else time.monotonic() + timeout.total_seconds()
+
+    def remaining_s(self) -> float | None:
+        """Seconds left, never negative; None when there is no limit."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self._at is not None and time.monotonic() >= self._at

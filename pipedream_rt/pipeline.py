@@ -1,0 +1,848 @@
+"""The coordinator: cuts the model, feeds micro-batches, hands back losses.
+
+One thread uses a pipeline at a time, the one that calls its methods. It numbers everything that it
+feeds, micro-batches and commands, with one counter (see `stage.messages`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.cluster import Cluster, Reference, sender
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import (
+    ConfigError,
+    NonFiniteLoss,
+    PeerLost,
+    PipelineClosed,
+    PipelineError,
+    RemoteError,
+    StageFailed,
+    WorkerLost,
+)
+from pipedream_rt.launch import Workers, start_cluster
+from pipedream_rt.loading import ahead
+from pipedream_rt.optimizer import DistributedOptimizer, OptimizerArgument, grouped_names
+from pipedream_rt.planning.split import (
+    Layers,
+    layers_of,
+    refuse_shared_parameters,
+    split_points,
+)
+from pipedream_rt.schedules import schedule_named
+from pipedream_rt.stage.host import READY
+from pipedream_rt.stage.inbox import Inbox
+from pipedream_rt.stage.job import StageJob
+from pipedream_rt.stage.messages import (
+    COORDINATOR,
+    Channel,
+    Command,
+    CommandName,
+    Failed,
+    Job,
+    Key,
+    Loss,
+    Message,
+    MicroBatch,
+    Mode,
+    Payload,
+    Reply,
+    Target,
+)
+from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.stage.tree import batch_size, flatten, micro_batch_sizes, own, split, unflatten
+
+_log = logging.getLogger(__name__)
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+_generations = itertools.count(1)
+"""Groups of this process so far: torch RPC keeps counters for the life of a process too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What became of one mini-batch.
+
+    Attributes:
+        step: Number of the mini-batch, 0-based; its update makes version ``step + 1``.
+        loss: Mean over its samples (each micro-batch weighs its share).
+        losses: Of its micro-batches, in order.
+        versions: Weight version that its last micro-batch read, by stage.
+        staleness: Updates between the oldest of the versions read and the one that its gradient
+            is applied to; 0 in schedules that flush.
+        busy_s: Seconds that each stage has computed since the start.
+    """
+
+    step: int
+    loss: float
+    losses: tuple[float, ...]
+    versions: tuple[int, ...]
+    staleness: int
+    busy_s: tuple[float, ...]
+
+    @property
+    def version(self) -> int:
+        """The oldest version read: the first stage's."""
+        return min(self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class StageHandle:
+    """One stage, as the coordinator sees it.
+
+    Attributes:
+        index: 0-based.
+        worker: Name of the worker that hosts it.
+        layers: Names of its layers in the unsplit model.
+    """
+
+    index: int
+    worker: str
+    layers: tuple[str, ...]
+    _pipeline: Pipeline
+
+    @property
+    def rref(self) -> Reference:
+        """RRef to the sub-module; for inspection, and dead after a failure. Flush before reading.
+
+        In-process pipelines give an object with the same methods.
+        """
+        return self._pipeline._reference(self.index, "module")
+
+
+class PendingStep:
+    """A mini-batch on its way; `Pipeline.submit` returns it."""
+
+    def __init__(self, pipeline: Pipeline, step: int, first: int, sizes: list[int]) -> None:
+        """Args: pipeline, step: Whose. first: Position of the first part. sizes: Of the parts."""
+        self._pipeline = pipeline
+        self.step = step
+        self.first = first
+        self.sizes = sizes
+        self.outcome: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for the losses of the mini-batch.
+
+        Returns:
+            The result.
+
+        Raises:
+            StageFailed: An action raised, at any stage.
+            WorkerLost: A worker died.
+            PipelineClosed: The pipeline was closed before.
+        """
+        while self.outcome is None:
+            self._pipeline._collect_oldest()
+        return self.outcome
+
+    def done(self) -> bool:
+        """Whether `result` would return at once. Never blocks."""
+        return self.outcome is not None or self._pipeline._has_losses(self)
+
+
+class _Reception:
+    """What arrives at the coordinator: messages into the inbox, failures as its closing reason.
+
+    Apart from `Pipeline`, so that a pipeline that is dropped can be collected and ends its workers.
+    """
+
+    def __init__(self, generation: int) -> None:
+        """Start open."""
+        self.inbox = Inbox("the coordinator", generation)
+        self.cluster: Cluster | None = None
+        self._generation = generation
+
+    def receive(self, message: Message) -> None:
+        """Take a message; called from any thread."""
+        if not isinstance(message.payload, Failed):
+            self.inbox.put(message)
+        elif message.generation == self._generation:
+            self.fail(self._error_of(message.sender, message.payload))
+
+    def fail(self, error: BaseException) -> None:
+        """Note why the pipeline cannot go on; the first reason stays."""
+        self.inbox.close(error)
+
+    def _error_of(self, stage: int, failed: Failed) -> BaseException:
+        """Make the error that the caller gets of a failure that was sent as data."""
+        cause = _cause_of(failed)
+        if isinstance(cause, PeerLost) and self.cluster is not None:
+            return self.cluster.name_loss(cause)
+        cls = NonFiniteLoss if isinstance(cause, NonFiniteLoss) else StageFailed
+        error = cls(
+            f"stage {stage}, {failed.action}: {failed.type_name}: {failed.text}",
+            stage=stage,
+            action=failed.action,
+            trace=failed.trace,
+        )
+        error.__cause__ = cause
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"Traceback on the worker:\n{failed.trace}")
+        return error
+
+
+def _cause_of(failed: Failed) -> BaseException:
+    """The remote error itself, with its own type, or a stand-in."""
+    if failed.pickled:
+        try:
+            cause = cloudpickle.loads(failed.pickled)
+            if isinstance(cause, BaseException):
+                return cause
+        except Exception as problem:  # a foreign class may do anything when unpickled
+            _log.debug("the error of a stage does not unpickle: %r", problem)
+    return RemoteError(f"{failed.type_name}: {failed.text}")
+
+
+class Pipeline:
+    """Trains a model as a pipeline of stages on several workers.
+
+    Example::
+
+        with Pipeline(model, stages=4, loss_fn=F.cross_entropy,
+                      optimizer=(torch.optim.AdamW, dict(lr=3e-4))) as pipe:
+            for result in pipe.train_epoch(loader):
+                print(result.step, result.loss, result.staleness)
+            model.load_state_dict(pipe.state_dict())
+
+    The caller's model is read once, at the start, and never changed.
+
+    Args:
+        model: ``nn.Sequential`` or list of modules.
+        stages: Number of stages (balanced by parameter count), or the first layer, index or name,
+            of every stage but the first.
+        loss_fn: ``(output, target) -> scalar tensor``, a mean over samples; runs on the last stage.
+        optimizer: ``(class, dict of arguments)``, or an optimizer over the model's parameters,
+            whose groups are kept. None for inference alone.
+        schedule: ``"async-1f1b"``, ``"1f1b"`` or ``"gpipe"``.
+        micro_batches: Into how many a mini-batch is split; one update for all of them.
+        workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
+            listens there for `pipedream-rt worker`. None: what the environment says
+            (`pipedream-rt run`, torchrun), else ``"local"``.
+        seed: Of all random numbers that layers draw.
+        threads: For torch's own parallel loops in each worker that is started here.
+        on_nan: ``"raise"`` or ``"ignore"`` a training loss that is not finite.
+        credits: Mini-batches injected before the first result is awaited; None for what the
+            schedule needs. The memory for inputs is bounded by it, and a learning rate set after
+            result i applies from mini-batch i + credits on.
+        timeout: For an answer that is sure to come; a stall longer than that is an error.
+        start_timeout: For all workers to join.
+
+    Raises:
+        ConfigError: Arguments that cannot work, before anything starts.
+        RendezvousTimeout: Workers that did not join.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Iterable[nn.Module],
+        *,
+        stages: int | Sequence[int | str] = 1,
+        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerArgument = None,
+        schedule: str = "async-1f1b",
+        micro_batches: int = 1,
+        workers: Workers = None,
+        seed: int = 0,
+        threads: int = 1,
+        on_nan: str = "raise",
+        credits: int | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        start_timeout: timedelta = timedelta(minutes=2),
+    ) -> None:
+        """Check everything, then start."""
+        layers = layers_of(model)
+        points = split_points(layers, stages)
+        refuse_shared_parameters(layers, points)
+        self.schedule = schedule_named(schedule, num_stages=len(points), per_update=micro_batches)
+        _check_number("threads", threads)
+        _check_number("credits", credits if credits is not None else 1)
+        if on_nan not in ("raise", "ignore"):
+            raise ConfigError(f'on_nan must be "raise" or "ignore", not {on_nan!r}')
+        if loss_fn is not None and not callable(loss_fn):
+            raise ConfigError(f"loss_fn must be callable, not {loss_fn!r}")
+        self._whole = nn.Sequential()
+        for name, layer in layers.items():
+            self._whole.add_module(name, layer)
+        self._model = model
+        self._names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
+        grouped = grouped_names(optimizer, self._names)
+        jobs = self._pickled_jobs(layers, points, loss_fn, seed, on_nan)
+
+        self._has_loss = loss_fn is not None
+        self._micro_batches = micro_batches
+        self._credits = credits or self.schedule.credits()
+        self._timeout = timeout
+        self._position = 0
+        self._step = 0
+        self._pending: deque[PendingStep] = deque()
+        self._optimizer: DistributedOptimizer | None = None
+        self._named_references: list[tuple[Reference, str]] | None = None
+        self._closed = False
+        reception = _Reception(generation := next(_generations))
+        self._inbox = reception.inbox
+        self._cluster: Cluster = start_cluster(
+            workers,
+            num_stages=len(points),
+            receive=reception.receive,
+            fail=reception.fail,
+            generation=generation,
+            timeout=timeout,
+            start_timeout=start_timeout,
+            threads=threads,
+        )
+        reception.cluster = self._cluster
+        # Ends the workers also when a pipeline is dropped, or the interpreter ends, without close.
+        self._end = weakref.finalize(self, self._cluster.close)
+        self._send = sender(self._cluster.transport, COORDINATOR, generation)
+        bounds = [*points, len(layers)]
+        names = list(layers)
+        self.stages = [
+            StageHandle(s, self._cluster.names[s], tuple(names[bounds[s] : bounds[s + 1]]), self)
+            for s in range(len(points))
+        ]
+        with self._closing_on_error():
+            self._start_stages(jobs)
+            if grouped is not None:
+                self._build_optimizer(*grouped)
+
+    # -- training -----------------------------------------------------------------------------
+
+    def train_epoch(
+        self, loader: Iterable[tuple[Any, Any]]
+    ) -> Generator[StepResult, None, None]:
+        """Train on every mini-batch of a loader, keeping the pipe full.
+
+        In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
+
+        Args:
+            loader: Yields ``(x, y)``; iterated on a thread of its own, two items ahead (not
+                ahead in-process, where the thread would share the random generator).
+
+        Yields:
+            The results, in order, all of them before it ends.
+
+        Raises:
+            StageFailed: An action raised.
+            WorkerLost: A worker died.
+            Exception: Whatever the loader raises, after the results before it.
+        """
+        self._check_usable()
+        pending: deque[PendingStep] = deque()
+        with ahead(loader, self._cluster.loader_depth) as items:
+            for item in items:
+                if not isinstance(item, tuple | list) or len(item) != 2:
+                    raise ConfigError(
+                        "the loader must yield pairs (x, y); this item is a "
+                        f"{type(item).__name__}"
+                        + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
+                    )
+                pending.append(self.submit(*item))
+                if len(pending) == self._credits:
+                    yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def submit(self, x: Any, y: Any) -> PendingStep:
+        """Inject one mini-batch with the hyper-parameters that are set now.
+
+        Waits for the oldest mini-batch when as many as there are credits are on their way.
+
+        Args:
+            x: Input of the first layer: tensors (B, ...) in any nesting (see `stage.tree`).
+            y: Target for ``loss_fn``, in the same way.
+
+        Returns:
+            A handle whose ``result()`` waits for the losses.
+
+        Raises:
+            ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
+        """
+        self._check_usable()
+        if not self._has_loss or self._optimizer is None:
+            raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
+        parts, sizes = self._parts(x, y)
+        while len(self._pending) >= self._credits:
+            self._collect_oldest()
+        hyper = self._optimizer.hyper()
+        pending = PendingStep(self, self._step, self._position, sizes)
+        for i, part in enumerate(parts):
+            number = self._step * self._micro_batches + i
+            self._feed(Mode.TRAIN, number, part, share=sizes[i] / sum(sizes), hyper=hyper)
+        self._optimizer.step()
+        self._step += 1
+        self._pending.append(pending)
+        return pending
+
+    def _parts(self, x: Any, y: Any) -> tuple[list[tuple[Any, Any] | None], list[int]]:
+        """Cut a mini-batch into micro-batches; None for the empty ones that fill it up."""
+        k = self._micro_batches
+        samples = batch_size(x)
+        if samples == 0 or (samples is None and k > 1):
+            raise ConfigError(f"a mini-batch of {samples or 'no'} samples cannot be trained on")
+        if k == 1 or samples is None:
+            return [(x, y)], [samples or 1]
+        sizes = micro_batch_sizes(samples, k)
+        pairs = zip(split(x, sizes), split(y, sizes), sizes, strict=True)
+        return [(xi, yi) if size else None for xi, yi, size in pairs], sizes
+
+    def _feed(
+        self,
+        mode: Mode,
+        number: int,
+        part: tuple[Any, Any] | None,
+        *,
+        share: float = 1.0,
+        hyper: list[Hyper] | None = None,
+    ) -> None:
+        """Inject one micro-batch at the next position: input first, target to the last stage."""
+        x, y = part if part is not None else (None, None)
+        structure, tensors = flatten(x)
+        feed = MicroBatch(
+            micro_batch=number,
+            mode=mode,
+            empty=part is None,
+            hyper=hyper,
+            structure=structure,
+            requires_grad=[False] * len(tensors),
+        )
+        self._send(0, self._position, feed, tuple(map(_copy, tensors)))
+        if part is not None and mode is not Mode.INFER:
+            structure, tensors = flatten(y)
+            target = Target(structure=structure, share=share)
+            last = len(self.stages) - 1
+            self._send(last, self._position, target, tuple(map(_copy, tensors)))
+        self._position += 1
+
+    def _collect_oldest(self) -> None:
+        """Wait for the losses of the oldest mini-batch on its way."""
+        self._check_usable()
+        pending = self._pending[0]
+        taken = [self._take_loss(pending.first + i)[0] for i in range(len(pending.sizes))]
+        losses = [loss.loss for loss in taken]
+        total = sum(pending.sizes)
+        # A sum in the order of the micro-batches, so that the figure does not depend on timing.
+        mean = sum(
+            loss * (size / total)
+            for loss, size in zip(losses, pending.sizes, strict=True)
+            if loss is not None
+        )
+        trail = taken[-1].trail
+        versions = tuple(version for version, _ in trail)
+        oldest = min(version for loss in taken for version, _ in loss.trail)
+        pending.outcome = StepResult(
+            step=pending.step,
+            loss=mean,
+            losses=tuple(loss for loss in losses if loss is not None),
+            versions=versions,
+            staleness=max(0, pending.step - oldest),
+            busy_s=tuple(busy_ns / 1e9 for _, busy_ns in trail),
+        )
+        self._pending.popleft()
+
+    def _take_loss(self, position: int) -> tuple[Loss, Any]:
+        """Wait for what the last stage says of a position: the loss, or the output."""
+        message = self._take(Key(Channel.LOSS, position))
+        assert isinstance(message.payload, Loss)
+        loss = message.payload
+        return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
+
+    def _has_losses(self, pending: PendingStep) -> bool:
+        """Whether the losses of a mini-batch have all arrived."""
+        positions = range(pending.first, pending.first + len(pending.sizes))
+        return all(self._inbox.holds(Key(Channel.LOSS, p)) for p in positions)
+
+    def flush(self) -> None:
+        """Wait until nothing is in flight on any stage, and every update is applied.
+
+        It changes nothing else: which version a later micro-batch reads depends on its number
+        alone, so a run with a flush in it gives the same bits as one without.
+        """
+        self._command(CommandName.FLUSH)
+
+    # -- evaluation and inference ---------------------------------------------------------------
+
+    def evaluate(self, loader: Iterable[tuple[Any, Any]]) -> float:
+        """Mean loss over a loader, in eval mode, with every update applied. Trains nothing.
+
+        Args:
+            loader: Yields ``(x, y)``.
+
+        Returns:
+            The mean of ``loss_fn``, each mini-batch weighed by its samples.
+
+        Raises:
+            ConfigError: No loss was given, or the loader is empty.
+        """
+        self._check_usable()
+        if not self._has_loss:
+            raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
+        self.flush()
+        ahead_of: deque[tuple[int, int]] = deque()
+        total, samples = 0.0, 0
+
+        def collect() -> None:
+            nonlocal total, samples
+            position, size = ahead_of.popleft()
+            loss = self._take_loss(position)[0].loss
+            total += (loss if loss is not None else 0.0) * size
+            samples += size
+
+        for x, y in loader:
+            parts, sizes = self._parts(x, y)
+            for part, size in zip(parts, sizes, strict=True):
+                if part is None:
+                    continue
+                ahead_of.append((self._position, size))
+                self._feed(Mode.EVALUATE, self._position, part)
+                if len(ahead_of) > 2 * len(self.stages):
+                    collect()
+        while ahead_of:
+            collect()
+        if not samples:
+            raise ConfigError("the loader given to evaluate yielded nothing")
+        return total / samples
+
+    def __call__(self, x: Any) -> Any:
+        """Run the model without gradient, with every update applied, in the mode set last.
+
+        Args:
+            x: Input of the first layer, whole (it is not split).
+
+        Returns:
+            Output of the last layer.
+        """
+        self.flush()
+        self._feed(Mode.INFER, self._position, (x, None))
+        return self._take_loss(self._position - 1)[1]
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set training mode on every module, as `nn.Module.train`. Flushes the pipe."""
+        self.flush()
+        self._command(CommandName.TRAINING, bool(mode))
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set eval mode on every module, as `nn.Module.eval`. Flushes the pipe."""
+        return self.train(False)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return weights and buffers under the keys of the unsplit model. Flushes the pipe."""
+        self.flush()
+        found: dict[str, Tensor] = {}
+        for part in self._command(CommandName.STATE):
+            found.update(part)
+        return {key: found[key] for key in self._whole.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Load weights and buffers, with the keys of the unsplit model. Flushes the pipe.
+
+        Older weight versions are forgotten: the next micro-batches read what was loaded. The
+        optimizer state stays.
+
+        Raises:
+            ConfigError: Keys are missing or too many, or a shape differs.
+        """
+        expected = self._whole.state_dict()
+        missing = [k for k in expected if k not in state_dict]
+        extra = [k for k in state_dict if k not in expected]
+        shapes = [
+            f"{k} has {tuple(state_dict[k].shape)}, the model {tuple(v.shape)}"
+            for k, v in expected.items()
+            if k in state_dict and v.shape != state_dict[k].shape
+        ]
+        if missing or extra or shapes:
+            raise ConfigError(
+                "the state dict does not fit the model: "
+                f"missing {missing or 'none'}, unexpected {extra or 'none'}"
+                + "".join(f"; {text}" for text in shapes)
+            )
+        self.flush()
+        parts = []
+        for handle in self.stages:
+            prefixes = tuple(f"{name}." for name in handle.layers)
+            parts.append({k: v for k, v in state_dict.items() if k.startswith(prefixes)})
+        self._command_each(CommandName.LOAD_STATE, parts)
+
+    def module(self) -> nn.Module:
+        """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
+
+        An ``nn.Sequential`` of the layers where a list was given.
+        """
+        whole = copy.deepcopy(self._model if isinstance(self._model, nn.Sequential) else self._whole)
+        whole.load_state_dict(self.state_dict())
+        return whole
+
+    # -- optimizer ------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> DistributedOptimizer:
+        """The optimizer; give its ``param_groups`` to a scheduler. Can be replaced.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self._optimizer is None:
+            raise ConfigError("this pipeline was made without an optimizer")
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: DistributedOptimizer) -> None:
+        """Let the stages step with another optimizer, whose state starts empty. Flushes."""
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError(
+                "assign a DistributedOptimizer over pipe.parameter_rrefs(), not a "
+                f"{type(optimizer).__name__}"
+            )
+        names = {id(reference): name for reference, name in self._references()}
+        try:
+            spec = optimizer.spec(lambda reference: names[id(reference)])
+        except KeyError:
+            raise ConfigError("the optimizer has references of another pipeline") from None
+        self.flush()
+        self._command(CommandName.OPTIMIZER, cloudpickle.dumps(spec))
+        optimizer.attach(self, spec)
+        self._optimizer = optimizer
+
+    def parameter_rrefs(self) -> list[Reference]:
+        """Return RRefs to all trainable parameters, in the order of the unsplit model."""
+        return [reference for reference, _ in self._references()]
+
+    def _references(self) -> list[tuple[Reference, str]]:
+        """References with names; made once, since they are compared by identity."""
+        self._check_usable()
+        if self._named_references is None:
+            with self._cluster.waiting():
+                references = [
+                    r for s in self.stages for r in self._cluster.parameter_references(s.index)
+                ]
+            names = list(self._names.values())
+            self._named_references = list(zip(references, names, strict=True))
+        return self._named_references
+
+    def _build_optimizer(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        kwargs: dict[str, Any],
+        groups: list[tuple[list[str], Hyper]],
+    ) -> None:
+        """Make the optimizer that the constructor was asked for."""
+        by_name = {name: reference for reference, name in self._references()}
+        self.optimizer = DistributedOptimizer(
+            optimizer_class,
+            [
+                {"params": [by_name[name] for name in names], **options}
+                for names, options in groups
+            ],
+            **kwargs,
+        )
+
+    def optimizer_references(self) -> list[Reference]:
+        """See `OptimizerLink`."""
+        return [self._reference(s.index, "optimizer") for s in self.stages]
+
+    def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """See `OptimizerLink`. Flushes the pipe."""
+        self.flush()
+        state: dict[str, dict[str, Any]] = {}
+        for part in self._command(CommandName.OPTIMIZER_STATE):
+            state.update(part)
+        return state
+
+    def scatter_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """See `OptimizerLink`. Flushes the pipe."""
+        self.flush()
+        parts = []
+        for handle in self.stages:
+            prefixes = tuple(f"{name}." for name in handle.layers)
+            parts.append({k: v for k, v in state.items() if k.startswith(prefixes)})
+        self._command_each(CommandName.LOAD_OPTIMIZER_STATE, parts)
+
+    # -- inspection -----------------------------------------------------------------------------
+
+    def statistics(self) -> list[dict[str, int]]:
+        """Return counters of every stage (see `Stage.statistics`). Does not flush."""
+        self._check_usable()
+        return self._command(CommandName.STATISTICS)
+
+    def explain(self) -> str:
+        """Describe the split, the versions and the memory, as a table of text."""
+        rows = [("stage", "worker", "layers", "parameters", "in flight", "versions", "peak MiB")]
+        for handle, counters in zip(self.stages, self.statistics(), strict=True):
+            layers = handle.layers
+            span = layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}"
+            rows.append(
+                (
+                    str(handle.index),
+                    handle.worker,
+                    span,
+                    f"{counters['parameters']:,}",
+                    f"<= {self.schedule.in_flight(handle.index)}",
+                    f"{counters['versions_kept']} of {self.schedule.kept(handle.index)}",
+                    f"{counters['peak_memory_bytes'] / 2**20:.0f}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+        head = f"schedule {self.schedule.name}, {self._micro_batches} micro-batches per update"
+        return f"{head}\n{table}"
+
+    # -- commands and life ----------------------------------------------------------------------
+
+    def _command(self, name: CommandName, argument: object = None) -> list[Any]:
+        """Tell every stage the same; see `_command_each`."""
+        return self._command_each(name, [argument] * len(self.stages))
+
+    def _command_each(self, name: CommandName, arguments: Sequence[object]) -> list[Any]:
+        """Tell every stage something at the next position, and wait for what each replies."""
+        self._check_usable()
+        position = self._position
+        self._position += 1
+        for handle, argument in zip(self.stages, arguments, strict=True):
+            structure, tensors = flatten(argument)
+            command = Command(name=name, structure=structure)
+            self._send(handle.index, position, command, tuple(map(_copy, tensors)))
+        return self._replies(position)
+
+    def _replies(self, position: int) -> list[Any]:
+        """Wait for the reply of every stage."""
+        results = []
+        for handle in self.stages:
+            message = self._take(Key(Channel.REPLY, position, handle.index))
+            assert isinstance(message.payload, Reply)
+            results.append(unflatten(message.payload.structure, message.tensors))
+        return results
+
+    def _take(self, key: Key) -> Message:
+        """Wait for a message; a failure closes the pipeline and is raised."""
+        with self._closing_on_error(), self._cluster.waiting():
+            return self._inbox.take(key, Deadline(self._timeout))
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """End everything if the body fails: nothing may be left running behind an error."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_stages(self, jobs: list[Tensor]) -> None:
+        """Send every stage its job and wait until each has understood."""
+        for stage, job in enumerate(jobs):
+            self._send(stage, 0, Job(), (job,))
+        self._replies(READY)
+
+    def _reference(self, stage: int, part: str) -> Reference:
+        """A reference to a part of a stage."""
+        self._check_usable()
+        return self._cluster.reference(stage, part)
+
+    def _check_usable(self) -> None:
+        """Refuse to go on after close, or after a failure.
+
+        Raises:
+            PipelineClosed: It is closed; ``__cause__`` is the failure, if that closed it.
+        """
+        if self._closed:
+            reason = self._inbox.reason
+            failed = reason is not None and not isinstance(reason, PipelineClosed)
+            raise PipelineClosed(
+                f"the pipeline has failed: {reason}" if failed else "the pipeline is closed"
+            ) from (reason if failed else None)
+
+    def close(self) -> None:
+        """End all workers. Idempotent. What is in flight is dropped; read `state_dict` before."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.close(PipelineClosed("the pipeline was closed"))
+            self._end()
+
+    def __enter__(self) -> Pipeline:
+        """Return the pipeline."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _pickled_jobs(
+        self,
+        layers: Layers,
+        points: list[int],
+        loss_fn: LossFunction | None,
+        seed: int,
+        on_nan: str,
+    ) -> list[Tensor]:
+        """Pickle every stage, before anything starts.
+
+        Raises:
+            ConfigError: A layer or the loss does not pickle; the message says which.
+        """
+        names = list(layers)
+        jobs = []
+        for stage, (first, end) in enumerate(itertools.pairwise([*points, len(names)])):
+            part = nn.Sequential()
+            for name in names[first:end]:
+                part.add_module(name, layers[name])
+            is_last = end == len(names)
+            job = StageJob(
+                stage=stage,
+                layers=part,
+                loss_fn=loss_fn if is_last else None,
+                schedule=self.schedule,
+                seed=seed,
+                on_nan=on_nan,
+            )
+            try:
+                data = cloudpickle.dumps(job)
+            except Exception as error:  # a foreign class may raise anything when pickled
+                raise ConfigError(_unpicklable(layers, names[first:end], loss_fn, error)) from error
+            jobs.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return jobs
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in the message's own storage: the caller may change its tensors after a call."""
+    owned = own(tensor)
+    return owned.clone() if owned.data_ptr() == tensor.data_ptr() else owned
+
+
+def _check_number(name: str, value: int) -> None:
+    """Refuse what is no positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+def _unpicklable(
+    layers: Layers, names: list[str], loss_fn: LossFunction | None, error: Exception
+) -> str:
+    """Find what does not pickle, and say so."""
+    for what, value in (*((f"layer {n}", layers[n]) for n in names), ("loss_fn", loss_fn)):
+        try:
+            cloudpickle.dumps(value)
+        except Exception as reason:  # as above
+            return (
+                f"{what} ({type(value).__name__}) cannot be pickled, so it cannot reach a worker: "
+                f"{reason}; keep files, locks, connections and lambdas over them out of the model"
+            )
+    return f"the stage cannot be pickled: {error}"

@@ -1,0 +1,147 @@
+"""Cuts a sequence of layers into stages of consecutive layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+
+Layers: TypeAlias = dict[str, nn.Module]
+"""The layers in order, by their names in the unsplit model."""
+
+
+def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
+    """Return the layers of a model.
+
+    Args:
+        model: An ``nn.Sequential``, an ``nn.ModuleList`` or a list of modules.
+
+    Raises:
+        ConfigError: It is something else, or has no layer.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}; a pipeline is cut between the layers of an "
+            "nn.Sequential or of a list of modules, so write the model as one of these"
+        )
+    if isinstance(model, nn.Module):
+        layers = dict(model.named_children())
+        # named_children leaves out a module that stands there a second time.
+        if len(layers) != len(model):  # type: ignore[arg-type]  # both kinds have a length
+            raise ConfigError("the same layer stands in the model twice; tie weights inside a layer")
+    else:
+        listed = list(model)
+        layers = {str(i): layer for i, layer in enumerate(listed)}
+    for name, layer in layers.items():
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(f"layer {name} is a {type(layer).__name__}, not an nn.Module")
+    if not layers:
+        raise ConfigError("the model has no layers")
+    return layers
+
+
+def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]:
+    """Return the index of the first layer of every stage.
+
+    Args:
+        layers: In order.
+        stages: Their number, to balance the parameter count; or the first layer (index or name) of
+            every stage but the first.
+
+    Returns:
+        Rising indices, the first of them 0.
+
+    Raises:
+        ConfigError: There is no such split.
+    """
+    if isinstance(stages, bool) or not isinstance(stages, int):
+        return _explicit(layers, stages)
+    if not 1 <= stages <= len(layers):
+        raise ConfigError(
+            f"stages must be from 1 to the number of layers, {len(layers)}, not {stages}"
+        )
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers.values()]
+    return balanced(sizes, stages)
+
+
+def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
+    """Check split points given by the user."""
+    if isinstance(stages, str | bool) or not isinstance(stages, Sequence):
+        raise ConfigError(f"stages must be a number or a list of first layers, not {stages!r}")
+    names = list(layers)
+    points = [0]
+    for point in stages:
+        if isinstance(point, str) and point not in layers:
+            raise ConfigError(f"no layer is called {point!r}; the layers are {', '.join(names)}")
+        index = names.index(point) if isinstance(point, str) else point
+        if not points[-1] < index < len(layers):
+            raise ConfigError(
+                f"split points must rise and lie between 1 and {len(layers) - 1}, "
+                f"found {list(stages)}"
+            )
+        points.append(index)
+    return points
+
+
+def balanced(sizes: Sequence[int], stages: int) -> list[int]:
+    """Cut a sequence so that the largest part is as small as it can be.
+
+    Dynamic programming over (parts, layers); among equal cuts the one with fewer layers in its
+    largest part, which spreads layers without parameters. O(stages x layers^2).
+
+    Args:
+        sizes: Of the layers.
+        stages: Number of parts, each at least one layer.
+
+    Returns:
+        Index of the first layer of every part.
+    """
+    count = len(sizes)
+    prefix = [0]
+    for size in sizes:
+        prefix.append(prefix[-1] + size)
+
+    def cost(first: int, end: int) -> tuple[int, int]:
+        return prefix[end] - prefix[first], end - first
+
+    best = {end: (cost(0, end), [0]) for end in range(1, count + 1)}
+    for parts in range(2, stages + 1):
+        best = {
+            end: min(
+                (
+                    (
+                        (
+                            max(best[cut][0][0], cost(cut, end)[0]),
+                            max(best[cut][0][1], cost(cut, end)[1]),
+                        ),
+                        [*best[cut][1], cut],
+                    )
+                    for cut in range(parts - 1, end)
+                ),
+                key=lambda candidate: candidate[0],
+            )
+            for end in range(parts, count + 1)
+        }
+    return best[count][1]
+
+
+def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
+    """Refuse a weight that two stages would share.
+
+    Raises:
+        ConfigError: There is one; the message names both places.
+    """
+    owners: dict[int, tuple[int, str]] = {}
+    for i, (name, layer) in enumerate(layers.items()):
+        stage = sum(point <= i for point in points) - 1
+        for key, parameter in layer.named_parameters():
+            first = owners.setdefault(id(parameter), (stage, f"{name}.{key}"))
+            if first[0] != stage:
+                raise ConfigError(
+                    f"the parameter {first[1]} of stage {first[0]} is also {name}.{key} of stage "
+                    f"{stage}; weights tied across stages are not supported, choose split points "
+                    "that keep both in one stage"
+                )

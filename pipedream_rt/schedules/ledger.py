@@ -1,0 +1,119 @@
+"""The bookkeeping of weight versions: integers only, shared by the stage and the checker."""
+
+from __future__ import annotations
+
+from pipedream_rt.errors import VersionError
+
+
+class VersionLedger:
+    """Who reads which version, and which versions must be kept.
+
+    A version is kept while a micro-batch in flight has it pinned, while a forward to come may read
+    it, or while it is the newest. Not thread-safe: owned by the thread that runs the stage.
+
+    Args:
+        stage: Index used in messages.
+        floor: Number of the first version; forwards never read below it.
+    """
+
+    def __init__(self, stage: int, floor: int = 0) -> None:
+        """Start with one version, which nobody reads."""
+        self._stage = stage
+        self.floor = floor
+        self.newest = floor
+        self._pins: dict[int, int] = {}
+        self._kept = {floor}
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The versions held now."""
+        return frozenset(self._kept)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The micro-batches that have a version pinned, oldest first."""
+        return tuple(self._pins)
+
+    def pin(self, micro_batch: int, version: int) -> None:
+        """Note that a micro-batch reads a version until `unpin`.
+
+        Raises:
+            VersionError: The version is not kept, or the micro-batch is in flight already.
+        """
+        if version not in self._kept:
+            raise VersionError(
+                f"stage {self._stage}: F{micro_batch} reads weight version {version}, "
+                f"but the versions kept are {sorted(self._kept)}"
+            )
+        if micro_batch in self._pins:
+            raise VersionError(f"stage {self._stage}: micro-batch {micro_batch} is in flight twice")
+        self._pins[micro_batch] = version
+
+    def pinned(self, micro_batch: int) -> int:
+        """Return the version that a micro-batch in flight reads.
+
+        Raises:
+            VersionError: It is not in flight.
+        """
+        if micro_batch not in self._pins:
+            raise VersionError(
+                f"stage {self._stage}: B{micro_batch} without a forward in flight; "
+                f"in flight are {list(self._pins)}"
+            )
+        return self._pins[micro_batch]
+
+    def unpin(self, micro_batch: int) -> None:
+        """End the reading that `pin` began."""
+        self.pinned(micro_batch)
+        del self._pins[micro_batch]
+
+    def can_overwrite(self, next_read: int) -> bool:
+        """Whether the newest version may be changed in place.
+
+        Args:
+            next_read: The version that the next forward will read; later ones read no older one.
+        """
+        return next_read > self.newest and self.newest not in self._pins.values()
+
+    def release(self, next_read: int) -> list[int]:
+        """Drop the versions that nobody reads and no forward to come will read.
+
+        Returns:
+            Their numbers, oldest first.
+        """
+        needed = {self.newest, *self._pins.values()}
+        dropped = sorted(v for v in self._kept if v < next_read and v not in needed)
+        self._kept.difference_update(dropped)
+        return dropped
+
+    def advance(self, next_read: int) -> bool:
+        """Make the next version the newest.
+
+        Returns:
+            Whether it takes the place of the old newest one; else that one is kept beside it.
+        """
+        in_place = self.can_overwrite(next_read)
+        if in_place:
+            self._kept.discard(self.newest)
+        self.newest += 1
+        self._kept.add(self.newest)
+        return in_place
+
+    def reset(self) -> list[int]:
+        """Forget every version but the newest, which becomes the floor (weights were loaded).
+
+        Returns:
+            The versions dropped.
+
+        Raises:
+            VersionError: A micro-batch is in flight.
+        """
+        if self._pins:
+            raise VersionError(
+                f"stage {self._stage}: cannot replace the weights while micro-batches "
+                f"{list(self._pins)} are in flight; flush first"
+            )
+        dropped = sorted(self._kept - {self.newest})
+        self._kept = {self.newest}
+        self.floor = self.newest
+        return dropped

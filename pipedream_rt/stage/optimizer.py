@@ -1,0 +1,114 @@
+"""Any unmodified torch.optim optimizer over the Parameters of one stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Hyper = dict[str, Any]
+"""The plain values of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One parameter group: the names of its parameters in the unsplit model, and its options."""
+
+    names: tuple[str, ...]
+    options: Hyper = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """How to build the optimizer of a stage.
+
+    Attributes:
+        optimizer_class: A subclass of `torch.optim.Optimizer`.
+        args: Positional arguments after the parameters.
+        kwargs: Keyword arguments.
+        groups: All groups of the whole model.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    args: tuple[Any, ...] = ()
+    kwargs: Hyper = field(default_factory=dict)
+    groups: tuple[GroupSpec, ...] = ()
+
+
+def plain_hyper(group: dict[str, Any]) -> Hyper:
+    """Return the values of a parameter group that can travel with a micro-batch.
+
+    A one-element tensor (a learning rate may be one) becomes a number.
+    """
+    hyper: Hyper = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            hyper[name] = value.item()
+        elif isinstance(value, bool | int | float | str) or value is None:
+            hyper[name] = value
+        elif isinstance(value, tuple) and all(isinstance(v, bool | int | float) for v in value):
+            hyper[name] = value
+    return hyper
+
+
+class StageOptimizer:
+    """The optimizer of one stage, with its state under the names of the unsplit model.
+
+    Args:
+        spec: For the whole model; groups without a parameter here are left out.
+        parameters: The trainable Parameters of the stage by name.
+    """
+
+    def __init__(self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> None:
+        """Build the torch optimizer, unless the stage has no parameter."""
+        self._parameters = parameters
+        self._group_numbers: list[int] = []
+        groups = []
+        for number, group in enumerate(spec.groups):
+            mine = [parameters[name] for name in group.names if name in parameters]
+            if mine:
+                self._group_numbers.append(number)
+                groups.append({"params": mine, **group.options})
+        self.torch_optimizer: torch.optim.Optimizer | None = None
+        if groups:
+            build: Any = spec.optimizer_class
+            self.torch_optimizer = build(groups, *spec.args, **spec.kwargs)
+
+    def step(self, hyper: list[Hyper]) -> None:
+        """Step once with the hyper-parameters that the micro-batch brought along.
+
+        Args:
+            hyper: One for each group of the whole model.
+        """
+        if self.torch_optimizer is None:
+            return
+        for number, group in zip(self._group_numbers, self.torch_optimizer.param_groups, strict=True):
+            group.update(
+                (k, tuple(v) if isinstance(v, list) else v) for k, v in hyper[number].items()
+            )
+        self.torch_optimizer.step()
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer state by parameter name."""
+        if self.torch_optimizer is None:
+            return {}
+        state = self.torch_optimizer.state
+        return {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """Replace the optimizer state.
+
+        Args:
+            state: By parameter name; of the whole model or of this stage alone.
+        """
+        if self.torch_optimizer is None:
+            return
+        current = self.torch_optimizer.state_dict()
+        order = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
+        names = {id(p): n for n, p in self._parameters.items()}
+        current["state"] = {
+            i: state[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in state
+        }
+        self.torch_optimizer.load_state_dict(current)

@@ -1,0 +1,192 @@
+"""Values that cross stages: tensors inside tuples, lists, dicts, dataclasses and plain values.
+
+`flatten` parts a value into its tensors, which travel out of band, and its structure, which is
+plain data that msgpack can write. `unflatten` puts them together again on the other side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+
+Structure: TypeAlias = list[Any]
+"""Tagged plain data: ``["T", i]`` for tensor i, ``["P", value]``, ``["t", items]`` and so on."""
+
+
+@functools.lru_cache(maxsize=256)
+def _dump_class(cls: type) -> bytes:
+    """A class as bytes: by reference where it can be imported, else by value (``__main__``)."""
+    return bytes(cloudpickle.dumps(cls))
+
+
+@functools.lru_cache(maxsize=256)
+def _load_class(data: bytes) -> type:
+    """The class that `_dump_class` wrote; equal bytes give the same class."""
+    cls: type = cloudpickle.loads(data)
+    return cls
+
+
+def flatten(value: object) -> tuple[Structure, list[Tensor]]:
+    """Part a value into structure and tensors.
+
+    Args:
+        value: Tensors in tuples, named tuples, lists, dicts and dataclasses, nested at will, with
+            None, bool, int, float, str and bytes beside them.
+
+    Returns:
+        The structure, and the tensors in the order of their numbers in it.
+
+    Raises:
+        ConfigError: Something else is in it; the message says what and where.
+    """
+    tensors: list[Tensor] = []
+    return _flatten(value, tensors, "value"), tensors
+
+
+def _flatten(value: Any, tensors: list[Tensor], path: str) -> Structure:
+    """Flatten one node; ``path`` is how a person would write it."""
+    match value:
+        case Tensor():
+            tensors.append(value)
+            return ["T", len(tensors) - 1]
+        case None | bool() | int() | float() | str() | bytes():
+            return ["P", value]
+        case tuple() if hasattr(value, "_fields"):
+            items = [_flatten(v, tensors, f"{path}.{f}") for f, v in zip(value._fields, value)]
+            return ["n", _dump_class(type(value)), items]
+        case tuple() | list():
+            tag = "t" if isinstance(value, tuple) else "l"
+            return [tag, [_flatten(v, tensors, f"{path}[{i}]") for i, v in enumerate(value)]]
+        case dict():
+            return ["d", [[_key(k, path), _flatten(v, tensors, f"{path}[{k!r}]")]
+                          for k, v in value.items()]]  # fmt: skip
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [
+                [f.name, _flatten(getattr(value, f.name), tensors, f"{path}.{f.name}")]
+                for f in dataclasses.fields(value)
+            ]
+            return ["c", _dump_class(type(value)), fields]
+    raise ConfigError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot cross "
+        "stages; tensors, tuples, lists, dicts, dataclasses, None, bool, int, float, str and "
+        "bytes can"
+    )
+
+
+def _key(key: object, path: str) -> str | int:
+    """Check the key of a dict."""
+    if isinstance(key, str | int) and not isinstance(key, bool):
+        return key
+    raise ConfigError(f"{path} has the key {key!r}; only str and int keys can cross stages")
+
+
+def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
+    """Put a value together again.
+
+    Args:
+        structure: From `flatten`, perhaps after a trip through msgpack.
+        tensors: In the same order.
+
+    Returns:
+        A value equal to the one that was flattened.
+    """
+    tag = structure[0]
+    if tag == "T":
+        return tensors[structure[1]]
+    if tag == "P":
+        return structure[1]
+    if tag in "tl":
+        items = [unflatten(item, tensors) for item in structure[1]]
+        return tuple(items) if tag == "t" else items
+    if tag == "d":
+        return {key: unflatten(item, tensors) for key, item in structure[1]}
+    cls = _load_class(structure[1])
+    if tag == "n":
+        return cls(*(unflatten(item, tensors) for item in structure[2]))
+    value = cls.__new__(cls)
+    for name, item in structure[2]:
+        object.__setattr__(value, name, unflatten(item, tensors))
+    return value
+
+
+def map_tensors(value: object, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a value with every tensor replaced.
+
+    Raises:
+        ConfigError: As `flatten`.
+    """
+    structure, tensors = flatten(value)
+    return unflatten(structure, [function(t) for t in tensors])
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return the tensor detached, in a storage that holds its elements and nothing else.
+
+    A view of a large tensor would drag the whole storage along. The strides of a dense tensor are
+    kept (transposed, channels last): kernels round differently for another layout, so making it
+    contiguous would let the result depend on where the model was cut.
+    """
+    tensor = tensor.detach()
+    size_bytes = tensor.numel() * tensor.element_size()
+    if (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == size_bytes
+    ):
+        return tensor
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def batch_size(value: object) -> int | None:
+    """Return the length of the first dimension of the first tensor that has one, else None."""
+    _, tensors = flatten(value)
+    return next((t.size(0) for t in tensors if t.dim()), None)
+
+
+def split(value: object, sizes: Sequence[int]) -> list[Any]:
+    """Cut a mini-batch into micro-batches along the first dimension of its tensors.
+
+    Tensors without dimensions, and values that are no tensors, go to every micro-batch.
+
+    Args:
+        value: The mini-batch.
+        sizes: Samples of each micro-batch; 0 gives an empty one.
+
+    Returns:
+        One value per size. Its tensors are views.
+
+    Raises:
+        ConfigError: Two tensors disagree about the number of samples.
+    """
+    structure, tensors = flatten(value)
+    total = sum(sizes)
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() and tensor.size(0) != total:
+            raise ConfigError(
+                f"tensor {i} of the mini-batch has {tensor.size(0)} samples where {total} are "
+                "expected; every tensor needs the same first dimension to be cut into micro-batches"
+            )
+    parts = [t.split(list(sizes)) if t.dim() else (t,) * len(sizes) for t in tensors]
+    return [unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]
+
+
+def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
+    """How many samples each micro-batch gets: as `torch.chunk`, short ones last, then empty ones.
+
+    Args:
+        samples: Of the mini-batch, at least 1.
+        micro_batches: k.
+
+    Returns:
+        k sizes: 30 samples in 4 give 8, 8, 8, 6; 5 in 4 give 2, 2, 1, 0.
+    """
+    size = -(-samples // micro_batches)
+    return [max(0, min(size, samples - i * size)) for i in range(micro_batches)]

@@ -1,0 +1,1 @@
+"""Moves messages into inboxes. Two implementations behind one interface, held to one contract."""

@@ -1,0 +1,81 @@
+"""Transport between threads of one process; with a seed, in random order and at random times."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+from torch import Tensor
+
+from pipedream_rt.errors import PeerLost
+from pipedream_rt.stage.messages import Message
+from pipedream_rt.transport.base import Lost, Receive
+from pipedream_rt.transport.wire import decode, encode
+
+
+class MemoryTransport:
+    """Hands messages over within the process, through the same bytes as any other transport.
+
+    Args:
+        shuffle_seed: With a number, a thread of its own delivers messages in random order, after
+            random pauses, now and then twice: what a bad network may do, for tests.
+    """
+
+    def __init__(self, shuffle_seed: int | None = None) -> None:
+        """Start the delivering thread if there is to be one."""
+        self._open: dict[int, tuple[Receive, Lost]] = {}
+        self._closed = False
+        self._pending: list[Message] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        if shuffle_seed is not None:
+            self._random = random.Random(shuffle_seed)
+            self._thread = threading.Thread(target=self._deliver_shuffled, name="shuffled-delivery")
+            self._thread.start()
+
+    def open(self, address: int, receive: Receive, lost: Lost) -> None:
+        """See `Transport.open`."""
+        self._open[address] = (receive, lost)
+
+    def send(self, message: Message) -> None:
+        """See `Transport.send`."""
+        if self._closed:
+            return
+        if message.to not in self._open:
+            error = PeerLost(f"{message}: nobody receives there", peer=f"stage {message.to}")
+            self._open[message.sender][1](error)
+            return
+        copy = decode(encode(message), [_copied(t) for t in message.tensors])
+        if self._thread is None:
+            self._open[message.to][0](copy)
+            return
+        with self._changed:
+            self._pending.append(copy)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _deliver_shuffled(self) -> None:
+        """Deliver whatever pends in random order, giving more messages a random time to come."""
+        while True:
+            with self._changed:
+                while not self._pending and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                self._changed.wait(self._random.choice((0.0, 0.0, 0.0002, 0.002)))
+                number = self._random.randrange(len(self._pending))
+                twice = self._random.random() < 0.1
+                message = self._pending[number] if twice else self._pending.pop(number)
+            self._open[message.to][0](message)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that the receiver owns, with the strides of the original."""
+    return tensor.detach().clone()

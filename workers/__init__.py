@@ -1,0 +1,1 @@
+"""The worker process: its command, start-up, signals and end. Imported as pipedream_rt.workers."""

@@ -1,0 +1,150 @@
+"""The command of a worker process. Light: torch is imported only once a coordinator calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+from types import FrameType
+
+import click
+
+from pipedream_rt.control import VERSION, Control, Record, parse_address
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+
+_log = logging.getLogger("pipedream_rt.worker")
+
+_RETRY_S = 0.2
+"""Between two attempts to reach a coordinator that does not listen yet."""
+
+EXIT_FAILED = 1
+EXIT_COORDINATOR_LOST = 3
+
+
+@click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("address", metavar="[HOST:PORT]", required=False)
+@click.option("--name", default=None, help="Unique in the job; stages go to the names in order.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
+              help="Threads for torch's own parallel loops.")  # fmt: skip
+@click.option("--timeout", default=300.0, show_default=True, type=click.FloatRange(min=0.1),
+              help="Seconds to wait for the coordinator to listen.")  # fmt: skip
+@click.option("--persist", is_flag=True, help="After a job, wait for the next one.")
+@click.option("--control-fd", type=int, hidden=True, help="Inherited connection, instead.")
+def main(
+    address: str | None,
+    name: str | None,
+    threads: int,
+    timeout: float,
+    persist: bool,
+    control_fd: int | None,
+) -> None:
+    """Start a worker process that joins the coordinator at HOST:PORT."""
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    logging.basicConfig(
+        format=f"[{name}] %(levelname)s %(message)s",
+        level=os.environ.get("PIPEDREAM_RT_LOG", "INFO" if control_fd is None else "WARNING"),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_by_signal)
+    if (address is None) == (control_fd is None):
+        raise click.UsageError("give the HOST:PORT of the coordinator")
+    if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
+        raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
+    try:
+        connection = _inherit(control_fd) if control_fd is not None else _connect(address or "", timeout)
+        code = serve(Control(connection, "the coordinator"), name, threads)
+    except PipelineError as error:
+        _log.error("%s", error)
+        code = EXIT_FAILED
+    if persist and code == 0:
+        # A fresh process image: torch keeps RPC counters for the life of a process.
+        os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *sys.argv[1:]])
+    logging.shutdown()
+    # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
+    os._exit(code)
+
+
+def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    """SIGINT and SIGTERM end the process: nothing here needs saving, and peers notice at once."""
+    _log.warning("ended by %s", signal.Signals(number).name)
+    logging.shutdown()
+    os._exit(128 + number)
+
+
+def _inherit(fd: int) -> socket.socket:
+    """The connection that the launcher made."""
+    return socket.socket(fileno=fd)
+
+
+def _connect(address: str, timeout_s: float) -> socket.socket:
+    """Connect to a coordinator that may not listen yet.
+
+    Raises:
+        PipelineError: It never did.
+    """
+    host, port = parse_address(address)
+    deadline = Deadline(timedelta(seconds=timeout_s))
+    pause = threading.Event()
+    _log.info("joining the coordinator at %s", address)
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=deadline.remaining_s())
+        except socket.gaierror as error:
+            raise ConfigError(f"{host!r} is no host: {error}") from error
+        except OSError as error:
+            if deadline.expired():
+                raise PeerLost(
+                    f"no coordinator listened at {address} within {timeout_s:g} s: {error}",
+                    peer=address,
+                ) from error
+        pause.wait(_RETRY_S)
+
+
+def serve(control: Control, name: str, threads: int) -> int:
+    """Answer the call of a coordinator, and host a stage until told to end.
+
+    Args:
+        control: The connection.
+        name: Of this worker.
+        threads: For torch's own parallel loops.
+
+    Returns:
+        Exit code of the process.
+
+    Raises:
+        PipelineError: It was refused, or could not join.
+    """
+    try:
+        # No deadline: a worker waits for its coordinator's call for as long as that lives.
+        _expect(control.receive(Deadline(None)), "call")
+        control.send(
+            {
+                "type": "hello",
+                "name": name,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "version": VERSION,
+            }
+        )
+        # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
+        from pipedream_rt.workers.process import host_stage
+
+        welcome = control.receive(Deadline(None))
+        _expect(welcome, "welcome")
+        return host_stage(control, welcome, threads)
+    except PeerLost:
+        _log.error("the coordinator is gone")
+        return EXIT_COORDINATOR_LOST
+
+
+def _expect(record: Record, kind: str) -> None:
+    """Check the type of a record."""
+    if record["type"] == "refused":
+        raise ConfigError(f"the coordinator refused this worker: {record.get('reason')}")
+    if record["type"] != kind:
+        raise PipelineError(f"expected {kind!r} from the coordinator, got {record['type']!r}")

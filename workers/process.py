@@ -1,0 +1,105 @@
+"""A worker's life in a group: join, host a stage, leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipedream_rt.cluster import sender
+from pipedream_rt.control import Control, Record, interface_of
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PeerLost, PipelineClosed, PipelineError
+from pipedream_rt.stage.host import StageHost
+from pipedream_rt.stage.inbox import Inbox
+from pipedream_rt.transport.rpc import RpcGroup, RpcTransport
+from pipedream_rt.workers.command import EXIT_COORDINATOR_LOST, EXIT_FAILED
+
+_log = logging.getLogger("pipedream_rt.worker")
+
+
+def host_stage(control: Control, welcome: Record, threads: int) -> int:
+    """Join the group that a welcome describes and run a stage in it.
+
+    Threads of this process: this one reads the control connection; ``stage-<i>`` computes; torch's
+    RPC pool fills the inbox.
+
+    Args:
+        control: Connection to the coordinator.
+        welcome: Its record.
+        threads: For torch's own parallel loops.
+
+    Returns:
+        Exit code of the process.
+    """
+    sys.path.extend(p for p in welcome["path"] if p not in sys.path)
+    stage = welcome["rank"] - 1
+    timeout = timedelta(seconds=welcome["timeout_s"])
+    try:
+        transport = _join(control, welcome, timeout)
+    except (PipelineError, RuntimeError) as error:
+        control.send({"type": "failed", "text": str(error)})
+        _log.error("could not join the group: %s", error)
+        return EXIT_FAILED
+    inbox = Inbox(f"stage {stage}", welcome["generation"])
+    transport.open(stage, inbox.put, inbox.close)
+    host = StageHost(
+        stage, inbox, sender(transport, stage, welcome["generation"]), timeout, threads
+    )
+    transport.expose(stage, host.part)
+    thread = threading.Thread(target=host.serve, name=f"stage-{stage}")
+    thread.start()
+    control.send({"type": "joined"})
+    return _until_exit(control, inbox, thread, transport)
+
+
+def _join(control: Control, welcome: Record, timeout: timedelta) -> RpcTransport:
+    """Connect to the store and to the group, with a watchdog: init_rpc has no deadline."""
+    watchdog = threading.Timer(welcome["start_timeout_s"] or 300, os._exit, (EXIT_FAILED,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        host, port = welcome["store"]
+        group = RpcGroup(
+            generation=welcome["generation"],
+            rank=welcome["rank"],
+            names=tuple(welcome["names"]),
+            store=dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
+            interface=interface_of(control.local_host),
+            timeout=timeout,
+        )
+        transport = RpcTransport(group)
+        transport.join()
+        return transport
+    finally:
+        watchdog.cancel()
+
+
+def _until_exit(
+    control: Control, inbox: Inbox, thread: threading.Thread, transport: RpcTransport
+) -> int:
+    """Obey the control connection until it says exit, or breaks.
+
+    When it breaks the coordinator is dead and the stage may be deep in a computation whose result
+    nobody wants: the caller ends the process at once.
+    """
+    while True:
+        try:
+            record = control.receive(Deadline(None))  # breaks when the coordinator dies
+        except PeerLost:
+            _log.error("the coordinator is gone; ending")
+            return EXIT_COORDINATOR_LOST
+        match record["type"]:
+            case "stop":
+                inbox.close(PipelineClosed("the coordinator said stop"))
+                thread.join()
+                control.send({"type": "stopped"})
+            case "exit":
+                transport.close()
+                return 0
+            case other:
+                raise PeerLost(f"the coordinator sent {other!r}", peer="the coordinator")
