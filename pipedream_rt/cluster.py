@@ -132,7 +132,9 @@ class _LocalReference:
 
     def to_here(self) -> Any:
         """Return the value; a tensor as a copy."""
-        return self._value.detach().clone() if isinstance(self._value, torch.Tensor) else self._value
+        return (
+            self._value.detach().clone() if isinstance(self._value, torch.Tensor) else self._value
+        )
 
     def local_value(self) -> Any:
         """Return the value itself."""
@@ -301,9 +303,7 @@ def worker_command(name: str, threads: int, *address: str) -> list[str]:
     return [sys.executable, "-m", module, *address, "--name", name, "--threads", str(threads)]
 
 
-def start_process(
-    command: list[str], pass_fds: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
+def start_process(command: list[str], pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
     """Start a worker process in a session of its own: Ctrl-C reaches the coordinator alone."""
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # peers that end are no news
     return subprocess.Popen(
@@ -373,9 +373,7 @@ class ProcessCluster:
 
     # -- start ----------------------------------------------------------------------------------
 
-    def _gather(
-        self, num_stages: int, listener: socket.socket | None, deadline: Deadline
-    ) -> None:
+    def _gather(self, num_stages: int, listener: socket.socket | None, deadline: Deadline) -> None:
         """Collect as many members as there are stages, in the order of their names."""
         with selectors.DefaultSelector() as selector:
             for control in self._local.controls.values():

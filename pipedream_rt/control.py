@@ -31,6 +31,12 @@ from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, Transport
 VERSION = 1
 """Of this protocol; the two ends must agree."""
 
+EXIT_FAILED = 1
+"""Exit code of a worker that was refused or could not join."""
+
+EXIT_COORDINATOR_LOST = 3
+"""Exit code of a worker whose coordinator died."""
+
 _LENGTH = struct.Struct("!I")
 _LARGEST = 1 << 20
 

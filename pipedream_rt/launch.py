@@ -69,7 +69,9 @@ def start_cluster(
         return ProcessCluster(num_stages, **common)
     if workers is not None:
         if not isinstance(workers, str):
-            raise ConfigError(f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}')
+            raise ConfigError(
+                f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}'
+            )
         with _listening(*parse_address(workers)) as listener:
             return ProcessCluster(num_stages, listener=listener, **common)
     if LISTEN_FD in os.environ:
@@ -112,7 +114,7 @@ def _under_torchrun(num_stages: int, common: dict[str, Any]) -> Cluster:
     own = num_stages - (world - 1)
     if own not in (0, 1):
         raise ConfigError(
-            f"{num_stages} stages run on {num_stages} or {num_stages + 1} ranks, there are {world}; "
+            f"{num_stages} stages need {num_stages} or {num_stages + 1} ranks, there are {world}; "
             f"start with --nproc-per-node {num_stages}"
         )
     store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world))

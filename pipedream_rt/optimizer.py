@@ -189,7 +189,9 @@ def build_prototype(
     Raises:
         ConfigError: The class cannot be used, or does not take these arguments.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
         raise ConfigError(f"{optimizer_class!r} is no subclass of torch.optim.Optimizer")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the model several times in a step; a pipeline cannot")

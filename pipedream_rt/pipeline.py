@@ -28,10 +28,8 @@ from pipedream_rt.errors import (
     NonFiniteLoss,
     PeerLost,
     PipelineClosed,
-    PipelineError,
     RemoteError,
     StageFailed,
-    WorkerLost,
 )
 from pipedream_rt.launch import Workers, start_cluster
 from pipedream_rt.loading import ahead
@@ -58,7 +56,6 @@ from pipedream_rt.stage.messages import (
     Message,
     MicroBatch,
     Mode,
-    Payload,
     Reply,
     Target,
 )
@@ -322,9 +319,7 @@ class Pipeline:
 
     # -- training -----------------------------------------------------------------------------
 
-    def train_epoch(
-        self, loader: Iterable[tuple[Any, Any]]
-    ) -> Generator[StepResult, None, None]:
+    def train_epoch(self, loader: Iterable[tuple[Any, Any]]) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader, keeping the pipe full.
 
         In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
@@ -585,7 +580,9 @@ class Pipeline:
 
         An ``nn.Sequential`` of the layers where a list was given.
         """
-        whole = copy.deepcopy(self._model if isinstance(self._model, nn.Sequential) else self._whole)
+        whole = copy.deepcopy(
+            self._model if isinstance(self._model, nn.Sequential) else self._whole
+        )
         whole.load_state_dict(self.state_dict())
         return whole
 
@@ -646,10 +643,7 @@ class Pipeline:
         by_name = {name: reference for reference, name in self._references()}
         self.optimizer = DistributedOptimizer(
             optimizer_class,
-            [
-                {"params": [by_name[name] for name in names], **options}
-                for names, options in groups
-            ],
+            [{"params": [by_name[name] for name in names], **options} for names, options in groups],
             **kwargs,
         )
 

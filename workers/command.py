@@ -13,7 +13,14 @@ from types import FrameType
 
 import click
 
-from pipedream_rt.control import VERSION, Control, Record, parse_address
+from pipedream_rt.control import (
+    EXIT_COORDINATOR_LOST,
+    EXIT_FAILED,
+    VERSION,
+    Control,
+    Record,
+    parse_address,
+)
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 
@@ -21,9 +28,6 @@ _log = logging.getLogger("pipedream_rt.worker")
 
 _RETRY_S = 0.2
 """Between two attempts to reach a coordinator that does not listen yet."""
-
-EXIT_FAILED = 1
-EXIT_COORDINATOR_LOST = 3
 
 
 @click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +60,9 @@ def main(
     if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
         raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
     try:
-        connection = _inherit(control_fd) if control_fd is not None else _connect(address or "", timeout)
+        connection = (
+            _inherit(control_fd) if control_fd is not None else _connect(address or "", timeout)
+        )
         code = serve(Control(connection, "the coordinator"), name, threads)
     except PipelineError as error:
         _log.error("%s", error)
@@ -136,7 +142,8 @@ def serve(control: Control, name: str, threads: int) -> int:
 
         welcome = control.receive(Deadline(None))
         _expect(welcome, "welcome")
-        return host_stage(control, welcome, threads)
+        code: int = host_stage(control, welcome, threads)
+        return code
     except PeerLost:
         _log.error("the coordinator is gone")
         return EXIT_COORDINATOR_LOST

@@ -30,8 +30,10 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
     if isinstance(model, nn.Module):
         layers = dict(model.named_children())
         # named_children leaves out a module that stands there a second time.
-        if len(layers) != len(model):  # type: ignore[arg-type]  # both kinds have a length
-            raise ConfigError("the same layer stands in the model twice; tie weights inside a layer")
+        if len(layers) != len(model):
+            raise ConfigError(
+                "the same layer stands in the model twice; tie weights inside a layer"
+            )
     else:
         listed = list(model)
         layers = {str(i): layer for i, layer in enumerate(listed)}
@@ -57,9 +59,9 @@ def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]
     Raises:
         ConfigError: There is no such split.
     """
-    if isinstance(stages, bool) or not isinstance(stages, int):
+    if not isinstance(stages, int):
         return _explicit(layers, stages)
-    if not 1 <= stages <= len(layers):
+    if isinstance(stages, bool) or not 1 <= stages <= len(layers):
         raise ConfigError(
             f"stages must be from 1 to the number of layers, {len(layers)}, not {stages}"
         )
@@ -69,7 +71,7 @@ def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]
 
 def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
     """Check split points given by the user."""
-    if isinstance(stages, str | bool) or not isinstance(stages, Sequence):
+    if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise ConfigError(f"stages must be a number or a list of first layers, not {stages!r}")
     names = list(layers)
     points = [0]

@@ -1,4 +1,4 @@
-"""What a stage can do: forward ``F3``, backward ``B3``, step ``S3``; ``2:F3`` names the stage too."""
+"""What a stage can do: forward ``F3``, backward ``B3``, step ``S3``; ``2:F3`` with its stage."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ class Checkable(Protocol):
 
     @property
     def num_stages(self) -> int:
-        """n."""
+        """Number of stages, n."""
 
     @property
     def per_update(self) -> int:
-        """k."""
+        """Micro-batches per update, k."""
 
     def order(self, stage: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
         """Yield what a stage does."""

@@ -18,7 +18,7 @@ class Order(Protocol):
     """Says what each stage does next; knows no version, clock, message or tensor."""
 
     def actions(self, stage: int, num_stages: int, per_update: int, start: int) -> Iterator[Action]:
-        """Yield the endless order of one stage, from micro-batch ``start`` with nothing in flight."""
+        """Yield the endless order of a stage from ``start``, where nothing is in flight."""
 
     def in_flight(self, stage: int, num_stages: int, per_update: int) -> int:
         """Return the most micro-batches whose backward may be outstanding on a stage."""

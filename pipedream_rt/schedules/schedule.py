@@ -124,6 +124,4 @@ def schedule_named(name: str, *, num_stages: int, per_update: int = 1) -> Schedu
     for what, value in (("stages", num_stages), ("micro_batches", per_update)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{what} must be an integer of at least 1, not {value!r}")
-    return Schedule(
-        name=name, num_stages=num_stages, per_update=per_update, recipe=RECIPES[name]
-    )
+    return Schedule(name=name, num_stages=num_stages, per_update=per_update, recipe=RECIPES[name])

@@ -46,10 +46,15 @@ class Inbox:
         key = message.key
         with self._changed:
             if message.generation != self._generation:
-                _log.warning("%s: dropped %s of generation %d, this is generation %d",
-                             self._owner, message, message.generation, self._generation)  # fmt: skip
+                _log.warning(
+                    "%s, generation %d: dropped %s of generation %d",
+                    self._owner,
+                    self._generation,
+                    message,
+                    message.generation,
+                )
                 return False
-            if key in self._waiting or key.index <= self._taken.get((key.channel, key.sender), -2):
+            if key in self._waiting or key.number <= self._taken.get((key.channel, key.sender), -2):
                 _log.debug("%s: dropped a second %s", self._owner, message)
                 return False
             if self._reason is not None:
@@ -83,7 +88,7 @@ class Inbox:
                     if deadline.expired():
                         raise self._late(key, deadline)
                     self._changed.wait(deadline.remaining_s())
-                self._taken[(key.channel, key.sender)] = key.index
+                self._taken[(key.channel, key.sender)] = key.number
                 return self._waiting.pop(key)
             finally:
                 self.awaited = self._taker = None
@@ -99,10 +104,10 @@ class Inbox:
 
     def _late(self, key: Key, deadline: Deadline) -> MessageTimeout:
         """Say what is missing and what is there."""
-        there = ", ".join(f"{k.channel.value} {k.index}" for k in self._waiting) or "nothing"
+        there = ", ".join(f"{k.channel.value} {k.number}" for k in self._waiting) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
-            f"{self._owner} waited {seconds:g} s for {key.channel.value} {key.index}, which did "
+            f"{self._owner} waited {seconds:g} s for {key.channel.value} {key.number}, which did "
             f"not come; the inbox holds {there}; {self.story()}"
         )
 
@@ -130,5 +135,5 @@ class Inbox:
     def story(self) -> str:
         """What is awaited and the last ten actions, for a stall report. From any thread."""
         key = self.awaited
-        awaited = f"waiting for {key.channel.value} {key.index}" if key else "computing"
+        awaited = f"waiting for {key.channel.value} {key.number}" if key else "computing"
         return f"{awaited}; last actions: {' '.join(self.recent) or 'none'}"

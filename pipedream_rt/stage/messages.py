@@ -146,7 +146,7 @@ class Key(NamedTuple):
     """Under which a message waits in an inbox; replies come from several stages."""
 
     channel: Channel
-    index: int
+    number: int
     sender: int | None = None
 
 
@@ -178,5 +178,7 @@ class Message:
 
     def __str__(self) -> str:
         """For logs: ``feed 7 from stage 1 to stage 2``."""
-        names = ["the coordinator" if a == COORDINATOR else f"stage {a}" for a in (self.sender, self.to)]
+        names = [
+            "the coordinator" if a == COORDINATOR else f"stage {a}" for a in (self.sender, self.to)
+        ]
         return f"{self.payload.channel.value} {self.index} from {names[0]} to {names[1]}"

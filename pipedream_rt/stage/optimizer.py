@@ -46,9 +46,10 @@ def plain_hyper(group: dict[str, Any]) -> Hyper:
     for name, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             hyper[name] = value.item()
-        elif isinstance(value, bool | int | float | str) or value is None:
-            hyper[name] = value
-        elif isinstance(value, tuple) and all(isinstance(v, bool | int | float) for v in value):
+        elif all(
+            v is None or isinstance(v, bool | int | float | str)
+            for v in (value if isinstance(value, tuple) else (value,))
+        ):
             hyper[name] = value
     return hyper
 
@@ -84,7 +85,9 @@ class StageOptimizer:
         """
         if self.torch_optimizer is None:
             return
-        for number, group in zip(self._group_numbers, self.torch_optimizer.param_groups, strict=True):
+        for number, group in zip(
+            self._group_numbers, self.torch_optimizer.param_groups, strict=True
+        ):
             group.update(
                 (k, tuple(v) if isinstance(v, list) else v) for k, v in hyper[number].items()
             )

@@ -271,7 +271,8 @@ class Stage:
             ConfigError: It is not a scalar tensor.
         """
         target = message.payload
-        assert isinstance(target, Target) and self._job.loss_fn is not None
+        assert isinstance(target, Target)
+        assert self._job.loss_fn is not None
         loss = self._job.loss_fn(output, unflatten(target.structure, message.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

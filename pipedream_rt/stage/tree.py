@@ -111,7 +111,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     cls = _load_class(structure[1])
     if tag == "n":
         return cls(*(unflatten(item, tensors) for item in structure[2]))
-    value = cls.__new__(cls)
+    value: Any = object.__new__(cls)
     for name, item in structure[2]:
         object.__setattr__(value, name, unflatten(item, tensors))
     return value
@@ -174,7 +174,7 @@ def split(value: object, sizes: Sequence[int]) -> list[Any]:
                 f"tensor {i} of the mini-batch has {tensor.size(0)} samples where {total} are "
                 "expected; every tensor needs the same first dimension to be cut into micro-batches"
             )
-    parts = [t.split(list(sizes)) if t.dim() else (t,) * len(sizes) for t in tensors]
+    parts = [torch.split(t, list(sizes)) if t.dim() else (t,) * len(sizes) for t in tensors]
     return [unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]
 
 

@@ -15,14 +15,19 @@ How torch RPC is used, and why (measured; ``benchmarks/transports.py`` prints th
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
@@ -115,25 +120,33 @@ class RpcTransport:
         os.environ["GLOO_SOCKET_IFNAME"] = group.interface
         # torch 2.6 to 2.13 count init_rpc calls per process and put the number into the store
         # keys, so a fresh process and one with a history never meet; likewise for all_gather.
-        rpc._init_counter = group.generation  # type: ignore[attr-defined]
+        rpc._init_counter = group.generation
         rpc.api._all_gather_sequence_id.clear()
         rpc.api._all_gather_sequence_id_to_states.clear()
         _stores[group.generation] = group.store
         try:
-            rpc.init_rpc(
-                group.names[group.rank],
-                rank=group.rank,
-                world_size=len(group.names),
-                rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                    num_worker_threads=_THREADS,
-                    rpc_timeout=group.timeout.total_seconds(),
-                    init_method=f"{_SCHEME}://generation/{group.generation}",
-                    _transports=["uv"],
-                    _channels=["basic"],
-                ),
-            )
+            with warnings.catch_warnings():
+                # init_rpc calls a deprecated part of torch itself.
+                warnings.filterwarnings("ignore", message="You are using a Backend")
+                self._init_rpc(group)
         finally:
             del _stores[group.generation]
+
+    @staticmethod
+    def _init_rpc(group: RpcGroup) -> None:
+        """The call itself."""
+        rpc.init_rpc(
+            group.names[group.rank],
+            rank=group.rank,
+            world_size=len(group.names),
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+                num_worker_threads=_THREADS,
+                rpc_timeout=group.timeout.total_seconds(),
+                init_method=f"{_SCHEME}://generation/{group.generation}",
+                _transports=["uv"],
+                _channels=["basic"],
+            ),
+        )
 
     def send(self, message: Message) -> None:
         """See `Transport.send`."""
@@ -165,7 +178,9 @@ class RpcTransport:
         """Report a hand-over that failed, unless everything is closing."""
         if self._closed:
             return
-        error = PeerLost(f"{message}: worker {peer!r} is gone: {problem.splitlines()[0]}", peer=peer)
+        error = PeerLost(
+            f"{message}: worker {peer!r} is gone: {problem.splitlines()[0]}", peer=peer
+        )
         _log.debug("%s", error)
         self._open[message.sender][1](error)
 
@@ -187,7 +202,10 @@ class RpcTransport:
 
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
         """Return an RRef to a part of a stage; its worker owns it."""
-        return rpc.remote(self._group.name_of(address), _part, args=(address, part))
+        reference: rpc.RRef[Any] = rpc.remote(
+            self._group.name_of(address), _part, args=(address, part)
+        )
+        return reference
 
     def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
         """Return RRefs to the trainable parameters of a stage, in the order of the module.
@@ -218,8 +236,29 @@ class RpcTransport:
             self._closed = True
         if rpc.api._is_current_rpc_agent_set():
             rpc.api._ignore_rref_leak = True
-            rpc.shutdown(graceful=False)
+            with _quiet():
+                rpc.shutdown(graceful=False)
         _current = None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's C++ warnings off the screen while the agent closes its own pipes.
+
+    torch 2.13 logs each of them as an error of the peer. Its log level is a plain exported
+    variable; a build without it stays as it is.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    try:
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except ValueError:
+        yield
+        return
+    before, level.value = level.value, 2  # errors
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def _deliver(data: bytes, tensors: list[Tensor]) -> str | None:

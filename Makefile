@@ -1,0 +1,37 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types unit stress bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/train_charlm.py
+
+test: lint types unit
+
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	touch $@
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+unit: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+# Many seeds and long runs.
+stress: $(VENV)/installed
+	$(BIN)/python -m pytest -m stress --timeout 1800
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/async_vs_sync.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,128 @@
+"""The command ``pipedream-rt``. Imports no torch: it starts processes that do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+from pipedream_rt import __version__
+from pipedream_rt.errors import PipelineError
+from pipedream_rt.schedules import RECIPES, check, schedule_named
+
+_END_TIMEOUT_S = 5.0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Asynchronous pipeline-parallel training for PyTorch."""
+
+
+@main.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def worker(arguments: tuple[str, ...]) -> None:
+    """Start a worker process: HOST:PORT --name NAME (see worker --help)."""
+    # The same process: signals and exit codes are then the worker's own.
+    os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *arguments])
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--nproc-per-node", required=True, type=click.IntRange(min=1),
+              help="Workers to start.")  # fmt: skip
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
+              help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(nproc_per_node: int, threads: int, script: str, arguments: tuple[str, ...]) -> None:
+    """Start local workers, then SCRIPT with its ARGUMENTS; end when it ends, with its exit code.
+
+    The script's Pipeline uses these workers unless it asks for others. Each worker hosts a stage
+    for one pipeline after another.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        host, port = listener.getsockname()
+        command = [sys.executable, "-m", "pipedream_rt.workers", f"{host}:{port}", "--persist"]
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PIPEDREAM_RT_LOG": "WARNING", **os.environ}
+        with _children() as children:
+            for i in range(nproc_per_node):
+                options = ["--name", f"worker-{i}", "--threads", str(threads)]
+                children.append(
+                    subprocess.Popen(
+                        [*command, *options],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                )
+            code = _run_script(
+                [sys.executable, script, *arguments], listener.fileno(), nproc_per_node
+            )
+    sys.exit(code)
+
+
+def _run_script(command: list[str], listen_fd: int, workers: int) -> int:
+    """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal.
+
+    Returns:
+        Its exit code, 128 and the signal's number if one ended it.
+    """
+    environment = {
+        **os.environ,
+        "PIPEDREAM_RT_LISTEN_FD": str(listen_fd),
+        "PIPEDREAM_RT_NPROC": str(workers),
+    }
+    process = subprocess.Popen(command, env=environment, pass_fds=(listen_fd,))
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        click.echo(f"pipedream-rt: ending on {signal.Signals(number).name}", err=True)
+        process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _children() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that end with the block: told first, killed if late."""
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            try:
+                child.wait(timeout=_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+@main.command()
+@click.argument("name", type=click.Choice(sorted(RECIPES)))
+@click.option("--stages", default=4, show_default=True, type=click.IntRange(min=1))
+@click.option("--micro-batches", default=1, show_default=True, type=click.IntRange(min=1),
+              help="Per update.")  # fmt: skip
+@click.option("--updates", default=8, show_default=True, type=click.IntRange(min=1))
+def schedule(name: str, stages: int, micro_batches: int, updates: int) -> None:
+    """Check a schedule and draw it; forward and backward take one column each."""
+    try:
+        chosen = schedule_named(name, num_stages=stages, per_update=micro_batches)
+        grid = check(chosen, updates * micro_batches)
+    except PipelineError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{name}: {RECIPES[name].summary}")
+    click.echo(grid.render())
