@@ -325,7 +325,7 @@ class Stage:
         with self._busy(), self.parameters.accumulating(micro_batch):
             pairs = [(o, g) for o, g in zip(flight.outputs, gradients) if g is not None]
             if self._job.is_last and not flight.empty:
-                flight.outputs[0].backward()  # type: ignore[no-untyped-call]
+                flight.outputs[0].backward()
             elif pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         self._hyper = flight.hyper

@@ -1,0 +1,271 @@
+"""Train a byte-level transformer on the source of Python's own standard library.
+
+The main job of this project: four stages on four local worker processes, asynchronous 1F1B::
+
+    python examples/train_charlm.py
+    python examples/train_charlm.py --schedule 1f1b --micro-batches 4
+    python examples/train_charlm.py --stages 2 --workers in-process
+    pipedream-rt run --nproc-per-node 4 examples/train_charlm.py
+    torchrun --nproc-per-node 4 examples/train_charlm.py
+
+Letters in shapes: B samples, T positions, D width, V byte values (256).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from pipedream_rt import Pipeline
+
+BYTES = 256
+
+
+class Embedding(nn.Module):
+    """Bytes and their positions to vectors: (B, T) -> (B, T, D)."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(BYTES, width)
+        self.position = nn.Parameter(torch.randn(context, width) * 0.02)
+
+    def forward(self, bytes_BT: Tensor) -> Tensor:  # noqa: N803
+        return self.byte(bytes_BT) + self.position[: bytes_BT.size(1)]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, both after a norm and beside a residual."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+        x_BTD = x_BTD + self.dropout(self.attend(self.norm1(x_BTD)))  # noqa: N806
+        return x_BTD + self.dropout(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
+
+    def attend(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+        b, t, d = x_BTD.shape
+        q, k, v = self.qkv(x_BTD).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(b, t, d))
+
+
+def build_model(
+    layers: int = 8, width: int = 128, heads: int = 4, context: int = 128, dropout: float = 0.0
+) -> nn.Sequential:
+    """The model, as a sequence that can be cut anywhere."""
+    blocks = [Block(width, heads, dropout) for _ in range(layers)]
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+    return nn.Sequential(Embedding(width, context), *blocks, head)
+
+
+def loss_fn(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:  # noqa: N803
+    """Mean cross-entropy in nats per byte."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten())
+
+
+@dataclass
+class Corpus:
+    """All source files of the standard library, split by file."""
+
+    train: Tensor
+    validation: Tensor
+
+    @classmethod
+    def load(cls) -> Corpus:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        parts: dict[bool, list[bytes]] = {True: [], False: []}
+        for path in sorted(root.rglob("*.py")):
+            if "site-packages" in path.parts or "test" in path.parts or "tests" in path.parts:
+                continue
+            # By a hash of the name, so that a file stays on its side in every Python version.
+            name = str(path.relative_to(root)).encode()
+            parts[hashlib.sha256(name).digest()[0] < 230].append(path.read_bytes())
+        train, validation = (
+            torch.frombuffer(bytearray(b"\n".join(parts[side])), dtype=torch.uint8)
+            for side in (True, False)
+        )
+        return cls(train, validation)
+
+    def batches(self, batch: int, context: int, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random windows of the training files and the same windows one byte on: (B, T) each."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            starts = torch.randint(len(self.train) - context - 1, (batch,), generator=generator)
+            windows = torch.stack([self.train[s : s + context + 1] for s in starts.tolist()]).long()
+            yield windows[:, :-1], windows[:, 1:]
+
+    def validation_batches(
+        self, batch: int, context: int, count: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows spread evenly over the validation files; the same every time."""
+        starts = torch.linspace(0, len(self.validation) - context - 2, batch * count).long()
+        for group in starts.view(count, batch):
+            windows = torch.stack([self.validation[s : s + context + 1] for s in group.tolist()])
+            yield windows[:, :-1].long(), windows[:, 1:].long()
+
+    def bigram_loss(self) -> float:
+        """Validation loss of the best model that sees one byte back, in nats per byte."""
+        pairs = self.train[:-1].long() * BYTES + self.train[1:].long()
+        counts = torch.bincount(pairs, minlength=BYTES * BYTES).view(BYTES, BYTES).double() + 0.01
+        log_p = (counts / counts.sum(1, keepdim=True)).log()
+        return -log_p[self.validation[:-1].long(), self.validation[1:].long()].mean().item()
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over 5 % of the steps, then a cosine to a tenth."""
+    warm_up = max(1, steps // 20)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def sample(model: nn.Module, prompt: bytes, length: int, context: int) -> str:
+    """Generate text with the unsplit model."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.tensor(list(prompt))[None]
+    model.eval()
+    with torch.no_grad():
+        for _ in range(length):
+            logits = model(text[:, -context:])[0, -1] / 0.7
+            text = torch.cat([text, torch.multinomial(logits.softmax(0), 1, generator=generator)[None]], 1)
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+@click.command()
+@click.option("--schedule", default="async-1f1b", show_default=True)
+@click.option("--stages", default=4, show_default=True)
+@click.option("--workers", default=None, help="in-process, local or HOST:PORT.")
+@click.option("--micro-batches", default=1, show_default=True, help="Per mini-batch.")
+@click.option("--steps", default=1800, show_default=True)
+@click.option("--batch", default=16, show_default=True)
+@click.option("--context", default=128, show_default=True)
+@click.option("--lr", default=2e-3, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--out", default="out/charlm.safetensors", show_default=True, type=click.Path(path_type=Path))
+def main(
+    schedule: str,
+    stages: int,
+    workers: str | None,
+    micro_batches: int,
+    steps: int,
+    batch: int,
+    context: int,
+    lr: float,
+    seed: int,
+    out: Path,
+) -> None:
+    """Train, validate, save and sample."""
+    console = Console()
+    corpus = Corpus.load()
+    bigram = corpus.bigram_loss()
+    console.print(
+        f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate; "
+        f"a bigram model gets {bigram:.3f} nats per byte"
+    )
+    torch.manual_seed(seed)
+    model = build_model(context=context)
+    validation = list(corpus.validation_batches(batch, context, 24))
+    optimizer = (torch.optim.AdamW, {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.95), "fused": True})
+    with Pipeline(
+        model,
+        stages=stages,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        workers=workers,
+        seed=seed,
+    ) as pipe:
+        console.print(pipe.explain())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            pipe.optimizer, lambda step: learning_rate_factor(step, steps)
+        )
+        console.print(f"validation loss before training: {pipe.evaluate(validation):.3f}")
+        loader = corpus.batches(batch, context, steps, seed)
+        start = time.perf_counter()
+        train(console, pipe, scheduler, loader, steps, batch * context, validation)
+        elapsed_s = time.perf_counter() - start
+        loss = pipe.evaluate(validation)
+        save(out, pipe.state_dict())
+        trained = pipe.module()
+    console.print(
+        f"validation loss {loss:.3f} nats per byte (bigram {bigram:.3f}); "
+        f"{steps * batch * context / elapsed_s:,.0f} bytes/s over {elapsed_s:.0f} s; saved {out}"
+    )
+    console.print(sample(trained, b"def ", 300, context), markup=False, highlight=False)
+
+
+def train(
+    console: Console,
+    pipe: Pipeline,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    loader: Iterator[tuple[Tensor, Tensor]],
+    steps: int,
+    bytes_per_step: int,
+    validation: list[tuple[Tensor, Tensor]],
+) -> None:
+    """One pass over the loader, with a progress line and validation three times on the way."""
+    columns = (
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[rate]:,.0f} bytes/s  busy {task.fields[busy]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps, loss=float("nan"), rate=0.0, busy="")
+        smooth, since, busy_then = float("nan"), time.perf_counter(), [0.0] * len(pipe.stages)
+        for result in pipe.train_epoch(loader):
+            scheduler.step()
+            smooth = result.loss if result.step == 0 else 0.95 * smooth + 0.05 * result.loss
+            if (result.step + 1) % 20 == 0:
+                now = time.perf_counter()
+                busy = [b - a for a, b in zip(busy_then, result.busy_s, strict=True)]
+                progress.update(
+                    task,
+                    completed=result.step + 1,
+                    loss=smooth,
+                    rate=20 * bytes_per_step / (now - since),
+                    busy=" ".join(f"{100 * b / (now - since):.0f}%" for b in busy),
+                )
+                since, busy_then = now, list(result.busy_s)
+            if (result.step + 1) % (steps // 4 or 1) == 0 and result.step + 1 < steps:
+                loss = pipe.evaluate(validation)
+                progress.console.print(
+                    f"step {result.step + 1}: training loss {smooth:.3f}, validation {loss:.3f}, "
+                    f"staleness {result.staleness}"
+                )
+                since = time.perf_counter()
+
+
+def save(path: Path, state: dict[str, Tensor]) -> None:
+    """Write a checkpoint in the model's own keys."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, path)
+
+
+if __name__ == "__main__":
+    main()
