@@ -28,9 +28,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from train_charlm import Corpus, build_model, loss_fn  # noqa: E402  # from examples/
+from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
-from pipedream_rt import Pipeline  # noqa: E402
+from pipedream_rt import Pipeline
 
 OPTIMIZER = (torch.optim.AdamW, {"lr": 1e-3, "fused": True})
 WARM_UP = 2
@@ -155,7 +155,12 @@ def print_table(shape: dict[str, int], lines: list[dict[str, Any]]) -> None:
 @click.option("--one", hidden=True)
 @click.option("--shape", "given", hidden=True)
 def main(
-    as_json: bool, repeats: int, only: tuple[str, ...], one: str | None, given: str | None, **shape: int
+    as_json: bool,
+    repeats: int,
+    only: tuple[str, ...],
+    one: str | None,
+    given: str | None,
+    **shape: int,
 ) -> None:
     """Compare asynchronous with synchronous pipelines and with one process."""
     if one is not None and given is not None:

@@ -11,7 +11,9 @@ if __name__ == "__main__":
     x = torch.randn(4096, 32)
     y = (x.sign().sum(1) > 0).long()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 64, shuffle=True)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
 
     with Pipeline(
         model, stages=2, loss_fn=F.cross_entropy, optimizer=(torch.optim.AdamW, {"lr": 1e-3})

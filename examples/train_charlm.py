@@ -107,7 +107,9 @@ class Corpus:
         )
         return cls(train, validation)
 
-    def batches(self, batch: int, context: int, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, batch: int, context: int, count: int, seed: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Random windows of the training files and the same windows one byte on: (B, T) each."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(count):
@@ -149,7 +151,9 @@ def sample(model: nn.Module, prompt: bytes, length: int, context: int) -> str:
     with torch.no_grad():
         for _ in range(length):
             logits = model(text[:, -context:])[0, -1] / 0.7
-            text = torch.cat([text, torch.multinomial(logits.softmax(0), 1, generator=generator)[None]], 1)
+            text = torch.cat(
+                [text, torch.multinomial(logits.softmax(0), 1, generator=generator)[None]], 1
+            )
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
@@ -163,7 +167,9 @@ def sample(model: nn.Module, prompt: bytes, length: int, context: int) -> str:
 @click.option("--context", default=128, show_default=True)
 @click.option("--lr", default=2e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--out", default="out/charlm.safetensors", show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", default="out/charlm.safetensors", show_default=True, type=click.Path(path_type=Path)
+)
 def main(
     schedule: str,
     stages: int,
@@ -187,7 +193,10 @@ def main(
     torch.manual_seed(seed)
     model = build_model(context=context)
     validation = list(corpus.validation_batches(batch, context, 24))
-    optimizer = (torch.optim.AdamW, {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.95), "fused": True})
+    optimizer = (
+        torch.optim.AdamW,
+        {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.95), "fused": True},
+    )
     with Pipeline(
         model,
         stages=stages,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import re
 import selectors
 import signal
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -49,6 +50,9 @@ _log = logging.getLogger(__name__)
 Fail = Callable[[BaseException], object]
 """Told once that the cluster cannot go on. Called from any thread."""
 
+_STORY_TIMEOUT = timedelta(seconds=2)
+"""For the workers to say what they wait for, when something stalls."""
+
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the workers to end when told to; what is left then is killed."""
 
@@ -78,6 +82,9 @@ class Cluster(Protocol):
 
     def name_loss(self, error: PipelineError) -> PipelineError:
         """Turn a peer's word that another is gone into an error about that worker."""
+
+    def stories(self) -> list[str]:
+        """Say for every stage what it waits for and what it did last, for a stall report."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to the ``"module"`` or the ``"optimizer"`` of a stage."""
@@ -202,6 +209,10 @@ class InProcessCluster:
         """See `Cluster.name_loss`; threads do not get lost."""
         return error
 
+    def stories(self) -> list[str]:
+        """See `Cluster.stories`."""
+        return [f"stage {host.index}: {host.inbox.story()}" for host in self._hosts]
+
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""
         return _LocalReference(self._hosts[stage].part(part), self.names[stage])
@@ -253,6 +264,7 @@ class _Member:
     name: str
     description: str
     control: Control
+    story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     stage: int = -1
     stopped: bool = False
 
@@ -593,6 +605,8 @@ class ProcessCluster:
             return False
         if record["type"] == "stopped":
             self._note_stopped(member)
+        elif record["type"] == "story":
+            member.story.put(str(record["text"]))
         return True
 
     def _note_stopped(self, member: _Member) -> None:
@@ -625,6 +639,19 @@ class ProcessCluster:
         """See `Cluster.name_loss`."""
         member = next((m for m in self._members if m.name == getattr(error, "peer", "")), None)
         return error if member is None else self._lost(member)
+
+    def stories(self) -> list[str]:
+        """See `Cluster.stories`; a worker that does not answer soon is said not to."""
+        self._tell({"type": "story"})
+        deadline = Deadline(_STORY_TIMEOUT)
+        told = []
+        for member in self._members:
+            try:
+                text = member.story.get(timeout=deadline.remaining_s())
+            except queue.Empty:
+                text = "its worker does not answer"
+            told.append(f"stage {member.stage} (worker {member.name!r}): {text}")
+        return told
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""

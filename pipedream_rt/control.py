@@ -10,6 +10,8 @@ process dies, however, its end closes and the other side reads the end of file a
     welcome         ->              rank, names, store, ...; both join the RPC group
                     <- joined
     ...training, over RPC...
+    story           ->              in a stall
+                    <- story        what its stage waits for, and did last
     stop            ->
                     <- stopped      its stage computes no more
     exit            ->              leaves the RPC group and ends

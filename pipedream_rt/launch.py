@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -17,8 +17,9 @@ from pipedream_rt.control import parse_address
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.transport.base import Receive
 
-Workers: TypeAlias = str | None
-"""``"local"``, ``"in-process"``, ``"HOST:PORT"``, or None to follow the environment."""
+Workers: TypeAlias = str | Callable[..., Cluster] | None
+"""``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or what makes a
+`Cluster` of another kind (called with the number of stages and the keyword arguments below)."""
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 """Set by `pipedream-rt run`: an inherited socket at which its workers join."""
@@ -64,6 +65,8 @@ def start_cluster(
     }
     if workers == "in-process":
         return InProcessCluster(num_stages, **common)
+    if callable(workers):
+        return workers(num_stages, **common)
     common["start_timeout"] = start_timeout
     if workers == "local":
         return ProcessCluster(num_stages, **common)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -25,6 +25,7 @@ from pipedream_rt.cluster import Cluster, Reference, sender
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,
+    MessageTimeout,
     NonFiniteLoss,
     PeerLost,
     PipelineClosed,
@@ -60,7 +61,15 @@ from pipedream_rt.stage.messages import (
     Target,
 )
 from pipedream_rt.stage.optimizer import Hyper
-from pipedream_rt.stage.tree import batch_size, flatten, micro_batch_sizes, own, split, unflatten
+from pipedream_rt.stage.tree import (
+    Structure,
+    batch_size,
+    flatten,
+    micro_batch_sizes,
+    own,
+    split,
+    unflatten,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -150,6 +159,13 @@ class PendingStep:
     def done(self) -> bool:
         """Whether `result` would return at once. Never blocks."""
         return self.outcome is not None or self._pipeline._has_losses(self)
+
+
+class _Part(NamedTuple):
+    """A micro-batch, flattened: structure and tensors of the input and of the target."""
+
+    x: tuple[Structure, list[Tensor]]
+    y: tuple[Structure, list[Tensor]]
 
 
 class _Reception:
@@ -383,30 +399,32 @@ class Pipeline:
         self._pending.append(pending)
         return pending
 
-    def _parts(self, x: Any, y: Any) -> tuple[list[tuple[Any, Any] | None], list[int]]:
-        """Cut a mini-batch into micro-batches; None for the empty ones that fill it up."""
+    def _parts(self, x: Any, y: Any) -> tuple[list[_Part | None], list[int]]:
+        """Cut a mini-batch into micro-batches; None for the empty ones that fill it up.
+
+        Everything that can be wrong with it is found here, before any of it is sent.
+        """
         k = self._micro_batches
         samples = batch_size(x)
         if samples == 0 or (samples is None and k > 1):
-            raise ConfigError(f"a mini-batch of {samples or 'no'} samples cannot be trained on")
+            raise ConfigError("a mini-batch without samples cannot be trained on")
         if k == 1 or samples is None:
-            return [(x, y)], [samples or 1]
+            return [_Part(flatten(x), flatten(y))], [samples or 1]
         sizes = micro_batch_sizes(samples, k)
         pairs = zip(split(x, sizes), split(y, sizes), sizes, strict=True)
-        return [(xi, yi) if size else None for xi, yi, size in pairs], sizes
+        return [_Part(flatten(xi), flatten(yi)) if size else None for xi, yi, size in pairs], sizes
 
     def _feed(
         self,
         mode: Mode,
         number: int,
-        part: tuple[Any, Any] | None,
+        part: _Part | None,
         *,
         share: float = 1.0,
         hyper: list[Hyper] | None = None,
     ) -> None:
         """Inject one micro-batch at the next position: input first, target to the last stage."""
-        x, y = part if part is not None else (None, None)
-        structure, tensors = flatten(x)
+        structure, tensors = part.x if part is not None else flatten(None)
         feed = MicroBatch(
             micro_batch=number,
             mode=mode,
@@ -417,7 +435,7 @@ class Pipeline:
         )
         self._send(0, self._position, feed, tuple(map(_copy, tensors)))
         if part is not None and mode is not Mode.INFER:
-            structure, tensors = flatten(y)
+            structure, tensors = part.y
             target = Target(structure=structure, share=share)
             last = len(self.stages) - 1
             self._send(last, self._position, target, tuple(map(_copy, tensors)))
@@ -522,7 +540,8 @@ class Pipeline:
             Output of the last layer.
         """
         self.flush()
-        self._feed(Mode.INFER, self._position, (x, None))
+        part = _Part(flatten(x), flatten(None))
+        self._feed(Mode.INFER, self._position, part)
         return self._take_loss(self._position - 1)[1]
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -729,7 +748,11 @@ class Pipeline:
     def _take(self, key: Key) -> Message:
         """Wait for a message; a failure closes the pipeline and is raised."""
         with self._closing_on_error(), self._cluster.waiting():
-            return self._inbox.take(key, Deadline(self._timeout))
+            try:
+                return self._inbox.take(key, Deadline(self._timeout))
+            except MessageTimeout as error:
+                stories = "\n".join(self._cluster.stories())
+                raise MessageTimeout(f"{error}\n{stories}") from None
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:

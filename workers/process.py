@@ -97,6 +97,8 @@ def _until_exit(
                 inbox.close(PipelineClosed("the coordinator said stop"))
                 thread.join()
                 control.send({"type": "stopped"})
+            case "story":
+                control.send({"type": "story", "text": inbox.story()})
             case "exit":
                 transport.close()
                 return 0

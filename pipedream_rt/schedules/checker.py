@@ -161,12 +161,12 @@ class Execution:
                 expected = len(state.forwards)
                 if m != expected:
                     raise self._broken(stage, action, f"the next forward should be F{expected}")
+                in_flight, bound = len(state.ledger.in_flight) + 1, schedule.in_flight(stage)
+                if in_flight > bound:
+                    text = f"{in_flight} in flight, the schedule states {bound}"
+                    raise self._broken(stage, action, text)
                 state.ledger.release(schedule.reads(stage, m))
                 state.ledger.pin(m, schedule.reads(stage, m))
-                bound = schedule.in_flight(stage)
-                if len(state.ledger.in_flight) > bound:
-                    text = f"{len(state.ledger.in_flight)} in flight, the schedule states {bound}"
-                    raise self._broken(stage, action, text)
             case Kind.BACKWARD:
                 if m in state.backwards:
                     raise self._broken(stage, action, f"micro-batch {m} goes backward twice")

@@ -57,6 +57,8 @@ def _flatten(value: Any, tensors: list[Tensor], path: str) -> Structure:
         case Tensor():
             tensors.append(value)
             return ["T", len(tensors) - 1]
+        case int() if not -(2**63) <= value < 2**64:
+            raise ConfigError(f"{path} is an integer of more than 64 bits")
         case None | bool() | int() | float() | str() | bytes():
             return ["P", value]
         case tuple() if hasattr(value, "_fields"):

@@ -1,0 +1,92 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.split import (
+    balanced,
+    layers_of,
+    refuse_shared_parameters,
+    split_points,
+)
+
+
+def layers(count=5):
+    return layers_of([nn.Linear(2, 2) for _ in range(count)])
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_the_largest_part_is_as_small_as_it_can_be(sizes, data):
+    parts = data.draw(st.integers(1, len(sizes)))
+
+    def largest(points):
+        return max(sum(sizes[a:b]) for a, b in itertools.pairwise([*points, len(sizes)]))
+
+    cuts = itertools.combinations(range(1, len(sizes)), parts - 1)
+    points = balanced(sizes, parts)
+    assert len(points) == parts
+    assert sorted(set(points)) == points
+    assert points[0] == 0
+    assert largest(points) == min(largest([0, *cut]) for cut in cuts)
+
+
+def test_layers_without_parameters_are_spread():
+    assert balanced([0] * 6, 3) == [0, 2, 4]
+
+
+def test_names_of_a_sequential_are_kept():
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(1, 1))
+    model.add_module("second", nn.Linear(1, 1))
+    assert list(layers_of(model)) == ["first", "second"]
+    assert split_points(layers_of(model), ["second"]) == [0, 1]
+    assert list(layers_of(nn.ModuleList([nn.ReLU(), nn.ReLU()]))) == ["0", "1"]
+
+
+def test_explicit_points():
+    assert split_points(layers(), [1, 4]) == [0, 1, 4]
+    assert split_points(layers(), []) == [0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (0, "from 1 to the number of layers, 5, not 0"),
+        (6, "from 1 to the number of layers, 5, not 6"),
+        (True, "from 1 to the number"),
+        ([3, 2], "must rise"),
+        ([0], "between 1 and 4"),
+        ([5], "between 1 and 4"),
+        (["x"], "no layer is called 'x'"),
+        ("3", "a number or a list"),
+        (2.0, "a number or a list"),
+    ],
+)
+def test_impossible_splits_are_refused(stages, words):
+    with pytest.raises(ConfigError, match=words):
+        split_points(layers(), stages)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ConfigError, match=r"the model is a Linear; .*nn.Sequential"):
+        layers_of(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="no layers"):
+        layers_of([])
+    with pytest.raises(ConfigError, match="layer 1 is a int"):
+        layers_of([nn.ReLU(), 3])
+    twice = nn.ReLU()
+    with pytest.raises(ConfigError, match="stands in the model twice"):
+        layers_of(nn.Sequential(twice, twice))
+
+
+def test_weights_shared_by_two_stages_are_refused():
+    tied = nn.Linear(2, 2)
+    other = nn.Linear(2, 2)
+    other.weight = tied.weight
+    shared = layers_of([tied, nn.ReLU(), other])
+    refuse_shared_parameters(shared, [0])
+    with pytest.raises(ConfigError, match=r"0\.weight of stage 0 is also 2\.weight of stage 1"):
+        refuse_shared_parameters(shared, [0, 1])

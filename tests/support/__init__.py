@@ -1,0 +1,1 @@
+"""What the tests share: the oracle, models, and the hunt for leaks."""

@@ -1,0 +1,164 @@
+"""Models, data and optimizers for the tests."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH, CLASSES = 11, 6, 4
+
+
+class Transpose(nn.Module):
+    """(B, T, D) <-> (B, D, T); leaves a tensor that is not contiguous at a stage's end."""
+
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+class Scale(nn.Module):
+    """x * w + b: saves its weight in autograd by reference."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(width))
+        self.b = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x * self.w + self.b
+
+
+def kitchen_sink():
+    """Twelve layers of every kind that treats weights differently."""
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 8),
+        nn.LayerNorm(8),
+        Transpose(),
+        nn.Conv1d(8, 8, 3, padding=1),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(8 * LENGTH, 16),
+        Scale(16),
+        nn.Dropout(0.1),
+        nn.Linear(16, CLASSES),
+    )
+
+
+POINTS = {1: [0], 2: [0, 6], 3: [0, 3, 8], 4: [0, 3, 5, 9], 5: [0, 1, 4, 8, 10]}
+"""Split points of the kitchen sink; some cut behind Transpose or before the in-place ReLU."""
+
+
+def batches(count, samples=6, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(VOCABULARY, (samples, LENGTH), generator=generator),
+            torch.randint(CLASSES, (samples,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 3e-3}),
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1, "foreach": False}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1, "foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1, "fused": True}),
+}
+
+
+def mlp(width=8, layers=6):
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def regression(count, samples=4, width=8):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randn(samples, width, generator=generator),
+            torch.randn(samples, width, generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+class Raises(nn.Module):
+    """Raises in forward or backward of one micro-batch, counted by training calls."""
+
+    def __init__(self, at=3, where="forward", error=ZeroDivisionError("the layer's own words")):
+        super().__init__()
+        self.at, self.where, self.error, self.calls = at, where, error, 0
+
+    def forward(self, x):
+        if self.calls == self.at and self.where == "forward":
+            raise self.error
+        if self.calls == self.at and self.where == "backward":
+            x.register_hook(self._raise)
+        self.calls += 1
+        return x
+
+    def _raise(self, gradient):
+        raise self.error
+
+
+class Stalls(nn.Module):
+    """Computes for ever on its n-th call, as a deadlock in user code does."""
+
+    def __init__(self, at=2):
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.at:
+            threading.Event().wait(60)
+        return x
+
+
+class Unpicklable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        return x
+
+
+@dataclass
+class Pair:
+    """Crosses stages: differentiable beside integer, plain and absent members."""
+
+    hidden: Tensor
+    mask: Tensor
+    name: str
+    nothing: None
+    extra: dict
+
+
+class MakePair(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return Pair(hidden, hidden > 0, "pair", None, {"both": (hidden * 2, [hidden.half()])})
+
+
+class UsePair(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, pair):
+        assert isinstance(pair, Pair)
+        assert pair.name == "pair"
+        assert pair.nothing is None
+        twice, (half,) = pair.extra["both"]
+        assert half.dtype == torch.float16
+        return self.linear(pair.hidden * pair.mask) + twice

@@ -1,0 +1,53 @@
+"""The judge: the table of DESIGN section 3 in one loop, in one thread.
+
+Imports nothing of the project, on purpose.
+"""
+
+import copy
+import hashlib
+
+import torch
+from torch.func import functional_call
+
+
+def layer_seed(seed, micro_batch, layer):
+    text = f"{seed}/{micro_batch}/{layer}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def oracle(model, points, data, loss_fn, make_optimizer, *, k=1, stashing=True, seed=0, rates=None):
+    """Train a copy of the model as n stages would; returns its state dict and the losses.
+
+    points: first layer of each stage. k: micro-batches per update. stashing: as async-1f1b, else
+    every micro-batch of mini-batch t reads version t. rates: learning rate of each mini-batch.
+    """
+    model, n = copy.deepcopy(model), len(points)
+    optimizer = make_optimizer(model.parameters())
+    versions = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+    losses = []
+    for t, (x, y) in enumerate(data):
+        for group in optimizer.param_groups:
+            group["lr"] = rates[t] if rates else group["lr"]
+        optimizer.zero_grad()
+        for i, (xm, ym) in enumerate(zip(x.chunk(k), y.chunk(k))):
+            m, value, leaves = t * k + i, xm, {}
+            for number, (layer_name, layer) in enumerate(model.named_children()):
+                s = sum(number >= point for point in points) - 1
+                version = max(0, (m - (n - 1 - s)) // k) if stashing else t
+                weights = {
+                    name: versions[version][f"{layer_name}.{name}"].clone().requires_grad_()
+                    for name, _ in layer.named_parameters()
+                }
+                torch.manual_seed(layer_seed(seed, m, layer_name))
+                value = functional_call(layer, weights, value)
+                leaves.update({f"{layer_name}.{name}": w for name, w in weights.items()})
+            loss = loss_fn(value, ym)
+            losses.append(loss.item())
+            gradients = torch.autograd.grad(loss * (len(xm) / len(x)), list(leaves.values()))
+            for name, gradient in zip(leaves, gradients):
+                parameter = model.get_parameter(name)
+                summed = gradient if parameter.grad is None else parameter.grad + gradient
+                parameter.grad = summed
+        optimizer.step()
+        versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return model.state_dict(), losses

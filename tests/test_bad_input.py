@@ -1,0 +1,282 @@
+"""Every wrong input is a clear error, before anything is lost; every failure ends everything."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import Raises, Unpicklable, mlp, regression
+from torch import nn
+
+from pipedream_rt import (
+    ConfigError,
+    MessageTimeout,
+    NonFiniteLoss,
+    Pipeline,
+    PipelineClosed,
+    RendezvousTimeout,
+    StageFailed,
+)
+from pipedream_rt.cluster import InProcessCluster
+
+pytestmark = pytest.mark.threads
+
+SGD = (torch.optim.SGD, {"lr": 0.1})
+
+
+def make(model=None, **kwargs):
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": SGD, "workers": "in-process"}
+    return Pipeline(model or mlp(), **{**defaults, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"stages": 0}, "stages must be from 1 to the number of layers, 6, not 0"),
+        ({"stages": 7}, "stages must be from 1 to the number of layers, 6, not 7"),
+        ({"stages": [2, 1]}, "split points must rise"),
+        ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'(?s:.*)async-1f1b"),
+        ({"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
+        ({"threads": 0}, "threads must be an integer of at least 1"),
+        ({"credits": -1}, "credits must be an integer of at least 1"),
+        ({"on_nan": "panic"}, 'on_nan must be "raise" or "ignore"'),
+        ({"loss_fn": 3}, "loss_fn must be callable"),
+        ({"optimizer": "adam"}, r"optimizer must be \(class, dict"),
+        ({"optimizer": (nn.Linear, {})}, "no subclass of torch.optim.Optimizer"),
+        (
+            {"optimizer": (torch.optim.SGD, {"lr": -1})},
+            "SGD refused its arguments: Invalid learning",
+        ),
+        ({"optimizer": (torch.optim.SGD, {"speed": 1})}, "SGD refused its arguments"),
+        ({"optimizer": (torch.optim.LBFGS, {})}, "LBFGS"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "not one of the model's"),
+        ({"workers": "somewhere"}, "write HOST:PORT"),
+        ({"workers": 4}, 'workers must be "local", "in-process" or "HOST:PORT"'),
+        ({"workers": "192.0.2.1:29500"}, "cannot listen at 192.0.2.1:29500"),
+    ],
+)
+def test_wrong_arguments(kwargs, words):
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=words):
+        make(**kwargs)
+    assert threading.active_count() == before
+
+
+def test_a_model_that_does_not_pickle_is_named():
+    with pytest.raises(ConfigError, match=r"layer 1 \(Unpicklable\) cannot be pickled"):
+        make(nn.Sequential(nn.Linear(8, 8), Unpicklable(), nn.Linear(8, 8)))
+
+
+def test_a_loss_that_does_not_pickle_is_named():
+    lock = threading.Lock()
+
+    def loss(output, target):
+        with lock:
+            return F.mse_loss(output, target)
+
+    with pytest.raises(ConfigError, match=r"loss_fn \(function\) cannot be pickled"):
+        make(loss_fn=loss)
+
+
+def test_training_without_loss_or_optimizer():
+    with (
+        make(loss_fn=None) as pipe,
+        pytest.raises(ConfigError, match="needs loss_fn and optimizer"),
+    ):
+        pipe.submit(*regression(1)[0])
+    with make(optimizer=None) as pipe:
+        with pytest.raises(ConfigError, match="needs loss_fn and optimizer"):
+            pipe.submit(*regression(1)[0])
+        with pytest.raises(ConfigError, match="made without an optimizer"):
+            _ = pipe.optimizer
+        assert pipe(torch.ones(1, 8)).shape == (1, 8)  # inference is possible
+        with pytest.raises(ConfigError, match="assign a DistributedOptimizer"):
+            pipe.optimizer = torch.optim.SGD(mlp().parameters())
+    with make(loss_fn=None) as pipe, pytest.raises(ConfigError, match="evaluate needs loss_fn"):
+        pipe.evaluate(regression(1))
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (torch.ones(4, 8), r"must yield pairs \(x, y\); this item is a Tensor"),
+        ((1, 2, 3), "this item is a tuple of 3"),
+        ((torch.ones(0, 8), torch.ones(0, 8)), "without samples cannot be trained on"),
+        ((torch.ones(4, 8), torch.ones(3, 8)), "has 3 samples where 4 are expected"),
+        (
+            ({"x": {1, 2}}, torch.ones(4, 8)),
+            "without samples cannot be trained on|cannot cross stages",
+        ),
+    ],
+)
+def test_a_wrong_item_of_the_loader_loses_nothing(item, words):
+    """The pipeline goes on after it."""
+    with make(micro_batches=2) as pipe:
+        list(pipe.train_epoch(regression(2)))
+        with pytest.raises(ConfigError, match=words):
+            list(pipe.train_epoch([item]))
+        assert [r.step for r in pipe.train_epoch(regression(2))] == [2, 3]
+
+
+def test_an_empty_loader():
+    with make() as pipe:
+        assert list(pipe.train_epoch([])) == []
+        with pytest.raises(ConfigError, match="yielded nothing"):
+            pipe.evaluate([])
+
+
+def test_an_error_of_the_loader_arrives_as_it_is_and_loses_nothing():
+    def loader():
+        yield from regression(3)
+        raise OSError("the loader's own words")
+
+    with make() as pipe:
+        losses = []
+        with pytest.raises(OSError, match="own words"):
+            for result in pipe.train_epoch(loader()):
+                losses.append(result.loss)
+        assert len(list(pipe.train_epoch(regression(2)))) == 2
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_error_of_a_layer_names_stage_and_action(stage, where):
+    layers = list(mlp())
+    layers.insert(2 * stage + 1, Raises(at=3, where=where))
+    points = [p + (p > 2 * stage) for p in (2, 4)]
+    pipe = make(nn.Sequential(*layers), stages=points)
+    with pytest.raises(
+        StageFailed, match=f"stage {stage}, {where[0].upper()}3: ZeroDivisionError: the layer's own"
+    ) as e:
+        list(pipe.train_epoch(regression(20)))
+    assert e.value.stage == stage
+    assert e.value.action == f"{where[0].upper()}3"
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    assert "in _raise" in e.value.trace or "in forward" in e.value.trace
+    with pytest.raises(PipelineClosed, match="the pipeline has failed: stage"):
+        pipe.flush()
+
+
+def test_an_error_that_does_not_pickle_still_arrives():
+    class Odd(Exception):
+        def __init__(self, lock):
+            super().__init__("odd words")
+            self.lock = lock
+
+    class RaisesOdd(nn.Module):
+        def forward(self, x):
+            import threading
+
+            raise Odd(threading.Lock())
+
+    with pytest.raises(StageFailed, match="Odd: odd words") as e:
+        list(make(nn.Sequential(RaisesOdd()), stages=1).train_epoch(regression(1)))
+    assert "odd words" in str(e.value.__cause__)
+
+
+def test_an_error_of_the_loss():
+    def loss(output, target):
+        raise KeyError("no such class")
+
+    with pytest.raises(StageFailed, match=r"stage 2, F0: KeyError: 'no such class'") as e:
+        list(make(loss_fn=loss).train_epoch(regression(1)))
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_an_error_of_the_optimizer():
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ArithmeticError("will not step")
+
+    with pytest.raises(StageFailed, match="S0: ArithmeticError: will not step"):
+        list(make(optimizer=(Stubborn, {"lr": 0.1})).train_epoch(regression(9)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda o, t: o - t, r"\(4, 8\)"),
+        (lambda o, t: 1.0, "float"),
+        (lambda o, t: None, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_no_scalar(loss, found):
+    with pytest.raises(StageFailed, match=f"one element, it returned {found}") as e:
+        list(make(loss_fn=loss).train_epoch(regression(1)))
+    assert isinstance(e.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(value):
+    def loss(output, target):
+        return F.mse_loss(output, target) * (value if target[0, 0] > 100 else 1)
+
+    data = regression(6)
+    data[4][1][0, 0] = 1000
+    results = []
+    with pytest.raises(
+        NonFiniteLoss, match=r"stage 2: the loss of micro-batch 4 is (nan|inf)"
+    ) as e:
+        for result in make(loss_fn=loss).train_epoch(data):
+            results.append(result.step)
+    assert (e.value.stage, e.value.action) == (2, "F4")
+    assert results == list(range(len(results)))
+
+
+def test_an_output_that_cannot_cross_stages():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return {"x": x, "lock": {1}}
+
+    with pytest.raises(StageFailed, match=r"value\['lock'\] is a builtins.set, which cannot cross"):
+        list(
+            make(nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8))).train_epoch(regression(1))
+        )
+
+
+@pytest.mark.parametrize("wrong", [{1, 2}, [2**70], object()])
+def test_a_failed_submit_sends_nothing(wrong):
+    """The target is looked at before the input is sent: the run goes on as if it had not been."""
+    losses = []
+    for fails in (False, True):
+        with make() as pipe:
+            if fails:
+                with pytest.raises(ConfigError, match="value.* is a"):
+                    pipe.submit(torch.ones(4, 8), wrong)
+            losses.append([r.loss for r in pipe.train_epoch(regression(4))])
+    assert losses[0] == losses[1]
+
+
+class LosingCluster(InProcessCluster):
+    """Loses what stage 0 sends on of the second mini-batch; its stages are patient."""
+
+    def __init__(self, *args, timeout, **kwargs):
+        super().__init__(*args, timeout=timedelta(seconds=60), **kwargs)
+        send = self.transport.send
+
+        def losing(message):
+            if (message.sender, message.to, message.index) != (0, 1, 3):
+                send(message)
+
+        self.transport.send = losing
+
+
+def test_a_stall_is_an_error_that_tells_who_waits_for_what():
+    pipe = make(stages=2, timeout=timedelta(seconds=0.3), workers=LosingCluster)
+    with pytest.raises(MessageTimeout) as e:
+        list(pipe.train_epoch(regression(3)))
+    assert str(e.value) == (
+        "the coordinator waited 0.3 s for loss 3, which did not come; the inbox holds nothing; "
+        "waiting for loss 3; last actions: none\n"
+        "stage 0: waiting for gradient 1; last actions: optimizer F0 F1 B0 S0 F2 B1\n"
+        "stage 1: waiting for feed 3; last actions: optimizer F0 B0 S0"
+    )
+
+
+def test_workers_that_never_join_are_counted():
+    with pytest.raises(
+        RendezvousTimeout, match=r"3 of 3 workers did not join within 0.2 s.*none"
+    ) as e:
+        make(workers="127.0.0.1:0", start_timeout=timedelta(seconds=0.2))
+    assert e.value.missing == 3

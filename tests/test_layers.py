@@ -1,0 +1,118 @@
+"""The shape of the package: who may import whom, and what is public."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import pipedream_rt
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = [
+    {"pipedream_rt.errors", "pipedream_rt.deadline"},
+    {"pipedream_rt.schedules"},
+    {"pipedream_rt.planning"},
+    {"pipedream_rt.stage"},
+    {"pipedream_rt.transport"},
+    {
+        "pipedream_rt.control",
+        "pipedream_rt.cluster",
+        "pipedream_rt.launch",
+        "pipedream_rt.loading",
+        "pipedream_rt.optimizer",
+        "pipedream_rt.pipeline",
+        "pipedream_rt.cli",
+    },
+    {"pipedream_rt.workers"},
+]
+FILES = sorted([*(ROOT / "pipedream_rt").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
+
+
+def module_of(path):
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] == "workers":
+        parts.insert(0, "pipedream_rt")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module):
+    for number, names in enumerate(LAYERS):
+        if any(module == name or module.startswith(f"{name}.") for name in names):
+            return number
+    return None
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_a_file_imports_only_from_its_own_layer_and_those_above(path):
+    own = layer_of(module_of(path))
+    if module_of(path) == "pipedream_rt":
+        pytest.skip("the public names come from everywhere, lazily")
+    assert own is not None, "give the file a layer"
+    for module in imports_of(path):
+        if module.startswith("pipedream_rt"):
+            layer = layer_of(module)
+            assert layer is None or layer <= own, f"{module_of(path)} imports {module}"
+
+
+def test_schedules_are_pure():
+    for path in (ROOT / "pipedream_rt" / "schedules").glob("*.py"):
+        forbidden = {"torch", "threading", "multiprocessing", "time", "socket"}
+        assert not forbidden & {m.split(".")[0] for m in imports_of(path)}
+
+
+def test_one_file_imports_torch_rpc():
+    users = [module_of(p) for p in FILES if any("distributed.rpc" in m for m in imports_of(p))]
+    assert users == ["pipedream_rt.transport.rpc"]
+
+
+def test_the_environment_is_read_at_the_face_alone():
+    readers = {
+        module_of(p)
+        for p in FILES
+        if any(
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            for node in ast.walk(ast.parse(p.read_text()))
+        )
+    }
+    # rpc.py writes two variables, for torch alone understands them.
+    assert readers == {
+        "pipedream_rt.cli",
+        "pipedream_rt.cluster",
+        "pipedream_rt.launch",
+        "pipedream_rt.transport.rpc",
+        "pipedream_rt.workers.command",
+    }
+
+
+def test_the_public_names_exist_and_have_docstrings():
+    for name in pipedream_rt.__all__:
+        assert inspect.getdoc(getattr(pipedream_rt, name))
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = pipedream_rt.Nothing
+
+
+def test_every_error_of_the_tree_that_a_caller_meets_is_public():
+    from pipedream_rt import errors
+
+    defined = {
+        n for n, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
+    }
+    assert defined - set(pipedream_rt.__all__) == {"RemoteError"}
+
+
+def test_importing_the_package_imports_no_torch():
+    """The command line and a waiting worker start at once."""
+    import subprocess
+    import sys
+
+    code = "import sys, pipedream_rt.cli, pipedream_rt.workers.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0

@@ -1,0 +1,397 @@
+"""The face of the pipeline, in-process."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import (
+    OPTIMIZERS,
+    MakePair,
+    Scale,
+    UsePair,
+    batches,
+    kitchen_sink,
+    mlp,
+    regression,
+)
+from torch import nn
+
+from pipedream_rt import ConfigError, DistributedOptimizer, Pipeline, PipelineClosed, PipelineError
+from pipedream_rt.cluster import InProcessCluster
+
+pytestmark = pytest.mark.threads
+
+
+def open_pipe(model=None, **kwargs):
+    defaults = {
+        "stages": 3,
+        "loss_fn": F.mse_loss,
+        "optimizer": (torch.optim.SGD, {"lr": 0.1}),
+        "workers": functools.partial(InProcessCluster, shuffle_seed=0),
+    }
+    return Pipeline(model or mlp(), **{**defaults, **kwargs})
+
+
+def test_results_come_in_order_and_all_of_them():
+    with open_pipe() as pipe:
+        results = list(pipe.train_epoch(regression(9)))
+        assert [r.step for r in results] == list(range(9))
+        assert all(isinstance(r.loss, float) for r in results)
+        more = list(pipe.train_epoch(regression(2)))
+        assert [r.step for r in more] == [9, 10]
+        assert len(more[0].busy_s) == 3
+
+
+def test_submit_returns_a_handle_that_waits():
+    data = regression(8)
+    with open_pipe() as pipe:
+        pending = [pipe.submit(x, y) for x, y in data]
+        last = pending[-1].result()
+        assert last.step == 7
+        assert all(p.done() for p in pending)
+        assert [p.result().step for p in pending] == list(range(8))
+
+
+def test_an_epoch_left_early_can_be_followed_by_another():
+    with open_pipe() as pipe:
+        for result in pipe.train_epoch(regression(9)):
+            if result.step == 2:
+                break
+        rest = list(pipe.train_epoch(regression(3)))
+        assert rest[0].step == 2 + pipe.schedule.credits()
+
+
+def test_a_generator_is_a_loader():
+    with open_pipe() as pipe:
+        assert len(list(pipe.train_epoch((x, y) for x, y in regression(4)))) == 4
+
+
+def test_a_loader_that_draws_random_numbers_is_reproducible_in_process():
+    """The stages seed the process's generator for dropout; the loader must not notice."""
+
+    def run():
+        torch.manual_seed(11)
+        dataset = torch.utils.data.TensorDataset(*batches(1, samples=24)[0])
+        loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)
+        with open_pipe(
+            kitchen_sink(), loss_fn=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], stages=4
+        ) as pipe:
+            losses = [r.loss for _ in range(3) for r in pipe.train_epoch(loader)]
+        return losses, torch.rand(1).item()
+
+    assert run() == run()
+
+
+def test_the_callers_model_is_left_alone():
+    model = kitchen_sink()
+    before = copy.deepcopy(model.state_dict())
+    with open_pipe(model, loss_fn=F.cross_entropy) as pipe:
+        list(pipe.train_epoch(batches(4)))
+        trained = pipe.module()
+        assert any(not torch.equal(before[k], v) for k, v in trained.state_dict().items())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert trained is not model
+
+
+def test_state_dict_has_the_unsplit_models_keys_in_their_order():
+    model = nn.Sequential()
+    model.add_module("embed", nn.Linear(8, 8))
+    model.add_module("norm", nn.BatchNorm1d(8))
+    model.add_module("head", nn.Linear(8, 8))
+    with open_pipe(model) as pipe:
+        state = pipe.state_dict()
+        assert list(state) == list(model.state_dict())
+        model.load_state_dict(state)
+
+
+def test_a_list_of_modules_is_a_model():
+    with open_pipe([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]) as pipe:
+        list(pipe.train_epoch(regression(2)))
+        assert list(pipe.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert isinstance(pipe.module(), nn.Sequential)
+
+
+def test_load_state_dict_forgets_older_versions():
+    """The micro-batches after it read what was loaded, at every stage."""
+    data = regression(12)
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(data[:6]))
+        pipe.load_state_dict(mlp().state_dict())
+        first = next(pipe.train_epoch(data[6:7])).loss
+        assert first == F.mse_loss(mlp()(data[6][0]), data[6][1]).item()
+        result = next(pipe.train_epoch(data[7:8]))
+        assert result.versions == (6, 6, 7)
+        pipe.load_state_dict(mlp().state_dict())
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(pipe.state_dict().values(), mlp().state_dict().values())
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("0.weight"), r"missing \['0.weight'\]"),
+        (lambda s: s.update(more=torch.ones(1)), r"unexpected \['more'\]"),
+        (lambda s: s.update({"0.bias": torch.ones(3)}), r"0.bias has \(3,\), the model \(8,\)"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_lost(change, words):
+    with open_pipe() as pipe:
+        state = pipe.state_dict()
+        wrong = dict(state)
+        change(wrong)
+        with pytest.raises(ConfigError, match=words):
+            pipe.load_state_dict(wrong)
+        assert all(torch.equal(state[k], v) for k, v in pipe.state_dict().items())
+
+
+def test_inference_and_modes():
+    """As nn.Module: dropout is active until eval() is called."""
+    x = torch.ones(64, 8)
+    with open_pipe(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale(8)), stages=2) as pipe:
+        assert (pipe(x) == 0).any()
+        output = pipe.eval()(x)
+        assert not output.requires_grad
+        assert torch.equal(output, pipe.module().eval()(x))
+        assert (pipe.train()(x) == 0).any()
+
+
+def test_evaluate_is_the_mean_in_eval_mode_and_keeps_each_modules_mode():
+    model = kitchen_sink()
+    data = batches(5, samples=7)
+    with open_pipe(model, loss_fn=F.cross_entropy, micro_batches=2) as pipe:
+        model.eval()
+        with torch.no_grad():
+            expected = sum(F.cross_entropy(model(x), y).item() for x, y in data) / len(data)
+        assert pipe.evaluate(data) == pytest.approx(expected, rel=1e-6)
+        # Back in training mode: dropout acts again.
+        assert not torch.equal(pipe(data[0][0]), pipe(data[0][0]))
+
+
+def test_batch_norm_statistics_follow_the_forwards():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
+    data = regression(5)
+    with open_pipe(model, stages=2) as pipe:
+        list(pipe.train_epoch(data))
+        state = pipe.state_dict()
+    for x, _ in data:
+        model[0](x)
+    assert state["0.num_batches_tracked"] == 5
+    assert torch.equal(state["0.running_mean"], model[0].running_mean)
+
+
+def test_values_of_every_kind_cross_stages():
+    """A dataclass of differentiable, integer, plain and absent members; nested containers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MakePair(8), UsePair(8))
+    reference, data = copy.deepcopy(model), regression(1)
+    with open_pipe(model, stages=2) as pipe:
+        result = next(pipe.train_epoch(data))
+        state = pipe.state_dict()
+    loss = F.mse_loss(reference(data[0][0]), data[0][1])
+    assert loss.item() == result.loss
+    loss.backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert all(torch.equal(state[k], v) for k, v in reference.state_dict().items())
+
+
+def test_inputs_and_targets_may_be_nested_too():
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, batch):
+            return {"out": self.linear(batch["x"]) * batch["scale"], "name": batch["name"]}
+
+    def loss(output, target):
+        assert output["name"] == "n"
+        return F.mse_loss(output["out"], target[0]) + 0 * target[1].sum()
+
+    data = [({"x": x, "scale": torch.tensor(2.0), "name": "n"}, (y, y)) for x, y in regression(3)]
+    with open_pipe(
+        nn.Sequential(First(), nn.Identity()), stages=2, loss_fn=loss, micro_batches=2
+    ) as pipe:
+        assert len(list(pipe.train_epoch(data))) == 3
+
+
+def test_the_caller_may_reuse_its_buffers_at_once():
+    x, y = torch.empty(4, 8), torch.empty(4, 8)
+    losses = []
+    for reuse in (True, False):
+        with open_pipe() as pipe:
+            pending = []
+            for xi, yi in regression(6):
+                if reuse:
+                    x.copy_(xi), y.copy_(yi)
+                pending.append(pipe.submit(x, y) if reuse else pipe.submit(xi, yi))
+                x.zero_()
+            losses.append([p.result().loss for p in pending])
+    assert losses[0] == losses[1]
+
+
+def test_frozen_layers_at_either_end():
+    for frozen in (0, 5):
+        model = mlp()
+        model[frozen].requires_grad_(False)
+        with open_pipe(model, stages=[1, 5]) as pipe:
+            list(pipe.train_epoch(regression(4)))
+            state = pipe.state_dict()
+        assert torch.equal(state[f"{frozen}.weight"], model[frozen].weight)
+        assert not torch.equal(state["2.weight"], model[2].weight)
+
+
+def test_an_optimizer_over_the_model_keeps_its_groups():
+    model = mlp()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5},
+            {
+                "params": [p for p in model.parameters() if p.dim() == 1],
+                "weight_decay": 0.0,
+                "lr": 0.3,
+            },
+        ],
+        lr=0.01,
+    )
+    data = regression(4)
+    with open_pipe(model, schedule="gpipe", optimizer=optimizer) as pipe:
+        assert [g["lr"] for g in pipe.optimizer.param_groups] == [0.01, 0.3]
+        list(pipe.train_epoch(data))
+        state, packed = pipe.state_dict(), pipe.optimizer.state_dict()
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    expected = optimizer.state_dict()
+    assert packed["param_groups"] == expected["param_groups"]
+    for index, entry in expected["state"].items():
+        assert all(torch.equal(packed["state"][index][k], v) for k, v in entry.items())
+
+
+def test_optimizer_state_goes_round_and_training_continues_the_same():
+    """Saved after 3 mini-batches and loaded elsewhere: the rest gives the same bits."""
+    data = regression(8)
+    kwargs = {"optimizer": OPTIMIZERS["adamw"], "schedule": "1f1b"}
+    with open_pipe(**kwargs) as pipe:
+        list(pipe.train_epoch(data[:3]))
+        state, packed = pipe.state_dict(), pipe.optimizer.state_dict()
+        list(pipe.train_epoch(data[3:]))
+        expected = pipe.state_dict()
+    with open_pipe(stages=2, **kwargs) as pipe:
+        pipe.load_state_dict(state)
+        pipe.optimizer.load_state_dict(packed)
+        list(pipe.train_epoch(data[3:]))
+        found = pipe.state_dict()
+    assert all(torch.equal(found[k], v) for k, v in expected.items())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=10),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+            [3],
+        ),
+    ],
+)
+def test_stock_schedulers_work(make):
+    """No warning (warnings are errors here), and the rate reaches param_groups."""
+    with open_pipe(optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})) as pipe:
+        scheduler = make(pipe.optimizer)
+        rates = set()
+        for result in pipe.train_epoch(regression(6)):
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(1.0 + result.step)
+            else:
+                scheduler.step()
+            rates.add(pipe.optimizer.param_groups[0]["lr"])
+        assert len(rates) > 1
+
+
+def test_a_distributed_optimizer_over_the_parameter_references():
+    """The constructor of torch's own class; assigning it makes the stages step with it."""
+    data = regression(5)
+    with open_pipe(optimizer=None, schedule="1f1b") as pipe:
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1, momentum=0.5
+        )
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        with pytest.raises(PipelineError, match="assign it to pipe.optimizer"):
+            optimizer.state_dict()
+        pipe.optimizer = optimizer
+        list(pipe.train_epoch(data))
+        assert len(optimizer.remote_optimizers) == 3
+        assert isinstance(optimizer.remote_optimizers[0].local_value(), torch.optim.SGD)
+        found = pipe.state_dict()
+    with open_pipe(
+        optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}), schedule="1f1b"
+    ) as pipe:
+        list(pipe.train_epoch(data))
+        assert all(torch.equal(found[k], v) for k, v in pipe.state_dict().items())
+
+
+def test_references():
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(regression(3)))
+        pipe.flush()
+        state = pipe.state_dict()
+        assert torch.equal(pipe.stages[1].rref.local_value()[0].weight, state["2.weight"])
+        references = pipe.parameter_rrefs()
+        assert torch.equal(references[0].to_here(), state["0.weight"])
+        assert references[0].owner_name() == pipe.stages[0].worker
+        assert pipe.parameter_rrefs()[0] is references[0]
+
+
+def test_explain():
+    with open_pipe() as pipe:
+        lines = pipe.explain().splitlines()
+    assert lines[0] == "schedule async-1f1b, 1 micro-batches per update"
+    assert lines[1].split() == ["stage", "worker", "layers", "parameters", "in", "flight", "versions",
+                                "peak", "MiB"]  # fmt: skip
+    assert lines[2].split()[:6] == ["0", "stage-0", "0..1", "144", "<=", "3"]
+
+
+def test_nan_can_be_ignored():
+    with open_pipe(
+        loss_fn=lambda output, target: (output * float("nan")).mean(), on_nan="ignore"
+    ) as p:
+        assert all(r.loss != r.loss for r in p.train_epoch(regression(3)))
+
+
+def test_use_after_close():
+    pipe = open_pipe()
+    pending = pipe.submit(*regression(1)[0])
+    pipe.close()
+    pipe.close()
+    for use in (
+        lambda: pipe.submit(*regression(1)[0]),
+        lambda: next(pipe.train_epoch(regression(1))),
+        pipe.flush,
+        pipe.state_dict,
+        pipe.explain,
+        lambda: pipe(torch.ones(1, 8)),
+        lambda: pipe.evaluate(regression(1)),
+        lambda: pipe.stages[0].rref,
+        pending.result,
+    ):
+        with pytest.raises(PipelineClosed, match="the pipeline is closed"):
+            use()
+
+
+def test_a_pipeline_that_is_dropped_ends_its_threads():
+    import gc
+
+    pipe = open_pipe()
+    del pipe
+    gc.collect()
+    # The fixture around every test finds what is left.
