@@ -1,7 +1,7 @@
 """Throughput, loss and memory of one process, gpipe, 1f1b and async-1f1b, side by side.
 
 All train the example's transformer from the same weights on the same mini-batches, split into the
-same micro-batches, with one update for each mini-batch. Repeats are taken in turn (A B C D A B C D),
+same micro-batches, with one update for each mini-batch. Repeats are taken in turn (A B C A B C),
 because a shared machine changes its speed. Time runs from an empty pipe to an empty pipe, so
 filling and draining are counted.
 

@@ -43,7 +43,7 @@ from pipedream_rt.stage.messages import COORDINATOR, Message
 from pipedream_rt.stage.random import kept_generator_state
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.memory import MemoryTransport
-from pipedream_rt.transport.rpc import RpcGroup, RpcTransport
+from pipedream_rt.transport.rpc import RpcGroup, RpcTransport, refuse_second
 
 _log = logging.getLogger(__name__)
 
@@ -363,6 +363,7 @@ class ProcessCluster:
             RendezvousTimeout: Not all came in time.
             WorkerLost: One died on the way.
         """
+        refuse_second()
         self.generation = generation
         self._fail = fail
         self._closed = self._closing = False
@@ -510,7 +511,6 @@ class ProcessCluster:
                 generation=self.generation,
                 rank=0,
                 names=names,
-                store=self._store,
                 interface=interface_of(host),
                 timeout=self._timeout,
             )
@@ -560,7 +560,8 @@ class ProcessCluster:
     def _rpc_join(self) -> None:
         """On the thread that may get stuck."""
         assert self._rpc is not None
-        self._rpc.join()
+        assert self._store is not None
+        self._rpc.join(self._store)
 
     def _expect_joined(self, member: _Member) -> None:
         """Read a member's word that it is in the group."""

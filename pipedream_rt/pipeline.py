@@ -354,19 +354,23 @@ class Pipeline:
         """
         self._check_usable()
         pending: deque[PendingStep] = deque()
+        problem: Exception | None = None
         with ahead(loader, self._cluster.loader_depth) as items:
-            for item in items:
-                if not isinstance(item, tuple | list) or len(item) != 2:
-                    raise ConfigError(
-                        "the loader must yield pairs (x, y); this item is a "
-                        f"{type(item).__name__}"
-                        + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
-                    )
-                pending.append(self.submit(*item))
+            while True:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                except Exception as error:  # the user's code; raised again once all is yielded
+                    problem = error
+                    break
+                pending.append(self.submit(*_pair(item)))
                 if len(pending) == self._credits:
                     yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+        if problem is not None:
+            raise problem
 
     def submit(self, x: Any, y: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -515,7 +519,8 @@ class Pipeline:
             total += (loss if loss is not None else 0.0) * size
             samples += size
 
-        for x, y in loader:
+        for item in loader:
+            x, y = _pair(item)
             parts, sizes = self._parts(x, y)
             for part, size in zip(parts, sizes, strict=True):
                 if part is None:
@@ -842,6 +847,16 @@ def _copy(tensor: Tensor) -> Tensor:
     """A copy in the message's own storage: the caller may change its tensors after a call."""
     owned = own(tensor)
     return owned.clone() if owned.data_ptr() == tensor.data_ptr() else owned
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    """Check an item of a loader."""
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    raise ConfigError(
+        f"the loader must yield pairs (x, y); this item is a {type(item).__name__}{length}"
+    )
 
 
 def _check_number(name: str, value: int) -> None:

@@ -132,10 +132,10 @@ def test_an_error_of_the_loader_arrives_as_it_is_and_loses_nothing():
         raise OSError("the loader's own words")
 
     with make() as pipe:
-        losses = []
+        steps = []
         with pytest.raises(OSError, match="own words"):
-            for result in pipe.train_epoch(loader()):
-                losses.append(result.loss)
+            steps.extend(r.step for r in pipe.train_epoch(loader()))
+        assert steps == [0, 1, 2]
         assert len(list(pipe.train_epoch(regression(2)))) == 2
 
 
@@ -218,8 +218,7 @@ def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(value):
     with pytest.raises(
         NonFiniteLoss, match=r"stage 2: the loss of micro-batch 4 is (nan|inf)"
     ) as e:
-        for result in make(loss_fn=loss).train_epoch(data):
-            results.append(result.step)
+        results.extend(r.step for r in make(loss_fn=loss).train_epoch(data))
     assert (e.value.stage, e.value.action) == (2, "F4")
     assert results == list(range(len(results)))
 
@@ -242,7 +241,7 @@ def test_a_failed_submit_sends_nothing(wrong):
     for fails in (False, True):
         with make() as pipe:
             if fails:
-                with pytest.raises(ConfigError, match="value.* is a"):
+                with pytest.raises(ConfigError, match=r"value.* is a"):
                     pipe.submit(torch.ones(4, 8), wrong)
             losses.append([r.loss for r in pipe.train_epoch(regression(4))])
     assert losses[0] == losses[1]

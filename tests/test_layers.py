@@ -114,5 +114,8 @@ def test_importing_the_package_imports_no_torch():
     import subprocess
     import sys
 
-    code = "import sys, pipedream_rt.cli, pipedream_rt.workers.command; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, pipedream_rt.cli, pipedream_rt.workers.command\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0

@@ -67,12 +67,11 @@ def _join(control: Control, welcome: Record, timeout: timedelta) -> RpcTransport
             generation=welcome["generation"],
             rank=welcome["rank"],
             names=tuple(welcome["names"]),
-            store=dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
             interface=interface_of(control.local_host),
             timeout=timeout,
         )
         transport = RpcTransport(group)
-        transport.join()
+        transport.join(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
         return transport
     finally:
         watchdog.cancel()

@@ -55,7 +55,6 @@ class RpcGroup:
         generation: Counts the groups of this coordinator.
         rank: Of this process; the coordinator has 0.
         names: RPC names by rank, the coordinator's first; stage i runs on rank i + 1.
-        store: Where the ranks find each other.
         interface: Network interface to listen on, as ``"lo"``.
         timeout: After which a hand-over counts as lost.
     """
@@ -63,13 +62,25 @@ class RpcGroup:
     generation: int
     rank: int
     names: tuple[str, ...]
-    store: dist.Store
     interface: str
     timeout: timedelta
 
     def name_of(self, address: int) -> str:
         """RPC name of an address."""
         return self.names[0 if address == COORDINATOR else address + 1]
+
+
+def refuse_second() -> None:
+    """Refuse a second transport while one is open; to be asked before anything is started.
+
+    Raises:
+        ConfigError: One is open.
+    """
+    if _current is not None:
+        raise ConfigError(
+            "this process has an open pipeline on worker processes already, and torch RPC "
+            'allows one; close it first, or use workers="in-process" for one of the two'
+        )
 
 
 class RpcTransport:
@@ -85,11 +96,7 @@ class RpcTransport:
     def __init__(self, group: RpcGroup) -> None:
         """Register for incoming messages; `join` connects."""
         global _current
-        if _current is not None:
-            raise ConfigError(
-                "this process has an open pipeline on worker processes already, and torch RPC "
-                'allows one; close it first, or use workers="in-process" for one of the two'
-            )
+        refuse_second()
         _current = self
         self._group = group
         self._open: dict[int, tuple[Receive, Lost]] = {}
@@ -110,10 +117,13 @@ class RpcTransport:
         """
         self._parts[address] = part
 
-    def join(self) -> None:
+    def join(self, store: dist.Store) -> None:
         """Connect to the group. Blocks until every rank has; the caller watches the time.
 
         init_rpc can neither be interrupted nor given a deadline, hence rendezvous comes before.
+
+        Args:
+            store: Where the ranks find each other; kept alive by torch until `close`.
         """
         group = self._group
         os.environ["TP_SOCKET_IFNAME"] = group.interface
@@ -123,7 +133,7 @@ class RpcTransport:
         rpc._init_counter = group.generation
         rpc.api._all_gather_sequence_id.clear()
         rpc.api._all_gather_sequence_id_to_states.clear()
-        _stores[group.generation] = group.store
+        _stores[group.generation] = store
         try:
             with warnings.catch_warnings():
                 # init_rpc calls a deprecated part of torch itself.
@@ -238,6 +248,7 @@ class RpcTransport:
             rpc.api._ignore_rref_leak = True
             with _quiet():
                 rpc.shutdown(graceful=False)
+        rpc.rendezvous_iterator = iter(())  # torch would keep the store open until the next group
         _current = None
 
 

@@ -88,11 +88,10 @@ def test_an_unknown_name_lists_the_known_ones():
         schedule_named("zigzag", num_stages=2)
 
 
-@pytest.mark.parametrize("kwargs", [{"num_stages": 0}, {"num_stages": 2, "per_update": 0},
-                                    {"num_stages": True}, {"num_stages": 2, "per_update": 1.5}])  # fmt: skip
-def test_numbers_out_of_range_are_refused(kwargs):
+@pytest.mark.parametrize(("n", "k"), [(0, 1), (2, 0), (True, 1), (2, 1.5)])
+def test_numbers_out_of_range_are_refused(n, k):
     with pytest.raises(ConfigError, match="at least 1"):
-        schedule_named("1f1b", **kwargs)
+        schedule_named("1f1b", num_stages=n, per_update=k)
 
 
 def test_credits_fill_the_pipe_or_keep_the_loop_plain():

@@ -90,20 +90,20 @@ def regression(count, samples=4, width=8):
 class Raises(nn.Module):
     """Raises in forward or backward of one micro-batch, counted by training calls."""
 
-    def __init__(self, at=3, where="forward", error=ZeroDivisionError("the layer's own words")):
+    def __init__(self, at=3, where="forward", error=ZeroDivisionError):
         super().__init__()
         self.at, self.where, self.error, self.calls = at, where, error, 0
 
     def forward(self, x):
         if self.calls == self.at and self.where == "forward":
-            raise self.error
+            raise self.error("the layer's own words")
         if self.calls == self.at and self.where == "backward":
             x.register_hook(self._raise)
         self.calls += 1
         return x
 
     def _raise(self, gradient):
-        raise self.error
+        raise self.error("the layer's own words")
 
 
 class Stalls(nn.Module):

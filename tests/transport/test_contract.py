@@ -26,22 +26,24 @@ def rpc_transport():
         generation=next(generations),
         rank=0,
         names=("coordinator",),
-        store=store,
         interface="lo",
         timeout=timedelta(seconds=20),
     )
-    transport = RpcTransport(group)
-    # In this group of one, the stages live in the same process.
+    return group, RpcTransport(group), store
+
+
+def joined_rpc_transport():
+    group, transport, store = rpc_transport()
+    transport.join(store)
+    # The stages of this group of one live in the same process.
     object.__setattr__(group, "names", ("coordinator",) * 4)
-    return transport, lambda: (object.__setattr__(group, "names", ("coordinator",)), transport.join(),
-                               object.__setattr__(group, "names", ("coordinator",) * 4))  # fmt: skip
+    return transport
 
 
 @pytest.fixture(params=["memory", "shuffled", "rpc"])
 def transport(request):
     if request.param == "rpc":
-        made, join = rpc_transport()
-        join()
+        made = joined_rpc_transport()
     else:
         made = MemoryTransport(shuffle_seed=3 if request.param == "shuffled" else None)
     yield made
@@ -120,7 +122,7 @@ def test_after_close_sending_does_nothing(transport):
 
 
 def test_one_rpc_transport_in_a_process():
-    first, _ = rpc_transport()
+    _, first, _ = rpc_transport()
     try:
         with pytest.raises(ConfigError, match="has an open pipeline on worker processes already"):
             rpc_transport()

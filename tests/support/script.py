@@ -1,0 +1,66 @@
+"""A user's script: its model and its dataclass are defined in it, so they live in __main__."""
+
+import argparse
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedream_rt import Pipeline
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+    kept: Tensor
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        value = self.linear(x)
+        return Hidden(value, value > 0)
+
+
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        assert isinstance(hidden, Hidden)
+        return self.linear(hidden.value * hidden.kept)
+
+
+def loss_fn(output, target):
+    return F.mse_loss(output, target)
+
+
+def train(pipelines, steps, workers):
+    torch.manual_seed(0)
+    model = nn.Sequential(First(), Second())
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
+    for _ in range(pipelines):
+        with Pipeline(
+            model, stages=2, loss_fn=loss_fn, optimizer=(torch.optim.Adam, {}), workers=workers
+        ) as pipe:
+            print("ready", *(s.worker for s in pipe.stages), flush=True)
+            for _ in range(steps // 8):
+                list(pipe.train_epoch(data))
+            state = pipe.state_dict()
+    digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
+    print("digest", digest, flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pipelines", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--workers")
+    arguments = parser.parse_args()
+    train(arguments.pipelines, arguments.steps, arguments.workers)

@@ -1,0 +1,247 @@
+"""The same on worker processes: the judge is the same oracle."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import (
+    OPTIMIZERS,
+    POINTS,
+    MakePair,
+    Raises,
+    Stalls,
+    UsePair,
+    batches,
+    kitchen_sink,
+    mlp,
+    regression,
+)
+from support.oracle import oracle
+from torch import nn
+
+from pipedream_rt import MessageTimeout, Pipeline, PipelineClosed, StageFailed, WorkerLost
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
+
+
+def pids(pipe):
+    return {n: p.pid for n, p in pipe._cluster._local.processes.items()}
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def open_pipe(model=None, **kwargs):
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    return Pipeline(model or mlp(), **{**defaults, **kwargs})
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert [k for k in expected if not torch.equal(found[k], expected[k])] == []
+
+
+@pytest.mark.parametrize(
+    ("n", "optimizer"),
+    [(1, "sgd"), (2, "adam"), (3, "adamw"), (4, "adamw-foreach"), (5, "sgd"), (5, "adamw-fused")],
+)
+def test_async_equals_the_oracle(n, optimizer):
+    """Two epochs without a drain between them, a flush and an evaluation on the way."""
+    data = batches(12)
+    cls, kwargs = OPTIMIZERS[optimizer]
+    expected, losses = oracle(
+        kitchen_sink(), POINTS[n], data + data, F.cross_entropy, lambda p: cls(p, **kwargs), seed=2
+    )
+    with open_pipe(
+        kitchen_sink(),
+        stages=POINTS[n][1:] or 1,
+        loss_fn=F.cross_entropy,
+        optimizer=OPTIMIZERS[optimizer],
+        seed=2,
+    ) as pipe:
+        found = [r.loss for r in pipe.train_epoch(data)]
+        found += [r.loss for r in pipe.train_epoch(data[:5])]
+        pipe.evaluate(data[:2])
+        found += [r.loss for r in pipe.train_epoch(data[5:])]
+        assert_same(pipe.state_dict(), expected)
+        counters = pipe.statistics()
+    assert found == losses
+    assert [c["versions_kept_most"] for c in counters] == list(range(n, 0, -1))
+    assert [c["buffers_allocated"] for c in counters] == list(range(n, 0, -1))
+
+
+@pytest.mark.parametrize(("schedule", "n", "k"), [("1f1b", 3, 4), ("gpipe", 4, 2)])
+def test_flushing_equals_plain_accumulation(schedule, n, k):
+    data = batches(6, samples=7)
+    cls, kwargs = OPTIMIZERS["adamw"]
+    expected, losses = oracle(
+        kitchen_sink(), [0], data, F.cross_entropy, lambda p: cls(p, **kwargs), k=k, stashing=False
+    )
+    with open_pipe(
+        kitchen_sink(),
+        stages=POINTS[n][1:],
+        loss_fn=F.cross_entropy,
+        optimizer=OPTIMIZERS["adamw"],
+        schedule=schedule,
+        micro_batches=k,
+    ) as pipe:
+        found = [loss for r in pipe.train_epoch(data) for loss in r.losses]
+        assert_same(pipe.state_dict(), expected)
+    assert found == losses
+
+
+def test_references_and_values_of_every_kind():
+    """RRefs of sub-modules, parameters and optimizers; a dataclass between two processes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MakePair(8), UsePair(8))
+    with open_pipe(model, stages=2) as pipe:
+        assert len(list(pipe.train_epoch(regression(4)))) == 4
+        state = pipe.state_dict()
+        module = pipe.stages[1].rref.to_here()
+        assert torch.equal(module[0].linear.weight, state["1.linear.weight"])
+        references = pipe.parameter_rrefs()
+        assert isinstance(references[0], torch.distributed.rpc.PyRRef)
+        assert [r.owner_name() for r in references] == ["worker-0"] * 2 + ["worker-1"] * 2
+        assert torch.equal(references[3].to_here(), state["1.linear.bias"])
+        assert len(pipe.optimizer.remote_optimizers) == 2
+        assert pipe.optimizer.remote_optimizers[0].owner_name() == "worker-0"
+        assert pipe.optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+        assert "worker-1" in pipe.explain()
+        with pytest.raises(ValueError, match="has an open pipeline on worker processes already"):
+            open_pipe(stages=1)
+        # ... and that refusal has not harmed the open one.
+        assert len(list(pipe.train_epoch(regression(2)))) == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_worker_is_named_within_five_seconds(victim):
+    with open_pipe() as pipe:
+        results = pipe.train_epoch(regression(100_000))
+        for _ in range(20):
+            next(results)
+        victims = pids(pipe)
+        os.kill(victims[f"worker-{victim}"], signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match=rf"worker 'worker-{victim}' \(stage {victim}.*SIGKILL") as e:
+            list(results)
+        assert time.monotonic() - start < 5
+        assert (e.value.worker, e.value.stage) == (f"worker-{victim}", victim)
+        with pytest.raises(PipelineClosed, match="has failed: worker"):
+            pipe.flush()
+    assert not any(map(alive, victims.values()))
+
+
+def test_a_worker_killed_while_the_pipe_is_idle_is_noticed():
+    with open_pipe(stages=2) as pipe:
+        list(pipe.train_epoch(regression(3)))
+        pipe.flush()
+        os.kill(pids(pipe)["worker-1"], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="worker-1"):
+            list(pipe.train_epoch(regression(3)))
+
+
+@pytest.mark.parametrize(("stage", "where"), [(0, "backward"), (1, "forward"), (2, "backward")])
+def test_an_error_on_a_stage_arrives_with_type_words_and_traceback(stage, where):
+    layers = list(mlp())
+    layers.insert(2 * stage + 1, Raises(at=3, where=where))
+    points = [p + (p > 2 * stage) for p in (2, 4)]
+    pipe = open_pipe(nn.Sequential(*layers), stages=points)
+    victims = pids(pipe)
+    with pytest.raises(StageFailed, match=f"stage {stage}, {where[0].upper()}3: ZeroDivisionError") as e:
+        list(pipe.train_epoch(regression(50)))
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    assert "the layer's own words" in str(e.value.__cause__)
+    assert "Traceback" in e.value.trace
+    assert not any(map(alive, victims.values()))
+
+
+def test_an_error_while_a_stage_is_built():
+    class Bomb(nn.Module):
+        def __setstate__(self, state):
+            raise MemoryError("too large for this worker")
+
+    with pytest.raises(StageFailed, match=r"stage 1, start: MemoryError: too large"):
+        open_pipe(nn.Sequential(nn.Linear(8, 8), Bomb()), stages=2)
+
+
+def test_a_worker_that_dies_before_it_joins():
+    class Exits(nn.Module):
+        def __setstate__(self, state):
+            os._exit(7)
+
+    with pytest.raises(WorkerLost, match=r"worker 'worker-0' \(stage 0.*exit code 7"):
+        open_pipe(nn.Sequential(Exits()), stages=1)
+
+
+def test_a_stall_tells_the_story_of_every_worker():
+    """A layer that never returns; close does not wait for it."""
+    start = time.monotonic()
+    pipe = open_pipe(nn.Sequential(nn.Linear(8, 8), Stalls()), stages=2, timeout=timedelta(seconds=1.5))
+    with pytest.raises((MessageTimeout, StageFailed), match=r"waited 1\.5 s for") as e:
+        list(pipe.train_epoch(regression(9)))
+    if isinstance(e.value, MessageTimeout):
+        assert "stage 1 (worker 'worker-1'): computing; last actions: optimizer F0 B0 S0" in str(e.value)
+    assert time.monotonic() - start < 40
+
+
+def test_pipelines_one_after_another_leave_no_file_open():
+    """And a new group never meets the one before."""
+    open_files = []
+    for _ in range(4):
+        with open_pipe(stages=1) as pipe:
+            list(pipe.train_epoch(regression(2)))
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[-1] <= open_files[1]
+
+
+def test_a_pipeline_that_is_never_closed_ends_its_workers_when_it_is_dropped():
+    import gc
+
+    pipe = open_pipe(stages=1)
+    victims = pids(pipe)
+    del pipe
+    gc.collect()
+    assert not any(map(alive, victims.values()))
+
+
+def resident_bytes(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_of(processes):
+    return {name: resident_bytes(pid) for name, pid in processes.items()}
+
+
+def run_flat(count, settle, tolerance_bytes):
+    """Resident memory of every process after the settling time and at the end."""
+    x, y = regression(1)[0]
+    with open_pipe(stages=4) as pipe:
+        processes = {"coordinator": os.getpid(), **pids(pipe)}
+        for result in pipe.train_epoch((x, y) for _ in range(count)):
+            if result.step == settle:
+                before = memory_of(processes)
+        after = memory_of(processes)
+    grown = {name: after[name] - before[name] for name in processes}
+    assert all(g < tolerance_bytes for g in grown.values()), grown
+    return grown
+
+
+def test_memory_is_flat():
+    run_flat(3000, 1000, 4 << 20)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+def test_memory_is_flat_over_20_000_micro_batches():
+    print(run_flat(20_000, 2_000, 4 << 20))
+
