@@ -135,7 +135,9 @@ def test_two_workers_of_one_name():
     )
     coordinator = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     workers = [
-        subprocess.Popen([*COMMAND, "worker", address, "--name", "w"], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*COMMAND, "worker", address, "--name", "w"], stderr=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     errors = [worker.communicate(timeout=30)[1] for worker in workers]
@@ -222,7 +224,9 @@ def test_a_worker_whose_coordinator_never_listens_gives_up():
     ],
 )
 def test_wrong_arguments_of_a_worker(arguments, words):
-    done = subprocess.run([*COMMAND, "worker", *arguments], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [*COMMAND, "worker", *arguments], capture_output=True, text=True, timeout=30
+    )
     assert done.returncode in (1, 2)
     assert words in done.stderr
 
@@ -248,7 +252,9 @@ def test_a_stranger_at_the_rendezvous_does_not_disturb(digest):
         strangers[-1].sendall(junk)
     strangers[0].close()
     workers = [
-        subprocess.Popen([*COMMAND, "worker", f"127.0.0.1:{port}", "--name", n], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*COMMAND, "worker", f"127.0.0.1:{port}", "--name", n], stderr=subprocess.PIPE
+        )
         for n in "ab"
     ]
     out, err = process.communicate(timeout=60)
@@ -259,9 +265,14 @@ def test_a_stranger_at_the_rendezvous_does_not_disturb(digest):
 
 
 def test_the_schedule_command_draws():
-    done = CliRunner().invoke(main, ["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--updates", "1"])
+    done = CliRunner().invoke(
+        main, ["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--updates", "1"]
+    )
     assert done.exit_code == 0
-    assert done.output.splitlines()[1:] == ["stage 0  F0 F1 .  B0 .  B1", "stage 1  .  F0 B0 F1 B1 ."]
+    assert done.output.splitlines()[1:] == [
+        "stage 0  F0 F1 .  B0 .  B1",
+        "stage 1  .  F0 B0 F1 B1 .",
+    ]
 
 
 def test_help_names_every_verb():

@@ -131,7 +131,9 @@ def test_a_killed_worker_is_named_within_five_seconds(victim):
         victims = pids(pipe)
         os.kill(victims[f"worker-{victim}"], signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(WorkerLost, match=rf"worker 'worker-{victim}' \(stage {victim}.*SIGKILL") as e:
+        with pytest.raises(
+            WorkerLost, match=rf"worker 'worker-{victim}' \(stage {victim}.*SIGKILL"
+        ) as e:
             list(results)
         assert time.monotonic() - start < 5
         assert (e.value.worker, e.value.stage) == (f"worker-{victim}", victim)
@@ -156,7 +158,9 @@ def test_an_error_on_a_stage_arrives_with_type_words_and_traceback(stage, where)
     points = [p + (p > 2 * stage) for p in (2, 4)]
     pipe = open_pipe(nn.Sequential(*layers), stages=points)
     victims = pids(pipe)
-    with pytest.raises(StageFailed, match=f"stage {stage}, {where[0].upper()}3: ZeroDivisionError") as e:
+    with pytest.raises(
+        StageFailed, match=f"stage {stage}, {where[0].upper()}3: ZeroDivisionError"
+    ) as e:
         list(pipe.train_epoch(regression(50)))
     assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert "the layer's own words" in str(e.value.__cause__)
@@ -185,11 +189,15 @@ def test_a_worker_that_dies_before_it_joins():
 def test_a_stall_tells_the_story_of_every_worker():
     """A layer that never returns; close does not wait for it."""
     start = time.monotonic()
-    pipe = open_pipe(nn.Sequential(nn.Linear(8, 8), Stalls()), stages=2, timeout=timedelta(seconds=1.5))
+    pipe = open_pipe(
+        nn.Sequential(nn.Linear(8, 8), Stalls()), stages=2, timeout=timedelta(seconds=1.5)
+    )
     with pytest.raises((MessageTimeout, StageFailed), match=r"waited 1\.5 s for") as e:
         list(pipe.train_epoch(regression(9)))
     if isinstance(e.value, MessageTimeout):
-        assert "stage 1 (worker 'worker-1'): computing; last actions: optimizer F0 B0 S0" in str(e.value)
+        assert "stage 1 (worker 'worker-1'): computing; last actions: optimizer F0 B0 S0" in str(
+            e.value
+        )
     assert time.monotonic() - start < 40
 
 
@@ -244,4 +252,3 @@ def test_memory_is_flat():
 @pytest.mark.timeout(900)
 def test_memory_is_flat_over_20_000_micro_batches():
     print(run_flat(20_000, 2_000, 4 << 20))
-

@@ -37,7 +37,7 @@ _RETRY_S = 0.2
               help="Threads for torch's own parallel loops.")  # fmt: skip
 @click.option("--timeout", default=300.0, show_default=True, type=click.FloatRange(min=0.1),
               help="Seconds to wait for the coordinator to listen.")  # fmt: skip
-@click.option("--persist", is_flag=True, help="After a job, wait for the next one.")
+@click.option("--persist", is_flag=True, help="After a job, wait for the next coordinator.")
 @click.option("--control-fd", type=int, hidden=True, help="Inherited connection, instead.")
 def main(
     address: str | None,
@@ -67,7 +67,7 @@ def main(
     except PipelineError as error:
         _log.error("%s", error)
         code = EXIT_FAILED
-    if persist and code == 0:
+    if persist and code in (0, EXIT_COORDINATOR_LOST):
         # A fresh process image: torch keeps RPC counters for the life of a process.
         os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *sys.argv[1:]])
     logging.shutdown()
@@ -77,7 +77,7 @@ def main(
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
     """SIGINT and SIGTERM end the process: nothing here needs saving, and peers notice at once."""
-    _log.warning("ended by %s", signal.Signals(number).name)
+    _log.info("ended by %s", signal.Signals(number).name)
     logging.shutdown()
     os._exit(128 + number)
 
@@ -144,8 +144,8 @@ def serve(control: Control, name: str, threads: int) -> int:
         _expect(welcome, "welcome")
         code: int = host_stage(control, welcome, threads)
         return code
-    except PeerLost:
-        _log.error("the coordinator is gone")
+    except PeerLost as error:
+        _log.error("%s", error)
         return EXIT_COORDINATOR_LOST
 
 
@@ -153,5 +153,7 @@ def _expect(record: Record, kind: str) -> None:
     """Check the type of a record."""
     if record["type"] == "refused":
         raise ConfigError(f"the coordinator refused this worker: {record.get('reason')}")
+    if record["type"] in ("stop", "exit"):
+        raise PeerLost("the coordinator gave up before all workers had joined", peer="coordinator")
     if record["type"] != kind:
         raise PipelineError(f"expected {kind!r} from the coordinator, got {record['type']!r}")
