@@ -29,7 +29,6 @@ from pipedream_rt.control import VERSION, Control, interface_of
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,
-    MessageTimeout,
     PeerLost,
     PipelineClosed,
     PipelineError,
@@ -403,9 +402,10 @@ class ProcessCluster:
                         raise self._missing(num_stages, deadline)
                     for key, _ in ready:
                         if key.fileobj is listener:
-                            control = self._accept(listener)
-                            selector.register(control, selectors.EVENT_READ)
-                            unheard.append(control)
+                            newcomer = self._accept(listener)
+                            if newcomer is not None:
+                                selector.register(newcomer, selectors.EVENT_READ)
+                                unheard.append(newcomer)
                         elif len(self._members) < num_stages:
                             control = key.fileobj  # type: ignore[assignment]
                             selector.unregister(control)
@@ -419,14 +419,18 @@ class ProcessCluster:
             member.stage = stage
         self.names = tuple(member.name for member in self._members)
 
-    def _accept(self, listener: socket.socket) -> Control:
-        """Take a connection and ask who it is."""
-        connection, address = listener.accept()
+    def _accept(self, listener: socket.socket) -> Control | None:
+        """Take a connection and ask who it is; None if it is gone again."""
+        try:
+            connection, address = listener.accept()
+        except OSError:
+            return None
         control = Control(connection, f"the worker at {address[0]}:{address[1]}")
         try:
             control.send({"type": "call"})
-        except PeerLost as error:
-            _log.warning("%s", error)
+        except PeerLost:
+            control.close()
+            return None
         return control
 
     def _hear(self, control: Control) -> None:
@@ -592,22 +596,23 @@ class ProcessCluster:
                         selector.unregister(key.fileobj)
 
     def _read(self, member: _Member) -> bool:
-        """Read one record of a member.
+        """Read the records of a member.
 
         Returns:
             Whether there may be more.
         """
         try:
-            record = member.control.receive(Deadline(timedelta(seconds=5)))
-        except (PeerLost, MessageTimeout, TransportError):
+            records = member.control.receive_all(Deadline(timedelta(seconds=5)))
+        except TransportError:
             if not self._closing:
                 self._fail(self._lost(member))
             self._note_stopped(member)
             return False
-        if record["type"] == "stopped":
-            self._note_stopped(member)
-        elif record["type"] == "story":
-            member.story.put(str(record["text"]))
+        for record in records:
+            if record["type"] == "stopped":
+                self._note_stopped(member)
+            elif record["type"] == "story":
+                member.story.put(str(record["text"]))
         return True
 
     def _note_stopped(self, member: _Member) -> None:

@@ -109,6 +109,19 @@ class Control:
                 raise PeerLost(f"{self.peer} closed the connection", peer=self.peer)
             self._buffer += data
 
+    def receive_all(self, deadline: Deadline) -> list[Record]:
+        """Wait for a record, and return it with those that have arrived behind it.
+
+        A selector says nothing of what is in the buffer already, so nothing may stay there.
+
+        Raises:
+            TransportError: As `receive`.
+        """
+        records = [self.receive(deadline)]
+        while (record := self._next_buffered()) is not None:
+            records.append(record)
+        return records
+
     def _next_buffered(self) -> Record | None:
         """The next whole record that has arrived, if any."""
         if len(self._buffer) < _LENGTH.size:

@@ -437,13 +437,14 @@ class Pipeline:
             structure=structure,
             requires_grad=[False] * len(tensors),
         )
-        self._send(0, self._position, feed, tuple(map(_copy, tensors)))
-        if part is not None and mode is not Mode.INFER:
-            structure, tensors = part.y
-            target = Target(structure=structure, share=share)
-            last = len(self.stages) - 1
-            self._send(last, self._position, target, tuple(map(_copy, tensors)))
-        self._position += 1
+        with self._closing_on_error():  # a position must never be used half
+            self._send(0, self._position, feed, tuple(map(_copy, tensors)))
+            if part is not None and mode is not Mode.INFER:
+                structure, tensors = part.y
+                target = Target(structure=structure, share=share)
+                last = len(self.stages) - 1
+                self._send(last, self._position, target, tuple(map(_copy, tensors)))
+            self._position += 1
 
     def _collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way."""
@@ -519,18 +520,18 @@ class Pipeline:
             total += (loss if loss is not None else 0.0) * size
             samples += size
 
-        for item in loader:
-            x, y = _pair(item)
-            parts, sizes = self._parts(x, y)
-            for part, size in zip(parts, sizes, strict=True):
-                if part is None:
-                    continue
-                ahead_of.append((self._position, size))
-                self._feed(Mode.EVALUATE, self._position, part)
-                if len(ahead_of) > 2 * len(self.stages):
+        try:
+            for item in loader:
+                parts, sizes = self._parts(*_pair(item))
+                for part, size in zip(parts, sizes, strict=True):
+                    if part is not None:
+                        ahead_of.append((self._position, size))
+                        self._feed(Mode.EVALUATE, self._position, part)
+                while len(ahead_of) > 2 * len(self.stages):
                     collect()
-        while ahead_of:
-            collect()
+        finally:
+            while ahead_of and not self._closed:
+                collect()
         if not samples:
             raise ConfigError("the loader given to evaluate yielded nothing")
         return total / samples
@@ -733,12 +734,12 @@ class Pipeline:
     def _command_each(self, name: CommandName, arguments: Sequence[object]) -> list[Any]:
         """Tell every stage something at the next position, and wait for what each replies."""
         self._check_usable()
-        position = self._position
-        self._position += 1
-        for handle, argument in zip(self.stages, arguments, strict=True):
-            structure, tensors = flatten(argument)
-            command = Command(name=name, structure=structure)
-            self._send(handle.index, position, command, tuple(map(_copy, tensors)))
+        position, flattened = self._position, [flatten(argument) for argument in arguments]
+        with self._closing_on_error():
+            for handle, (structure, tensors) in zip(self.stages, flattened, strict=True):
+                command = Command(name=name, structure=structure)
+                self._send(handle.index, position, command, tuple(map(_copy, tensors)))
+            self._position += 1
         return self._replies(position)
 
     def _replies(self, position: int) -> list[Any]:

@@ -27,6 +27,14 @@ def test_records_arrive_whole_and_in_order(pair):
     assert [right.receive(soon()) for _ in records] == records
 
 
+def test_what_arrived_behind_a_record_is_not_left_in_the_buffer(pair):
+    left, right = pair
+    for i in range(3):
+        left.send({"type": "x", "n": i})
+    left.close()
+    assert [r["n"] for r in right.receive_all(soon())] == [0, 1, 2]
+
+
 def test_nothing_in_time(pair):
     with pytest.raises(MessageTimeout, match="nothing came from right"):
         pair[0].receive(Deadline(timedelta(seconds=0)))
