@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from pipedream_rt.optimizer import DistributedOptimizer
-    from pipedream_rt.pipeline import PendingStep, Pipeline, StepResult
+    from pipedream_rt.pipeline import Pipeline
+    from pipedream_rt.results import PendingStep, StepResult
 
 __version__ = "0.1.0"
 
@@ -50,9 +51,9 @@ __all__ = [
 
 _HOMES = {
     "DistributedOptimizer": "pipedream_rt.optimizer",
-    "PendingStep": "pipedream_rt.pipeline",
+    "PendingStep": "pipedream_rt.results",
     "Pipeline": "pipedream_rt.pipeline",
-    "StepResult": "pipedream_rt.pipeline",
+    "StepResult": "pipedream_rt.results",
 }
 
 

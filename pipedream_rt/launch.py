@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from pipedream_rt.cluster import Cluster, Fail, InProcessCluster, ProcessCluster
+from pipedream_rt.cluster import Cluster, Fail, InProcessCluster
 from pipedream_rt.control import parse_address
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
+from pipedream_rt.processes import ProcessCluster
 from pipedream_rt.transport.base import Receive
 
 Workers: TypeAlias = str | Callable[..., Cluster] | None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,36 +20,32 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.cluster import Cluster, Reference, sender
+from pipedream_rt.cluster import Cluster, Reference
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,
     MessageTimeout,
-    NonFiniteLoss,
-    PeerLost,
     PipelineClosed,
-    RemoteError,
-    StageFailed,
 )
+from pipedream_rt.jobs import pickled_jobs
 from pipedream_rt.launch import Workers, start_cluster
 from pipedream_rt.loading import ahead
 from pipedream_rt.optimizer import DistributedOptimizer, OptimizerArgument, grouped_names
 from pipedream_rt.planning.split import (
-    Layers,
     layers_of,
     refuse_shared_parameters,
     split_points,
 )
+from pipedream_rt.reception import Reception
+from pipedream_rt.results import PendingStep, StepResult
 from pipedream_rt.schedules import schedule_named
 from pipedream_rt.stage.host import READY
-from pipedream_rt.stage.inbox import Inbox
-from pipedream_rt.stage.job import StageJob
+from pipedream_rt.stage.job import LossFunction
 from pipedream_rt.stage.messages import (
     COORDINATOR,
     Channel,
     Command,
     CommandName,
-    Failed,
     Job,
     Key,
     Loss,
@@ -70,40 +65,10 @@ from pipedream_rt.stage.tree import (
     split,
     unflatten,
 )
-
-_log = logging.getLogger(__name__)
-
-LossFunction = Callable[[Any, Any], Tensor]
+from pipedream_rt.transport.base import sender
 
 _generations = itertools.count(1)
 """Groups of this process so far: torch RPC keeps counters for the life of a process too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What became of one mini-batch.
-
-    Attributes:
-        step: Number of the mini-batch, 0-based; its update makes version ``step + 1``.
-        loss: Mean over its samples (each micro-batch weighs its share).
-        losses: Of its micro-batches, in order.
-        versions: Weight version that its last micro-batch read, by stage.
-        staleness: Updates between the oldest of the versions read and the one that its gradient
-            is applied to; 0 in schedules that flush.
-        busy_s: Seconds that each stage has computed since the start.
-    """
-
-    step: int
-    loss: float
-    losses: tuple[float, ...]
-    versions: tuple[int, ...]
-    staleness: int
-    busy_s: tuple[float, ...]
-
-    @property
-    def version(self) -> int:
-        """The oldest version read: the first stage's."""
-        return min(self.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,95 +95,11 @@ class StageHandle:
         return self._pipeline._reference(self.index, "module")
 
 
-class PendingStep:
-    """A mini-batch on its way; `Pipeline.submit` returns it."""
-
-    def __init__(self, pipeline: Pipeline, step: int, first: int, sizes: list[int]) -> None:
-        """Args: pipeline, step: Whose. first: Position of the first part. sizes: Of the parts."""
-        self._pipeline = pipeline
-        self.step = step
-        self.first = first
-        self.sizes = sizes
-        self.outcome: StepResult | None = None
-
-    def result(self) -> StepResult:
-        """Wait for the losses of the mini-batch.
-
-        Returns:
-            The result.
-
-        Raises:
-            StageFailed: An action raised, at any stage.
-            WorkerLost: A worker died.
-            PipelineClosed: The pipeline was closed before.
-        """
-        while self.outcome is None:
-            self._pipeline._collect_oldest()
-        return self.outcome
-
-    def done(self) -> bool:
-        """Whether `result` would return at once. Never blocks."""
-        return self.outcome is not None or self._pipeline._has_losses(self)
-
-
 class _Part(NamedTuple):
     """A micro-batch, flattened: structure and tensors of the input and of the target."""
 
     x: tuple[Structure, list[Tensor]]
     y: tuple[Structure, list[Tensor]]
-
-
-class _Reception:
-    """What arrives at the coordinator: messages into the inbox, failures as its closing reason.
-
-    Apart from `Pipeline`, so that a pipeline that is dropped can be collected and ends its workers.
-    """
-
-    def __init__(self, generation: int) -> None:
-        """Start open."""
-        self.inbox = Inbox("the coordinator", generation)
-        self.cluster: Cluster | None = None
-        self._generation = generation
-
-    def receive(self, message: Message) -> None:
-        """Take a message; called from any thread."""
-        if not isinstance(message.payload, Failed):
-            self.inbox.put(message)
-        elif message.generation == self._generation:
-            self.fail(self._error_of(message.sender, message.payload))
-
-    def fail(self, error: BaseException) -> None:
-        """Note why the pipeline cannot go on; the first reason stays."""
-        self.inbox.close(error)
-
-    def _error_of(self, stage: int, failed: Failed) -> BaseException:
-        """Make the error that the caller gets of a failure that was sent as data."""
-        cause = _cause_of(failed)
-        if isinstance(cause, PeerLost) and self.cluster is not None:
-            return self.cluster.name_loss(cause)
-        cls = NonFiniteLoss if isinstance(cause, NonFiniteLoss) else StageFailed
-        error = cls(
-            f"stage {stage}, {failed.action}: {failed.type_name}: {failed.text}",
-            stage=stage,
-            action=failed.action,
-            trace=failed.trace,
-        )
-        error.__cause__ = cause
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"Traceback on the worker:\n{failed.trace}")
-        return error
-
-
-def _cause_of(failed: Failed) -> BaseException:
-    """The remote error itself, with its own type, or a stand-in."""
-    if failed.pickled:
-        try:
-            cause = cloudpickle.loads(failed.pickled)
-            if isinstance(cause, BaseException):
-                return cause
-        except Exception as problem:  # a foreign class may do anything when unpickled
-            _log.debug("the error of a stage does not unpickle: %r", problem)
-    return RemoteError(f"{failed.type_name}: {failed.text}")
 
 
 class Pipeline:
@@ -294,7 +175,7 @@ class Pipeline:
         self._model = model
         self._names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
         grouped = grouped_names(optimizer, self._names)
-        jobs = self._pickled_jobs(layers, points, loss_fn, seed, on_nan)
+        jobs = pickled_jobs(layers, points, self.schedule, loss_fn, seed, on_nan)
 
         self._has_loss = loss_fn is not None
         self._micro_batches = micro_batches
@@ -306,7 +187,7 @@ class Pipeline:
         self._optimizer: DistributedOptimizer | None = None
         self._named_references: list[tuple[Reference, str]] | None = None
         self._closed = False
-        reception = _Reception(generation := next(_generations))
+        reception = Reception(generation := next(_generations))
         self._inbox = reception.inbox
         self._cluster: Cluster = start_cluster(
             workers,
@@ -392,7 +273,7 @@ class Pipeline:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
         parts, sizes = self._parts(x, y)
         while len(self._pending) >= self._credits:
-            self._collect_oldest()
+            self.collect_oldest()
         hyper = self._optimizer.hyper()
         pending = PendingStep(self, self._step, self._position, sizes)
         for i, part in enumerate(parts):
@@ -446,7 +327,7 @@ class Pipeline:
                 self._send(last, self._position, target, tuple(map(_copy, tensors)))
             self._position += 1
 
-    def _collect_oldest(self) -> None:
+    def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way."""
         self._check_usable()
         pending = self._pending[0]
@@ -479,7 +360,7 @@ class Pipeline:
         loss = message.payload
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
 
-    def _has_losses(self, pending: PendingStep) -> bool:
+    def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
         positions = range(pending.first, pending.first + len(pending.sizes))
         return all(self._inbox.holds(Key(Channel.LOSS, p)) for p in positions)
@@ -808,41 +689,6 @@ class Pipeline:
         """Close it."""
         self.close()
 
-    def _pickled_jobs(
-        self,
-        layers: Layers,
-        points: list[int],
-        loss_fn: LossFunction | None,
-        seed: int,
-        on_nan: str,
-    ) -> list[Tensor]:
-        """Pickle every stage, before anything starts.
-
-        Raises:
-            ConfigError: A layer or the loss does not pickle; the message says which.
-        """
-        names = list(layers)
-        jobs = []
-        for stage, (first, end) in enumerate(itertools.pairwise([*points, len(names)])):
-            part = nn.Sequential()
-            for name in names[first:end]:
-                part.add_module(name, layers[name])
-            is_last = end == len(names)
-            job = StageJob(
-                stage=stage,
-                layers=part,
-                loss_fn=loss_fn if is_last else None,
-                schedule=self.schedule,
-                seed=seed,
-                on_nan=on_nan,
-            )
-            try:
-                data = cloudpickle.dumps(job)
-            except Exception as error:  # a foreign class may raise anything when pickled
-                raise ConfigError(_unpicklable(layers, names[first:end], loss_fn, error)) from error
-            jobs.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return jobs
-
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy in the message's own storage: the caller may change its tensors after a call."""
@@ -864,18 +710,3 @@ def _check_number(name: str, value: int) -> None:
     """Refuse what is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
-
-
-def _unpicklable(
-    layers: Layers, names: list[str], loss_fn: LossFunction | None, error: Exception
-) -> str:
-    """Find what does not pickle, and say so."""
-    for what, value in (*((f"layer {n}", layers[n]) for n in names), ("loss_fn", loss_fn)):
-        try:
-            cloudpickle.dumps(value)
-        except Exception as reason:  # as above
-            return (
-                f"{what} ({type(value).__name__}) cannot be pickled, so it cannot reach a worker: "
-                f"{reason}; keep files, locks, connections and lambdas over them out of the model"
-            )
-    return f"the stage cannot be pickled: {error}"

@@ -19,7 +19,11 @@ LAYERS = [
         "pipedream_rt.control",
         "pipedream_rt.cluster",
         "pipedream_rt.launch",
+        "pipedream_rt.jobs",
         "pipedream_rt.loading",
+        "pipedream_rt.processes",
+        "pipedream_rt.reception",
+        "pipedream_rt.results",
         "pipedream_rt.optimizer",
         "pipedream_rt.pipeline",
         "pipedream_rt.cli",
@@ -86,8 +90,8 @@ def test_the_environment_is_read_at_the_face_alone():
     # rpc.py writes two variables, for torch alone understands them.
     assert readers == {
         "pipedream_rt.cli",
-        "pipedream_rt.cluster",
         "pipedream_rt.launch",
+        "pipedream_rt.processes",
         "pipedream_rt.transport.rpc",
         "pipedream_rt.workers.command",
     }

@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pipedream_rt.cluster import sender
 from pipedream_rt.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, Control, Record, interface_of
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed, PipelineError
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.inbox import Inbox
+from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.rpc import RpcGroup, RpcTransport
 
 _log = logging.getLogger("pipedream_rt.worker")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from pipedream_rt.schedules import Schedule
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+"""``(output, target) -> scalar``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,7 @@ class StageJob:
     Attributes:
         stage: Index, 0-based.
         layers: The layers with their names in the unsplit model.
-        loss_fn: ``(output, target) -> scalar``; on the last stage only.
+        loss_fn: On the last stage only.
         schedule: Order and versions.
         seed: For `layer_seed`.
         on_nan: ``"raise"`` or ``"ignore"``.
@@ -26,7 +29,7 @@ class StageJob:
 
     stage: int
     layers: nn.Sequential
-    loss_fn: Callable[[Any, Any], Tensor] | None
+    loss_fn: LossFunction | None
     schedule: Schedule
     seed: int
     on_nan: str

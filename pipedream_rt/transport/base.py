@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from torch import Tensor
+
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.stage.messages import Message
+from pipedream_rt.stage.messages import Message, Payload
+from pipedream_rt.stage.stage import Send
 
 Receive = Callable[[Message], object]
 """Takes a message that has arrived: an inbox's ``put``. Called from any thread; never blocks."""
@@ -32,3 +35,21 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Stop. Idempotent, from any thread. Sends after it do nothing."""
+
+
+def sender(transport: Transport, address: int, generation: int) -> Send:
+    """Return what an address sends with: it makes the message and hands it to the transport."""
+
+    def send(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+        transport.send(
+            Message(
+                to=to,
+                sender=address,
+                index=index,
+                generation=generation,
+                payload=payload,
+                tensors=tensors,
+            )
+        )
+
+    return send

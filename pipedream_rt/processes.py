@@ -1,0 +1,492 @@
+"""Stages on worker processes: their start, the watch over them, their end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pipedream_rt.cluster import Fail, Reference
+from pipedream_rt.control import VERSION, Control, interface_of
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import (
+    PeerLost,
+    PipelineError,
+    RendezvousTimeout,
+    TransportError,
+    WorkerLost,
+)
+from pipedream_rt.stage.messages import COORDINATOR
+from pipedream_rt.transport.base import Receive, Transport
+from pipedream_rt.transport.rpc import RpcGroup, RpcTransport, refuse_second
+
+_log = logging.getLogger(__name__)
+
+_STORY_TIMEOUT = timedelta(seconds=2)
+"""For the workers to say what they wait for, when something stalls."""
+
+_STOP_TIMEOUT = timedelta(seconds=5)
+"""For the workers to end when told to; what is left then is killed."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker that has said hello."""
+
+    name: str
+    description: str
+    control: Control
+    story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    stage: int = -1
+    stopped: bool = False
+
+
+class WorkerProcesses:
+    """Processes that this one started, each with a control connection that it inherits."""
+
+    def __init__(self, names: list[str], threads: int) -> None:
+        """Start them.
+
+        Args:
+            names: One for each.
+            threads: For torch's own parallel loops in each.
+        """
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.controls: dict[str, Control] = {}
+        for name in names:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = worker_command(name, threads, "--control-fd", str(theirs.fileno()))
+                self.controls[name] = Control(ours, f"worker {name!r}")
+                self.processes[name] = start_process(command, pass_fds=(theirs.fileno(),))
+
+    def ending(self, name: str) -> str:
+        """How a process ended, in words; empty while it runs or if it is not ours."""
+        process = self.processes.get(name)
+        if process is None:
+            return ""
+        try:
+            code = process.wait(timeout=1)  # its connection is closed already, so it is ending
+        except subprocess.TimeoutExpired:
+            return "still running"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self, deadline: Deadline) -> None:
+        """Wait for the processes to end; kill those that are late."""
+        for process in self.processes.values():
+            try:
+                process.wait(timeout=deadline.remaining_s())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def worker_command(name: str, threads: int, *address: str) -> list[str]:
+    """Return the command that starts a worker process with this Python."""
+    module = "pipedream_rt.workers"
+    return [sys.executable, "-m", module, *address, "--name", name, "--threads", str(threads)]
+
+
+def start_process(command: list[str], pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a worker process in a session of its own: Ctrl-C reaches the coordinator alone."""
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # peers that end are no news
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+
+
+class ProcessCluster:
+    """Worker processes, each hosting a stage, connected by torch RPC.
+
+    Args:
+        num_stages: How many workers are needed.
+        receive: Takes messages for the coordinator.
+        fail: Told of a failure; also when a worker dies.
+        generation: Number of this group in the process.
+        timeout: For messages that are sure to come.
+        start_timeout: For all workers to join.
+        threads: For torch's own parallel loops in workers that are started here.
+        listener: Where workers that are started elsewhere join; None to start local ones.
+        own: With a listener, how many workers to start here all the same.
+    """
+
+    loader_depth = 2
+
+    def __init__(
+        self,
+        num_stages: int,
+        receive: Receive,
+        fail: Fail,
+        *,
+        generation: int,
+        timeout: timedelta,
+        start_timeout: timedelta,
+        threads: int,
+        listener: socket.socket | None = None,
+        own: int = 0,
+    ) -> None:
+        """Start or await the workers and join them into a group.
+
+        Raises:
+            RendezvousTimeout: Not all came in time.
+            WorkerLost: One died on the way.
+        """
+        refuse_second()
+        self.generation = generation
+        self._fail = fail
+        self._closed = self._closing = False
+        self._timeout = timeout
+        self._store: dist.TCPStore | None = None
+        self._rpc: RpcTransport | None = None
+        self._members: list[_Member] = []
+        self._monitor: threading.Thread | None = None
+        self._all_stopped = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        count = num_stages if listener is None else own
+        self._local = WorkerProcesses([f"worker-{i}" for i in range(count)], threads)
+        try:
+            deadline = Deadline(start_timeout)
+            self._gather(num_stages, listener, deadline)
+            self._form_group(receive, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def _gather(self, num_stages: int, listener: socket.socket | None, deadline: Deadline) -> None:
+        """Collect as many members as there are stages, in the order of their names."""
+        with selectors.DefaultSelector() as selector:
+            for control in self._local.controls.values():
+                control.send({"type": "call"})
+                selector.register(control, selectors.EVENT_READ)
+            if listener is not None:
+                listener.setblocking(False)
+                selector.register(listener, selectors.EVENT_READ)
+            unheard = list(self._local.controls.values())
+            try:
+                while len(self._members) < num_stages:
+                    ready = selector.select(deadline.remaining_s())
+                    if not ready:
+                        raise self._missing(num_stages, deadline)
+                    for key, _ in ready:
+                        if key.fileobj is listener:
+                            newcomer = self._accept(listener)
+                            if newcomer is not None:
+                                selector.register(newcomer, selectors.EVENT_READ)
+                                unheard.append(newcomer)
+                        elif len(self._members) < num_stages:
+                            control = key.fileobj  # type: ignore[assignment]
+                            selector.unregister(control)
+                            unheard.remove(control)
+                            self._hear(control)
+            finally:
+                for control in unheard:
+                    control.close()
+        self._members.sort(key=lambda m: _natural(m.name))
+        for stage, member in enumerate(self._members):
+            member.stage = stage
+        self.names = tuple(member.name for member in self._members)
+
+    def _accept(self, listener: socket.socket) -> Control | None:
+        """Take a connection and ask who it is; None if it is gone again."""
+        try:
+            connection, address = listener.accept()
+        except OSError:
+            return None
+        control = Control(connection, f"the worker at {address[0]}:{address[1]}")
+        try:
+            control.send({"type": "call"})
+        except PeerLost:
+            control.close()
+            return None
+        return control
+
+    def _hear(self, control: Control) -> None:
+        """Read the hello of a worker; make it a member or refuse it."""
+        started = next((n for n, c in self._local.controls.items() if c is control), None)
+        try:
+            hello = control.receive(Deadline(timedelta(seconds=5)))
+        except TransportError as error:
+            control.close()
+            if started is not None:
+                raise WorkerLost(
+                    f"worker {started!r} ended before it joined "
+                    f"({self._local.ending(started)}); its output says why",
+                    worker=started,
+                    stage=None,
+                ) from error
+            _log.warning("a connection that is no worker was dropped: %s", error)
+            return
+        name = str(hello.get("name"))
+        description = f"pid {hello.get('pid')} on {hello.get('host')}"
+        reason = self._reason_to_refuse(name, hello)
+        if reason:
+            _log.warning("refused worker %r (%s): %s", name, description, reason)
+            control.send({"type": "refused", "reason": reason})
+            control.close()
+            return
+        control.peer = f"worker {name!r}"
+        self._members.append(_Member(name, description, control))
+
+    def _reason_to_refuse(self, name: str, hello: dict[str, Any]) -> str:
+        """Why a worker cannot be a member; empty if it can."""
+        if hello.get("version") != VERSION:
+            return f"it speaks protocol {hello.get('version')}, the coordinator {VERSION}"
+        twin = next((m for m in self._members if m.name == name), None)
+        if twin is not None:
+            return f"the name {name!r} is taken by {twin.description}; give each worker its own"
+        return ""
+
+    def _missing(self, num_stages: int, deadline: Deadline) -> RendezvousTimeout:
+        """Say who did not come."""
+        joined = sorted((m.name for m in self._members), key=_natural)
+        absent = [n for n in self._local.controls if n not in joined]
+        missing = num_stages - len(joined)
+        seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
+        return RendezvousTimeout(
+            f"{missing} of {num_stages} workers did not join within {seconds:g} s"
+            + (f": {', '.join(absent)}" if absent else "")
+            + f"; joined: {', '.join(joined) or 'none'}; start them with "
+            "`pipedream-rt worker HOST:PORT --name NAME`, or raise start_timeout",
+            missing=missing,
+        )
+
+    def _form_group(self, receive: Receive, deadline: Deadline) -> None:
+        """Make the store, tell the members, join the RPC group with them."""
+        host = self._members[0].control.local_host
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            # TCPStore alone would listen on every interface.
+            master_listen_fd=listener.detach(),
+        )
+        names = ("coordinator", *self.names)
+        for member in self._members:
+            member.control.send(
+                {
+                    "type": "welcome",
+                    "rank": member.stage + 1,
+                    "names": list(names),
+                    "store": [host, port],
+                    "generation": self.generation,
+                    "timeout_s": self._timeout.total_seconds(),
+                    "start_timeout_s": deadline.remaining_s(),
+                    "path": sys.path,
+                }
+            )
+        self._rpc = RpcTransport(
+            RpcGroup(
+                generation=self.generation,
+                rank=0,
+                names=names,
+                interface=interface_of(host),
+                timeout=self._timeout,
+            )
+        )
+        self.transport: Transport = self._rpc
+        self._rpc.open(COORDINATOR, receive, self._peer_lost)
+        self._join(deadline)
+        self._monitor = threading.Thread(target=self._watch, name="control")
+        self._monitor.start()
+
+    def _join(self, deadline: Deadline) -> None:
+        """Join the RPC group while watching the members; init_rpc itself has no deadline.
+
+        It runs in a thread of its own, so that a worker that dies meanwhile ends the wait. That
+        thread alone may stay behind then, inside torch, as a daemon.
+        """
+        assert self._rpc is not None
+        outcome: list[BaseException] = []
+        ours, theirs = socket.socketpair()
+
+        def join() -> None:
+            try:
+                self._rpc_join()
+            except BaseException as error:  # carried to the waiting thread
+                outcome.append(error)
+            finally:
+                theirs.close()
+
+        threading.Thread(target=join, name="init-rpc", daemon=True).start()
+        with ours, selectors.DefaultSelector() as selector:
+            selector.register(ours, selectors.EVENT_READ)
+            for member in self._members:
+                selector.register(member.control, selectors.EVENT_READ, member)
+            waiting = 1 + len(self._members)
+            while waiting:
+                ready = selector.select(deadline.remaining_s())
+                if not ready:
+                    raise self._missing(len(self._members), deadline)
+                for key, _ in ready:
+                    selector.unregister(key.fileobj)
+                    waiting -= 1
+                    if key.data is not None:
+                        self._expect_joined(key.data)
+        if outcome:
+            raise TransportError(f"joining the RPC group failed: {outcome[0]}") from outcome[0]
+
+    def _rpc_join(self) -> None:
+        """On the thread that may get stuck."""
+        assert self._rpc is not None
+        assert self._store is not None
+        self._rpc.join(self._store)
+
+    def _expect_joined(self, member: _Member) -> None:
+        """Read a member's word that it is in the group."""
+        try:
+            record = member.control.receive(Deadline(timedelta(seconds=5)))
+        except PeerLost as error:
+            raise self._lost(member) from error
+        if record["type"] != "joined":
+            raise WorkerLost(
+                f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
+                worker=member.name,
+                stage=member.stage,
+            )
+
+    # -- while it runs --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Read the control connections until closed, on a thread of its own."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for member in self._members:
+                selector.register(member.control, selectors.EVENT_READ, member)
+            while True:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        return
+                    if not self._read(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _read(self, member: _Member) -> bool:
+        """Read the records of a member.
+
+        Returns:
+            Whether there may be more.
+        """
+        try:
+            records = member.control.receive_all(Deadline(timedelta(seconds=5)))
+        except TransportError:
+            if not self._closing:
+                self._fail(self._lost(member))
+            self._note_stopped(member)
+            return False
+        for record in records:
+            if record["type"] == "stopped":
+                self._note_stopped(member)
+            elif record["type"] == "story":
+                member.story.put(str(record["text"]))
+        return True
+
+    def _note_stopped(self, member: _Member) -> None:
+        """Count a member that computes no more, or is gone."""
+        member.stopped = True
+        if all(m.stopped for m in self._members):
+            self._all_stopped.set()
+
+    def _lost(self, member: _Member) -> WorkerLost:
+        """Say which worker is gone, and how if it is ours."""
+        ending = self._local.ending(member.name)
+        return WorkerLost(
+            f"worker {member.name!r} (stage {member.stage}, {member.description}) is gone"
+            + (f": {ending}" if ending else "")
+            + "; the pipeline cannot go on without it, start again from your last state_dict",
+            worker=member.name,
+            stage=member.stage,
+        )
+
+    def _peer_lost(self, error: PipelineError) -> None:
+        """A message of the coordinator could not be handed over."""
+        if not self._closing:
+            self._fail(self.name_loss(error))
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """See `Cluster.waiting`."""
+        return nullcontext()
+
+    def name_loss(self, error: PipelineError) -> PipelineError:
+        """See `Cluster.name_loss`."""
+        member = next((m for m in self._members if m.name == getattr(error, "peer", "")), None)
+        return error if member is None else self._lost(member)
+
+    def stories(self) -> list[str]:
+        """See `Cluster.stories`; a worker that does not answer soon is said not to."""
+        self._tell({"type": "story"})
+        deadline = Deadline(_STORY_TIMEOUT)
+        told = []
+        for member in self._members:
+            try:
+                text = member.story.get(timeout=deadline.remaining_s())
+            except queue.Empty:
+                text = "its worker does not answer"
+            told.append(f"stage {member.stage} (worker {member.name!r}): {text}")
+        return told
+
+    def reference(self, stage: int, part: str) -> Reference:
+        """See `Cluster.reference`."""
+        assert self._rpc is not None
+        return self._rpc.reference(stage, part)
+
+    def parameter_references(self, stage: int) -> list[Reference]:
+        """See `Cluster.parameter_references`."""
+        assert self._rpc is not None
+        return list(self._rpc.parameter_references(stage))
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See `Cluster.close`."""
+        if self._closed:
+            return
+        self._closed = self._closing = True
+        deadline = Deadline(_STOP_TIMEOUT)
+        self._tell({"type": "stop"})
+        if self._monitor is not None:
+            self._all_stopped.wait(deadline.remaining_s())
+            self._wake.send(b"x")
+            self._monitor.join()
+        if self._rpc is not None:
+            self._rpc.close()
+        self._tell({"type": "exit"})
+        for control in (*(m.control for m in self._members), *self._local.controls.values()):
+            control.close()
+        self._local.close(deadline)
+        self._store = None
+        self._wake.close()
+        self._woken.close()
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        """Send a record to every member that is still there."""
+        for member in self._members:
+            try:
+                member.control.send(record)
+            except PeerLost:
+                pass  # it is gone, which is all that is wanted of it
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: ``w2`` before ``w10``."""
+    return [(int(d), "") if d else (-1, t) for d, t in re.findall(r"(\d+)|(\D+)", name)]
