@@ -13,7 +13,6 @@ Prints a table, or with --json one object per line:
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
 from pipedream_rt import Pipeline
+from pipedream_rt.stage.stage import peak_memory_bytes
 
 OPTIMIZER = (torch.optim.AdamW, {"lr": 1e-3, "fused": True})
 WARM_UP = 2
@@ -93,8 +93,7 @@ def run_one_process(shape: dict[str, int]) -> dict[str, Any]:
     elapsed_s = time.perf_counter() - start
     with torch.no_grad():
         loss = statistics.fmean(loss_fn(model(x), y).item() for x, y in validation)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": elapsed_s, "loss": loss, "memory": [memory]}
+    return {"seconds": elapsed_s, "loss": loss, "memory": [peak_memory_bytes()]}
 
 
 def repeat(schedule: str, shape: dict[str, int]) -> dict[str, Any]:

@@ -50,9 +50,11 @@ def run(nproc_per_node: int, threads: int, script: str, arguments: tuple[str, ..
     The script's Pipeline uses these workers unless it asks for others. Each worker hosts a stage
     for one pipeline after another.
     """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         host, port = listener.getsockname()
         command = [sys.executable, "-m", "pipedream_rt.workers", f"{host}:{port}", "--persist"]
+        command += ["--timeout", "1"]  # the socket listens as long as this job lives
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PIPEDREAM_RT_LOG": "WARNING", **os.environ}
         with _children() as children:
             for i in range(nproc_per_node):
@@ -86,12 +88,21 @@ def _run_script(command: list[str], listen_fd: int, workers: int) -> int:
 
     def forward(number: int, frame: FrameType | None) -> None:
         click.echo(f"pipedream-rt: ending on {signal.Signals(number).name}", err=True)
-        process.send_signal(number)
+        if number != signal.SIGINT or not _in_foreground():
+            process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
     code = process.wait()
     return 128 - code if code < 0 else code
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal sends Ctrl-C to this process and so to the script, its child, too."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -6,6 +6,7 @@ everything. The pipeline knows nothing of processes.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.inbox import Inbox
@@ -21,6 +23,11 @@ from pipedream_rt.stage.messages import COORDINATOR
 from pipedream_rt.stage.random import kept_generator_state
 from pipedream_rt.transport.base import Receive, Transport, sender
 from pipedream_rt.transport.memory import MemoryTransport
+
+_log = logging.getLogger(__name__)
+
+_STOP_TIMEOUT = timedelta(seconds=5)
+"""For the stages to end the action at hand; a thread cannot be killed."""
 
 Fail = Callable[[BaseException], object]
 """Told once that the cluster cannot go on. Called from any thread."""
@@ -44,7 +51,6 @@ class Cluster(Protocol):
 
     names: tuple[str, ...]
     transport: Transport
-    loader_depth: int
 
     def waiting(self) -> AbstractContextManager[None]:
         """Entered by the coordinator around every wait."""
@@ -78,6 +84,7 @@ class _Baton:
         """The calling thread has the baton."""
         self._lock = threading.Lock()
         self._lock.acquire()
+        self._given_away = False
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -87,12 +94,23 @@ class _Baton:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Give the baton away, on the coordinator's thread."""
+        """Give the baton away, on the coordinator's thread.
+
+        Does nothing inside another `waiting`, as when a signal handler closes the pipeline. After
+        an error it does not wait for long: a stage that is stuck must not hold the error back.
+        """
+        if self._given_away:
+            yield
+            return
+        self._given_away = True
         self._lock.release()
         try:
             yield
-        finally:
-            self._lock.acquire()
+        except BaseException:
+            self._given_away = not self._lock.acquire(timeout=1)
+            raise
+        self._lock.acquire()
+        self._given_away = False
 
 
 class _LocalReference:
@@ -121,7 +139,8 @@ class _LocalReference:
 class InProcessCluster:
     """Every stage is a thread of this process.
 
-    The loader does not run ahead: it may draw random numbers.
+    The threads are daemons, though `close` joins them: the interpreter joins others before it runs
+    what would close a pipeline that its user forgot.
 
     Args:
         num_stages: How many.
@@ -132,8 +151,6 @@ class InProcessCluster:
         threads: For torch's own parallel loops.
         shuffle_seed: See `MemoryTransport`.
     """
-
-    loader_depth = 0
 
     def __init__(
         self,
@@ -163,7 +180,7 @@ class InProcessCluster:
                 s, inbox, sender(memory, s, generation), timeout, threads, self._baton.computing
             )
             self._hosts.append(host)
-            self._threads.append(threading.Thread(target=host.serve, name=name))
+            self._threads.append(threading.Thread(target=host.serve, name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -195,8 +212,11 @@ class InProcessCluster:
         self._closed = True
         for host in self._hosts:
             host.inbox.close(PipelineClosed("the pipeline was closed"))
+        deadline = Deadline(_STOP_TIMEOUT)
         with self.waiting():
             for thread in self._threads:
-                thread.join()
+                thread.join(deadline.remaining_s())
+                if thread.is_alive():
+                    _log.warning("%s computes without end and is left behind", thread.name)
             self.transport.close()
         torch.set_num_threads(self._torch_threads)

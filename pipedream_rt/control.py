@@ -59,17 +59,22 @@ class Control:
         self._socket = connection
         self._buffer = bytearray()
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _notice_silence(connection)
 
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()
 
     @property
+    def is_local(self) -> bool:
+        """Whether both ends were made by one process."""
+        return self._socket.family == socket.AF_UNIX
+
+    @property
     def local_host(self) -> str:
         """Address of this end; loopback for a socket pair."""
-        if self._socket.family == socket.AF_UNIX:
+        if self.is_local:
             return "127.0.0.1"
         return str(self._socket.getsockname()[0])
 
@@ -145,6 +150,14 @@ class Control:
     def close(self) -> None:
         """Close. Idempotent."""
         self._socket.close()
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """Let the kernel find out, within half a minute, that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def parse_address(text: str) -> tuple[str, int]:

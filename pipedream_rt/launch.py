@@ -42,6 +42,8 @@ def start_cluster(
 ) -> Cluster:
     """Start the stages' threads or processes, or await workers.
 
+    Under torchrun it does not return on ranks other than 0: their processes become workers.
+
     Args:
         workers: See `Pipeline`.
         num_stages: One worker for each.
@@ -55,7 +57,6 @@ def start_cluster(
     Raises:
         ConfigError: The argument or the environment makes no sense.
         RendezvousTimeout: Workers that did not come.
-        SystemExit: Under torchrun, on every rank but 0, once its stage has ended.
     """
     common: dict[str, Any] = {
         "receive": receive,
@@ -121,6 +122,13 @@ def _under_torchrun(num_stages: int, common: dict[str, Any]) -> Cluster:
             f"{num_stages} stages need {num_stages} or {num_stages + 1} ranks, there are {world}; "
             f"start with --nproc-per-node {num_stages}"
         )
+    global _torchrun_ranks_used
+    if _torchrun_ranks_used:
+        raise ConfigError(
+            "under torchrun a script can open one pipeline, whose workers its ranks become; "
+            "start the script with `pipedream-rt run` for several"
+        )
+    _torchrun_ranks_used = True
     store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world))
     store.set_timeout(common["start_timeout"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -136,6 +144,10 @@ def _under_torchrun(num_stages: int, common: dict[str, Any]) -> Cluster:
         raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
     _become_worker(address, rank, common["threads"])
     raise AssertionError("execv does not return")
+
+
+_torchrun_ranks_used = False
+"""Whether the other ranks have become workers."""
 
 
 def _own_address() -> str:

@@ -37,7 +37,7 @@ class _Link:
 
 def _placeholder() -> Tensor:
     """Stands for a parameter that lives on a worker: torch's own class wants tensors."""
-    return nn.Parameter(torch.empty(1))
+    return nn.Parameter(torch.empty(1, 1))  # of two dimensions, since Muon takes no others
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -237,6 +237,18 @@ def grouped_names(
     optimizer_class, kwargs = argument
     build_prototype(optimizer_class, [{"params": [_placeholder()]}], (), kwargs)
     return optimizer_class, dict(kwargs), [(list(names.values()), {})]
+
+
+def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[str, dict[str, Any]]:
+    """Return the state that an optimizer brings along, as when training is resumed.
+
+    Args:
+        argument: See `OptimizerArgument`.
+        names: Name of each trainable parameter of the model by its ``id``.
+    """
+    if not isinstance(argument, torch.optim.Optimizer):
+        return {}
+    return {names[id(p)]: dict(state) for p, state in argument.state.items() if id(p) in names}
 
 
 def _named_group(group: dict[str, Any], names: dict[int, str]) -> tuple[list[str], Hyper]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import torch
@@ -29,8 +31,12 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.jobs import pickled_jobs
 from pipedream_rt.launch import Workers, start_cluster
-from pipedream_rt.loading import ahead
-from pipedream_rt.optimizer import DistributedOptimizer, OptimizerArgument, grouped_names
+from pipedream_rt.optimizer import (
+    DistributedOptimizer,
+    OptimizerArgument,
+    grouped_names,
+    state_by_name,
+)
 from pipedream_rt.planning.split import (
     layers_of,
     refuse_shared_parameters,
@@ -67,6 +73,8 @@ from pipedream_rt.stage.tree import (
 )
 from pipedream_rt.transport.base import sender
 
+T = TypeVar("T")
+
 _generations = itertools.count(1)
 """Groups of this process so far: torch RPC keeps counters for the life of a process too."""
 
@@ -95,11 +103,46 @@ class StageHandle:
         return self._pipeline._reference(self.index, "module")
 
 
+class _Loading:
+    """A loader, one item ahead; keeps its error until the results before it are handed out."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Draw the first item."""
+        self._items = iter(loader)
+        self._fetched: list[Any] = []
+        self.error: Exception | None = None
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Draw an item, unless the loader has ended."""
+        try:
+            self._fetched.append(next(self._items))
+        except StopIteration:
+            pass
+        except Exception as error:  # the user's code; raised again by `train_epoch`
+            self.error = error
+
+    def next(self) -> Any | None:
+        """Return the item that was drawn; None at the end."""
+        return self._fetched.pop() if self._fetched else None
+
+
 class _Part(NamedTuple):
     """A micro-batch, flattened: structure and tensors of the input and of the target."""
 
-    x: tuple[Structure, list[Tensor]]
-    y: tuple[Structure, list[Tensor]]
+    x: tuple[Structure, tuple[Tensor, ...]]
+    y: tuple[Structure, tuple[Tensor, ...]]
+
+
+def _part(x: Any, y: Any) -> _Part:
+    """Flatten a micro-batch, in copies: the caller may change its tensors after the call."""
+    return _Part(_flat_copy(x), _flat_copy(y))
+
+
+def _flat_copy(value: object) -> tuple[Structure, tuple[Tensor, ...]]:
+    """Flatten a value, in copies."""
+    structure, tensors = flatten(value)
+    return structure, tuple(own(t, copy=True) for t in tensors)
 
 
 class Pipeline:
@@ -163,6 +206,9 @@ class Pipeline:
         points = split_points(layers, stages)
         refuse_shared_parameters(layers, points)
         self.schedule = schedule_named(schedule, num_stages=len(points), per_update=micro_batches)
+        for name, value in (("timeout", timeout), ("start_timeout", start_timeout)):
+            if not isinstance(value, timedelta) or value <= timedelta(0):
+                raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
         _check_number("threads", threads)
         _check_number("credits", credits if credits is not None else 1)
         if on_nan not in ("raise", "ignore"):
@@ -201,7 +247,7 @@ class Pipeline:
         )
         reception.cluster = self._cluster
         # Ends the workers also when a pipeline is dropped, or the interpreter ends, without close.
-        self._end = weakref.finalize(self, self._cluster.close)
+        self._end = weakref.finalize(self, _close_here, self._cluster, os.getpid())
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         bounds = [*points, len(layers)]
         names = list(layers)
@@ -213,6 +259,7 @@ class Pipeline:
             self._start_stages(jobs)
             if grouped is not None:
                 self._build_optimizer(*grouped)
+                self.scatter_optimizer_state(state_by_name(optimizer, self._names))
 
     # -- training -----------------------------------------------------------------------------
 
@@ -222,8 +269,9 @@ class Pipeline:
         In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
 
         Args:
-            loader: Yields ``(x, y)``; iterated on a thread of its own, two items ahead (not
-                ahead in-process, where the thread would share the random generator).
+            loader: Yields ``(x, y)``. Always one item ahead of what is injected, neither more
+                nor less, so that random numbers drawn by it and by the loop's body do not
+                depend on timing.
 
         Yields:
             The results, in order, all of them before it ends.
@@ -235,23 +283,16 @@ class Pipeline:
         """
         self._check_usable()
         pending: deque[PendingStep] = deque()
-        problem: Exception | None = None
-        with ahead(loader, self._cluster.loader_depth) as items:
-            while True:
-                try:
-                    item = next(items)
-                except StopIteration:
-                    break
-                except Exception as error:  # the user's code; raised again once all is yielded
-                    problem = error
-                    break
-                pending.append(self.submit(*_pair(item)))
-                if len(pending) == self._credits:
-                    yield pending.popleft().result()
+        items = _Loading(loader)
+        while (item := items.next()) is not None:
+            pending.append(self.submit(*_pair(item)))
+            items.fetch()  # while the pipe computes; the user's loop finds it done
+            if len(pending) == self._credits:
+                yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-        if problem is not None:
-            raise problem
+        if items.error is not None:
+            raise items.error
 
     def submit(self, x: Any, y: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -276,12 +317,13 @@ class Pipeline:
             self.collect_oldest()
         hyper = self._optimizer.hyper()
         pending = PendingStep(self, self._step, self._position, sizes)
-        for i, part in enumerate(parts):
-            number = self._step * self._micro_batches + i
-            self._feed(Mode.TRAIN, number, part, share=sizes[i] / sum(sizes), hyper=hyper)
-        self._optimizer.step()
-        self._step += 1
-        self._pending.append(pending)
+        with self._closing_on_error():  # a mini-batch is injected whole or ends the pipeline
+            for i, part in enumerate(parts):
+                number = self._step * self._micro_batches + i
+                self._feed(Mode.TRAIN, number, part, share=sizes[i] / sum(sizes), hyper=hyper)
+            self._optimizer.step()
+            self._step += 1
+            self._pending.append(pending)
         return pending
 
     def _parts(self, x: Any, y: Any) -> tuple[list[_Part | None], list[int]]:
@@ -294,10 +336,10 @@ class Pipeline:
         if samples == 0 or (samples is None and k > 1):
             raise ConfigError("a mini-batch without samples cannot be trained on")
         if k == 1 or samples is None:
-            return [_Part(flatten(x), flatten(y))], [samples or 1]
+            return [_part(x, y)], [samples or 1]
         sizes = micro_batch_sizes(samples, k)
         pairs = zip(split(x, sizes), split(y, sizes), sizes, strict=True)
-        return [_Part(flatten(xi), flatten(yi)) if size else None for xi, yi, size in pairs], sizes
+        return [_part(xi, yi) if size else None for xi, yi, size in pairs], sizes
 
     def _feed(
         self,
@@ -309,7 +351,7 @@ class Pipeline:
         hyper: list[Hyper] | None = None,
     ) -> None:
         """Inject one micro-batch at the next position: input first, target to the last stage."""
-        structure, tensors = part.x if part is not None else flatten(None)
+        structure, tensors = (part or _part(None, None)).x
         feed = MicroBatch(
             micro_batch=number,
             mode=mode,
@@ -319,19 +361,20 @@ class Pipeline:
             requires_grad=[False] * len(tensors),
         )
         with self._closing_on_error():  # a position must never be used half
-            self._send(0, self._position, feed, tuple(map(_copy, tensors)))
+            self._send(0, self._position, feed, tensors)
             if part is not None and mode is not Mode.INFER:
                 structure, tensors = part.y
                 target = Target(structure=structure, share=share)
                 last = len(self.stages) - 1
-                self._send(last, self._position, target, tuple(map(_copy, tensors)))
+                self._send(last, self._position, target, tensors)
             self._position += 1
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way."""
         self._check_usable()
         pending = self._pending[0]
-        taken = [self._take_loss(pending.first + i)[0] for i in range(len(pending.sizes))]
+        with self._closing_on_error():  # what is taken of it must not be lost
+            taken = [self._take_loss(pending.first + i)[0] for i in range(len(pending.sizes))]
         losses = [loss.loss for loss in taken]
         total = sum(pending.sizes)
         # A sum in the order of the micro-batches, so that the figure does not depend on timing.
@@ -371,6 +414,9 @@ class Pipeline:
         It changes nothing else: which version a later micro-batch reads depends on its number
         alone, so a run with a flush in it gives the same bits as one without.
         """
+        self._check_usable()
+        while self._pending:  # before the positions that follow: an inbox takes them in order
+            self.collect_oldest()
         self._command(CommandName.FLUSH)
 
     # -- evaluation and inference ---------------------------------------------------------------
@@ -427,8 +473,7 @@ class Pipeline:
             Output of the last layer.
         """
         self.flush()
-        part = _Part(flatten(x), flatten(None))
-        self._feed(Mode.INFER, self._position, part)
+        self._feed(Mode.INFER, self._position, _part(x, None))
         return self._take_loss(self._position - 1)[1]
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -475,11 +520,7 @@ class Pipeline:
                 + "".join(f"; {text}" for text in shapes)
             )
         self.flush()
-        parts = []
-        for handle in self.stages:
-            prefixes = tuple(f"{name}." for name in handle.layers)
-            parts.append({k: v for k, v in state_dict.items() if k.startswith(prefixes)})
-        self._command_each(CommandName.LOAD_STATE, parts)
+        self._command_each(CommandName.LOAD_STATE, self._by_stage(state_dict))
 
     def module(self) -> nn.Module:
         """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
@@ -567,12 +608,14 @@ class Pipeline:
 
     def scatter_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
         """See `OptimizerLink`. Flushes the pipe."""
-        self.flush()
-        parts = []
-        for handle in self.stages:
-            prefixes = tuple(f"{name}." for name in handle.layers)
-            parts.append({k: v for k, v in state.items() if k.startswith(prefixes)})
-        self._command_each(CommandName.LOAD_OPTIMIZER_STATE, parts)
+        if state:
+            self.flush()
+            self._command_each(CommandName.LOAD_OPTIMIZER_STATE, self._by_stage(state))
+
+    def _by_stage(self, named: Mapping[str, T]) -> list[dict[str, T]]:
+        """Part what is named as in the unsplit model by the stage that it belongs to."""
+        prefixes = [tuple(f"{name}." for name in handle.layers) for handle in self.stages]
+        return [{k: v for k, v in named.items() if k.startswith(own)} for own in prefixes]
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -615,11 +658,11 @@ class Pipeline:
     def _command_each(self, name: CommandName, arguments: Sequence[object]) -> list[Any]:
         """Tell every stage something at the next position, and wait for what each replies."""
         self._check_usable()
-        position, flattened = self._position, [flatten(argument) for argument in arguments]
+        position, flattened = self._position, [_flat_copy(argument) for argument in arguments]
         with self._closing_on_error():
             for handle, (structure, tensors) in zip(self.stages, flattened, strict=True):
                 command = Command(name=name, structure=structure)
-                self._send(handle.index, position, command, tuple(map(_copy, tensors)))
+                self._send(handle.index, position, command, tensors)
             self._position += 1
         return self._replies(position)
 
@@ -679,7 +722,8 @@ class Pipeline:
         if not self._closed:
             self._closed = True
             self._inbox.close(PipelineClosed("the pipeline was closed"))
-            self._end()
+            self._end.detach()
+            self._cluster.close()
 
     def __enter__(self) -> Pipeline:
         """Return the pipeline."""
@@ -690,10 +734,18 @@ class Pipeline:
         self.close()
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy in the message's own storage: the caller may change its tensors after a call."""
-    owned = own(tensor)
-    return owned.clone() if owned.data_ptr() == tensor.data_ptr() else owned
+def _close_here(cluster: Cluster, owner_pid: int) -> None:
+    """End a cluster; called by `Pipeline.close`, the garbage collector or the interpreter's end.
+
+    Not in a forked child, whose parent owns the workers. The collector may run on any thread, also
+    on one that closing waits for, hence the thread.
+    """
+    if os.getpid() != owner_pid:
+        return
+    if threading.current_thread() is threading.main_thread():
+        cluster.close()
+    else:
+        threading.Thread(target=cluster.close, name="close", daemon=True).start()
 
 
 def _pair(item: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import queue
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -39,7 +40,10 @@ _STORY_TIMEOUT = timedelta(seconds=2)
 """For the workers to say what they wait for, when something stalls."""
 
 _STOP_TIMEOUT = timedelta(seconds=5)
-"""For the workers to end when told to; what is left then is killed."""
+"""For the stages to end the action at hand when told to."""
+
+_EXIT_TIMEOUT = timedelta(seconds=3)
+"""For the processes to end after that; what is left then is killed."""
 
 
 @dataclass(slots=True)
@@ -57,21 +61,29 @@ class _Member:
 class WorkerProcesses:
     """Processes that this one started, each with a control connection that it inherits."""
 
-    def __init__(self, names: list[str], threads: int) -> None:
-        """Start them.
+    def __init__(self, threads: int) -> None:
+        """Start none yet.
 
         Args:
-            names: One for each.
             threads: For torch's own parallel loops in each.
         """
+        self._threads = threads
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.controls: dict[str, Control] = {}
+
+    def start(self, names: list[str]) -> None:
+        """Start a process for each name; `close` ends those that were started, also after an error.
+
+        Args:
+            names: Of the workers.
+        """
         for name in names:
             ours, theirs = socket.socketpair()
             with theirs:
-                command = worker_command(name, threads, "--control-fd", str(theirs.fileno()))
+                fd = theirs.fileno()
+                command = worker_command(name, self._threads, "--control-fd", str(fd))
                 self.controls[name] = Control(ours, f"worker {name!r}")
-                self.processes[name] = start_process(command, pass_fds=(theirs.fileno(),))
+                self.processes[name] = start_process(command, pass_fds=(fd,))
 
     def ending(self, name: str) -> str:
         """How a process ended, in words; empty while it runs or if it is not ours."""
@@ -85,13 +97,18 @@ class WorkerProcesses:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def close(self, deadline: Deadline) -> None:
-        """Wait for the processes to end; kill those that are late."""
-        for process in self.processes.values():
-            try:
-                process.wait(timeout=deadline.remaining_s())
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """Wait for the processes to end; kill those that are late, and all if interrupted."""
+        try:
+            for process in self.processes.values():
+                try:
+                    process.wait(timeout=deadline.remaining_s())
+                except subprocess.TimeoutExpired:
+                    pass
+        finally:
+            for process in self.processes.values():
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
 
 
 def worker_command(name: str, threads: int, *address: str) -> list[str]:
@@ -127,8 +144,6 @@ class ProcessCluster:
         own: With a listener, how many workers to start here all the same.
     """
 
-    loader_depth = 2
-
     def __init__(
         self,
         num_stages: int,
@@ -159,10 +174,11 @@ class ProcessCluster:
         self._monitor: threading.Thread | None = None
         self._all_stopped = threading.Event()
         self._wake, self._woken = socket.socketpair()
-        count = num_stages if listener is None else own
-        self._local = WorkerProcesses([f"worker-{i}" for i in range(count)], threads)
+        self._local = WorkerProcesses(threads)
         try:
             deadline = Deadline(start_timeout)
+            count = num_stages if listener is None else own
+            self._local.start([f"worker-{i}" for i in range(count)])
             self._gather(num_stages, listener, deadline)
             self._form_group(receive, deadline)
         except BaseException:
@@ -271,8 +287,9 @@ class ProcessCluster:
 
     def _form_group(self, receive: Receive, deadline: Deadline) -> None:
         """Make the store, tell the members, join the RPC group with them."""
-        host = self._members[0].control.local_host
-        listener = socket.create_server((host, 0))
+        host = self._meeting_host()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             host,
@@ -308,8 +325,13 @@ class ProcessCluster:
         self.transport: Transport = self._rpc
         self._rpc.open(COORDINATOR, receive, self._peer_lost)
         self._join(deadline)
-        self._monitor = threading.Thread(target=self._watch, name="control")
+        self._monitor = threading.Thread(target=self._watch, name="control", daemon=True)
         self._monitor.start()
+
+    def _meeting_host(self) -> str:
+        """Address of this machine that every member reaches: not loopback if one is elsewhere."""
+        hosts = [member.control.local_host for member in self._members]
+        return next((h for h in hosts if not ipaddress.ip_address(h).is_loopback), hosts[0])
 
     def _join(self, deadline: Deadline) -> None:
         """Join the RPC group while watching the members; init_rpc itself has no deadline.
@@ -338,7 +360,10 @@ class ProcessCluster:
             while waiting:
                 ready = selector.select(deadline.remaining_s())
                 if not ready:
-                    raise self._missing(len(self._members), deadline)
+                    raise RendezvousTimeout(
+                        f"all {len(self._members)} workers came, but the RPC group did not form "
+                        "in time; can they reach each other and the coordinator on any port?"
+                    )
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
                     waiting -= 1
@@ -369,7 +394,11 @@ class ProcessCluster:
     # -- while it runs --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Read the control connections until closed, on a thread of its own."""
+        """Read the control connections until closed, on a thread of its own.
+
+        A daemon, though `close` joins it: the interpreter joins others before it runs what would
+        close a pipeline that its user forgot.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             for member in self._members:
@@ -407,16 +436,24 @@ class ProcessCluster:
         if all(m.stopped for m in self._members):
             self._all_stopped.set()
 
-    def _lost(self, member: _Member) -> WorkerLost:
-        """Say which worker is gone, and how if it is ours."""
+    def _lost(self, member: _Member, problem: PipelineError | None = None) -> WorkerLost:
+        """Say which worker is gone, and how if it is ours.
+
+        Args:
+            member: The worker.
+            problem: What was noticed, if not the end of its connection.
+        """
         ending = self._local.ending(member.name)
-        return WorkerLost(
-            f"worker {member.name!r} (stage {member.stage}, {member.description}) is gone"
+        what = "is gone" if problem is None or "still" not in ending else "does not take messages"
+        error = WorkerLost(
+            f"worker {member.name!r} (stage {member.stage}, {member.description}) {what}"
             + (f": {ending}" if ending else "")
             + "; the pipeline cannot go on without it, start again from your last state_dict",
             worker=member.name,
             stage=member.stage,
         )
+        error.__cause__ = problem
+        return error
 
     def _peer_lost(self, error: PipelineError) -> None:
         """A message of the coordinator could not be handed over."""
@@ -430,7 +467,7 @@ class ProcessCluster:
     def name_loss(self, error: PipelineError) -> PipelineError:
         """See `Cluster.name_loss`."""
         member = next((m for m in self._members if m.name == getattr(error, "peer", "")), None)
-        return error if member is None else self._lost(member)
+        return error if member is None else self._lost(member, error)
 
     def stories(self) -> list[str]:
         """See `Cluster.stories`; a worker that does not answer soon is said not to."""
@@ -462,21 +499,23 @@ class ProcessCluster:
         if self._closed:
             return
         self._closed = self._closing = True
-        deadline = Deadline(_STOP_TIMEOUT)
-        self._tell({"type": "stop"})
-        if self._monitor is not None:
-            self._all_stopped.wait(deadline.remaining_s())
-            self._wake.send(b"x")
-            self._monitor.join()
-        if self._rpc is not None:
-            self._rpc.close()
-        self._tell({"type": "exit"})
-        for control in (*(m.control for m in self._members), *self._local.controls.values()):
-            control.close()
-        self._local.close(deadline)
+        # Every step happens, in the order of the calls below read upwards, also when Ctrl-C
+        # interrupts one before it.
+        with ExitStack() as steps:
+            steps.callback(self._woken.close)
+            steps.callback(self._wake.close)
+            steps.callback(lambda: self._local.close(Deadline(_EXIT_TIMEOUT)))
+            for control in (*(m.control for m in self._members), *self._local.controls.values()):
+                steps.callback(control.close)
+            steps.callback(self._tell, {"type": "exit"})
+            if self._rpc is not None:
+                steps.callback(self._rpc.close)
+            if self._monitor is not None:
+                steps.callback(self._monitor.join)
+                steps.callback(self._wake.send, b"x")
+                steps.callback(lambda: self._all_stopped.wait(_STOP_TIMEOUT.total_seconds()))
+            steps.callback(self._tell, {"type": "stop"})
         self._store = None
-        self._wake.close()
-        self._woken.close()
 
     def _tell(self, record: dict[str, Any]) -> None:
         """Send a record to every member that is still there."""

@@ -40,6 +40,8 @@ def make(model=None, **kwargs):
         ({"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),
         ({"credits": -1}, "credits must be an integer of at least 1"),
+        ({"timeout": 30}, "timeout must be a positive datetime.timedelta, not 30"),
+        ({"start_timeout": timedelta(0)}, "start_timeout must be a positive"),
         ({"on_nan": "panic"}, 'on_nan must be "raise" or "ignore"'),
         ({"loss_fn": 3}, "loss_fn must be callable"),
         ({"optimizer": "adam"}, r"optimizer must be \(class, dict"),
@@ -173,6 +175,24 @@ def test_an_error_that_does_not_pickle_still_arrives():
     with pytest.raises(StageFailed, match="Odd: odd words") as e:
         list(make(nn.Sequential(RaisesOdd()), stages=1).train_epoch(regression(1)))
     assert "odd words" in str(e.value.__cause__)
+
+
+def test_an_error_whose_text_cannot_be_written_still_arrives():
+    class Worse(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    class RaisesWorse(nn.Module):
+        def forward(self, x):
+            raise Worse
+
+    class RaisesSurrogate(nn.Module):
+        def forward(self, x):
+            raise OSError("bad name \udcff")
+
+    for layer, words in ((RaisesWorse(), "Worse: "), (RaisesSurrogate(), "OSError: bad name")):
+        with pytest.raises(StageFailed, match=words):
+            list(make(nn.Sequential(layer), stages=1).train_epoch(regression(1)))
 
 
 def test_an_error_of_the_loss():

@@ -82,6 +82,26 @@ def test_the_script_alone_starts_its_own_workers_and_is_quiet(digest):
     assert err == ""
 
 
+@pytest.mark.parametrize("workers", ["in-process", "local"])
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(4)", "1 / 0"])
+def test_a_script_that_never_closes_its_pipeline_ends_all_the_same(tmp_path, workers, ending):
+    script = tmp_path / "forgetful.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline\n"
+        f"pipe = Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss, workers={workers!r},\n"
+        "                optimizer=(torch.optim.SGD, {}))\n"
+        "epoch = pipe.train_epoch((torch.ones(1, 2), torch.ones(1, 2)) for _ in range(100))\n"
+        "print(next(epoch).step)\n"
+        f"{ending}\n"
+    )
+    code = {"": 0, "1 / 0": 1}.get(ending, 4)
+    out, err = output_of([sys.executable, script], code=code, timeout=30)
+    assert out == "0\n"
+    assert ("ZeroDivisionError" in err) == (code == 1)
+
+
 def test_run_starts_workers_for_one_pipeline_after_another(digest):
     out, err = output_of([*COMMAND, "run", "--nproc-per-node", 2, SCRIPT, "--pipelines", 2])
     assert out.count("ready worker-0 worker-1") == 2

@@ -20,7 +20,6 @@ LAYERS = [
         "pipedream_rt.cluster",
         "pipedream_rt.launch",
         "pipedream_rt.jobs",
-        "pipedream_rt.loading",
         "pipedream_rt.processes",
         "pipedream_rt.reception",
         "pipedream_rt.results",

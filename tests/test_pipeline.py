@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from support.models import (
     OPTIMIZERS,
     MakePair,
+    Noisy,
+    NoisySGD,
     Scale,
     UsePair,
     batches,
@@ -61,6 +64,117 @@ def test_an_epoch_left_early_can_be_followed_by_another():
                 break
         rest = list(pipe.train_epoch(regression(3)))
         assert rest[0].step == 2 + pipe.schedule.credits()
+
+
+def test_a_layer_that_stands_in_the_model_twice():
+    """Whether both places fall into one stage or into two."""
+    torch.manual_seed(0)
+    relu = nn.ReLU()
+    layers = [nn.Linear(8, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 8)]
+    expected = nn.Sequential(*layers)(torch.ones(2, 8))
+    for stages in (1, [2], [1, 3]):
+        with open_pipe(layers, stages=stages) as pipe:
+            assert torch.equal(pipe(torch.ones(2, 8)), expected)
+
+
+def test_a_tensor_that_crosses_twice_has_its_gradients_summed_as_in_the_unsplit_model():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.linear(x)
+            return h, h
+
+    class Three(nn.Module):
+        def forward(self, pair):
+            u, v = pair
+            return u.exp() + v.sin() + u.tanh()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Twice(), Three())
+    states = []
+    for stages in (1, 2):
+        with open_pipe(model, stages=stages, schedule="1f1b") as pipe:
+            list(pipe.train_epoch(regression(5)))
+            states.append(pipe.state_dict())
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_losses_that_come_late_are_not_lost_to_an_inference_between_them():
+    for seed in range(10):
+        workers = functools.partial(InProcessCluster, shuffle_seed=seed)
+        with open_pipe(workers=workers, timeout=timedelta(seconds=20)) as pipe:
+            pending = [pipe.submit(x, y) for x, y in regression(3)]
+            pipe(torch.ones(1, 8))
+            pipe.evaluate(regression(1))
+            assert [p.result().step for p in pending] == [0, 1, 2]
+
+
+def test_what_backward_and_the_optimizer_draw_is_seeded_too():
+    """Noise in a hook and in step; the user's own draws between do not matter."""
+    states = []
+    for draws in (0, 5):
+        torch.manual_seed(0)
+        with open_pipe(nn.Sequential(Noisy(), nn.Linear(8, 8)), optimizer=(NoisySGD, {"lr": 0.1}),
+                       stages=2) as pipe:  # fmt: skip
+            for _ in pipe.train_epoch(regression(5)):
+                torch.rand(draws)
+            states.append(pipe.state_dict())
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_the_loader_is_always_one_item_ahead():
+    """Neither more nor less, so what it draws does not depend on timing."""
+    drawn = []
+
+    def loader():
+        for i, pair in enumerate(regression(9)):
+            drawn.append(i)
+            yield pair
+
+    with open_pipe() as pipe:
+        ahead = [len(drawn) - r.step for r in pipe.train_epoch(loader())]
+        c = pipe.schedule.credits()
+    assert ahead == [c + 1] * (9 - c) + list(range(c, 0, -1))
+
+
+def test_muon_and_other_optimizers_that_look_at_shapes():
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    with open_pipe(model, optimizer=(torch.optim.Muon, {"lr": 0.1})) as pipe:
+        assert len(list(pipe.train_epoch(regression(3)))) == 3
+
+
+def test_an_optimizer_that_was_used_before_brings_its_state():
+    model, data = mlp(), regression(6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in data[:3]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    with open_pipe(model, schedule="1f1b", optimizer=optimizer) as pipe:
+        list(pipe.train_epoch(data[3:]))
+        found = pipe.state_dict()
+    for x, y in data[3:]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert all(torch.equal(found[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_signal_handler_may_close_the_pipeline_in_the_middle_of_a_wait():
+    import signal
+
+    before = signal.signal(signal.SIGALRM, lambda *_: pipe.close())
+    try:
+        with open_pipe() as pipe:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(PipelineClosed):
+                list(pipe.train_epoch(regression(1) * 100_000))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_generator_is_a_loader():

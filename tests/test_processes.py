@@ -221,6 +221,18 @@ def test_a_pipeline_that_is_never_closed_ends_its_workers_when_it_is_dropped():
     assert not any(map(alive, victims.values()))
 
 
+def test_a_forked_child_does_not_end_its_parents_workers():
+    """As a data loader's process, or any other that the user forks."""
+    with open_pipe(stages=1) as pipe:
+        list(pipe.train_epoch(regression(2)))
+        pid = os.fork()
+        if pid == 0:
+            pipe._end()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert len(list(pipe.train_epoch(regression(2)))) == 2
+
+
 def resident_bytes(pid):
     with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -21,6 +21,10 @@ from pipedream_rt.transport.rpc import RpcGroup, RpcTransport
 _log = logging.getLogger("pipedream_rt.worker")
 
 
+_LAST_ACTION_S = 10.0
+"""For the stage to end the action at hand; a thread cannot be killed, but the process can end."""
+
+
 def host_stage(control: Control, welcome: Record, threads: int) -> int:
     """Join the group that a welcome describes and run a stage in it.
 
@@ -67,7 +71,7 @@ def _join(control: Control, welcome: Record, timeout: timedelta) -> RpcTransport
             generation=welcome["generation"],
             rank=welcome["rank"],
             names=tuple(welcome["names"]),
-            interface=interface_of(control.local_host),
+            interface=interface_of(host if control.is_local else control.local_host),
             timeout=timeout,
         )
         transport = RpcTransport(group)
@@ -94,7 +98,10 @@ def _until_exit(
         match record["type"]:
             case "stop":
                 inbox.close(PipelineClosed("the coordinator said stop"))
-                thread.join()
+                thread.join(_LAST_ACTION_S)
+                if thread.is_alive():
+                    _log.error("the stage computes without end; ending without it")
+                    return EXIT_FAILED
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": inbox.story()})

@@ -28,12 +28,9 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
             "nn.Sequential or of a list of modules, so write the model as one of these"
         )
     if isinstance(model, nn.Module):
-        layers = dict(model.named_children())
-        # named_children leaves out a module that stands there a second time.
-        if len(layers) != len(model):
-            raise ConfigError(
-                "the same layer stands in the model twice; tie weights inside a layer"
-            )
+        _refuse_more_than_a_sequence(model)
+        # Not named_children, which leaves out a module that stands there a second time.
+        layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     else:
         listed = list(model)
         layers = {str(i): layer for i, layer in enumerate(listed)}
@@ -43,6 +40,22 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
     if not layers:
         raise ConfigError("the model has no layers")
     return layers
+
+
+def _refuse_more_than_a_sequence(model: nn.Sequential | nn.ModuleList) -> None:
+    """Refuse what a cut between the layers would lose without a word."""
+    lost = []
+    if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
+        lost.append("a forward")
+    if model._parameters or model._buffers:
+        lost.append("parameters or buffers")
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+        lost.append("hooks")
+    if lost:
+        raise ConfigError(
+            f"the model, a {type(model).__name__}, has {' and '.join(lost)} of its own beside its "
+            "layers, which would be lost when it is cut; put them into a layer"
+        )
 
 
 def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]:
@@ -131,7 +144,7 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
 
 def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
-    """Refuse a weight that two stages would share.
+    """Refuse a weight or buffer that two stages would share.
 
     Raises:
         ConfigError: There is one; the message names both places.
@@ -139,11 +152,11 @@ def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for i, (name, layer) in enumerate(layers.items()):
         stage = sum(point <= i for point in points) - 1
-        for key, parameter in layer.named_parameters():
-            first = owners.setdefault(id(parameter), (stage, f"{name}.{key}"))
+        for key, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            first = owners.setdefault(id(tensor), (stage, f"{name}.{key}"))
             if first[0] != stage:
                 raise ConfigError(
-                    f"the parameter {first[1]} of stage {first[0]} is also {name}.{key} of stage "
+                    f"{first[1]} of stage {first[0]} is also {name}.{key} of stage "
                     f"{stage}; weights tied across stages are not supported, choose split points "
                     "that keep both in one stage"
                 )

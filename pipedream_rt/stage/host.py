@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed, PipelineError
+from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.job import StageJob
 from pipedream_rt.stage.messages import COORDINATOR, Channel, Failed, Key, Reply
@@ -93,26 +93,23 @@ class StageHost:
         message = self.inbox.take(Key(Channel.JOB, 0), Deadline(self._timeout))
         job: StageJob = cloudpickle.loads(message.tensors[0].numpy().data)
         del message
+        job.settings.apply()
         self.stage = Stage(job, self.inbox, self._send, self._timeout, self._computing)
         self._send(COORDINATOR, READY, Reply(structure=flatten(None)[0]), ())
         self.stage.run()
 
     def _report(self, error: BaseException) -> None:
         """Send an error to the coordinator, with as much of it as can be pickled."""
+        action = "start" if self.stage is None else self.stage.action
+        name = type(error).__qualname__
+        try:
+            text, trace = str(error), "".join(traceback.format_exception(error))
+        except Exception as problem:  # the error's own __str__ may raise
+            text = trace = f"(its text cannot be had: {type(problem).__name__})"
         try:
             pickled = cloudpickle.dumps(error)
             cloudpickle.loads(pickled)
-        except Exception:
+        except Exception:  # so may its pickling; the text is left
             pickled = b""
-        action = "start" if self.stage is None else self.stage.action
-        failed = Failed(
-            action=action,
-            type_name=type(error).__qualname__,
-            text=str(error),
-            trace="".join(traceback.format_exception(error)),
-            pickled=pickled,
-        )
-        try:
-            self._send(COORDINATOR, 0, failed, ())
-        except PipelineError:
-            pass  # nobody is left to be told; the process ends with its control connection
+        failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
+        self._send(COORDINATOR, 0, failed, ())

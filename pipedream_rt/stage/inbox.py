@@ -88,7 +88,8 @@ class Inbox:
                     if deadline.expired():
                         raise self._late(key, deadline)
                     self._changed.wait(deadline.remaining_s())
-                self._taken[(key.channel, key.sender)] = key.number
+                mark = (key.channel, key.sender)
+                self._taken[mark] = max(key.number, self._taken.get(mark, key.number))
                 return self._waiting.pop(key)
             finally:
                 self.awaited = self._taker = None

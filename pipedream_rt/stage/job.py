@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from pipedream_rt.schedules import Schedule
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """``(output, target) -> scalar``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchSettings:
+    """What the user's script has set in torch for its whole process, and what changes bits."""
+
+    default_dtype: torch.dtype
+    deterministic: bool
+    deterministic_warn_only: bool
+    matmul_precision: str
+
+    @classmethod
+    def capture(cls) -> TorchSettings:
+        """Read the settings of this process."""
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+        )
+
+    def apply(self) -> None:
+        """Set them in this process."""
+        torch.set_default_dtype(self.default_dtype)
+        torch.use_deterministic_algorithms(
+            self.deterministic, warn_only=self.deterministic_warn_only
+        )
+        torch.set_float32_matmul_precision(self.matmul_precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +54,7 @@ class StageJob:
         schedule: Order and versions.
         seed: For `layer_seed`.
         on_nan: ``"raise"`` or ``"ignore"``.
+        settings: Of the user's process.
     """
 
     stage: int
@@ -33,6 +63,7 @@ class StageJob:
     schedule: Schedule
     seed: int
     on_nan: str
+    settings: TorchSettings = field(default_factory=TorchSettings.capture)
 
     @property
     def is_last(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -53,22 +54,25 @@ Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity at the entrance of a stage.
+    """Identity at the entrance of a stage, which catches the gradient.
 
-    The module then gets a tensor that is no leaf, as inside an unsplit model, so that a first
-    layer may work in place (``ReLU(inplace=True)``); the leaf behind it collects the gradient.
+    The module gets a tensor that is no leaf, as inside an unsplit model, so that a first layer may
+    work in place (``ReLU(inplace=True)``). The gradient is taken here, not from the ``grad`` of a
+    leaf: that one has the strides of the leaf, and kernels round differently for other strides.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, caught: list[Tensor]) -> Tensor:
         """Return a tensor over the same storage that autograd takes for no view of the leaf."""
+        ctx.caught = caught
         alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Pass the gradient on."""
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        """Keep the gradient; it ends here."""
+        ctx.caught.append(gradients[0])
+        return None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +80,14 @@ class _InFlight:
     """What backward needs of a forward.
 
     Attributes:
-        leaves: Input tensors that want a gradient.
-        wanted: For each input tensor, whether it wants one.
+        caught: For each input tensor that wants a gradient, the list that it will come to.
         outputs: Output tensors that require a gradient; the weighted loss on the last stage.
         hyper: Hyper-parameters that travelled with the micro-batch.
         empty: Nothing to compute.
     """
 
     hyper: list[Hyper]
-    leaves: list[Tensor] = field(default_factory=list)
+    caught: list[list[Tensor]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     empty: bool = False
 
@@ -221,7 +224,7 @@ class Stage:
             return
         target = self._take_target(item.index) if self._job.is_last else None
         with self._busy():
-            value, leaves = self._enter(item, feed)
+            value, caught = self._enter(item, feed)
             with self.parameters.reading(micro_batch):
                 output = self._layers(value, micro_batch)
             if target is not None:
@@ -231,7 +234,7 @@ class Stage:
             else:
                 outputs = [t for t in flatten(output)[1] if t.requires_grad]
         self._in_flight[micro_batch] = _InFlight(
-            hyper=feed.hyper or [], leaves=leaves, outputs=outputs
+            hyper=feed.hyper or [], caught=caught, outputs=outputs
         )
         self._send_forward(item, feed, version, reported if target is not None else output)
 
@@ -239,23 +242,29 @@ class Stage:
         """The version that a forward reads: what the schedule says, but never loaded-over ones."""
         return max(self.parameters.ledger.floor, self._schedule.reads(self.index, micro_batch))
 
-    def _enter(self, item: Message, feed: MicroBatch) -> tuple[Any, list[Tensor]]:
-        """The input value, and the leaves behind those of its tensors that want a gradient."""
+    def _enter(self, item: Message, feed: MicroBatch) -> tuple[Any, list[list[Tensor]]]:
+        """The input value, and for its tensors that want a gradient, where that will be caught."""
         tensors = list(item.tensors)
-        leaves = []
+        caught: list[list[Tensor]] = []
         for i, wanted in enumerate(feed.requires_grad):
             if wanted:
-                leaves.append(tensors[i].requires_grad_())
-                tensors[i] = _Boundary.apply(tensors[i])  # type: ignore[no-untyped-call]
-        return unflatten(feed.structure, tensors), leaves
+                caught.append([])
+                leaf = tensors[i].requires_grad_()
+                tensors[i] = _Boundary.apply(leaf, caught[-1])  # type: ignore[no-untyped-call]
+        return unflatten(feed.structure, tensors), caught
 
     def _layers(self, value: Any, number: int | str) -> Any:
         """Run the layers one after another, each with its own seed."""
-        generator = torch.default_generator
-        for name, layer in self.module.named_children():
-            generator.manual_seed(layer_seed(self._job.seed, number, name))
+        # Not named_children, which leaves out a layer that stands there a second time.
+        for name, layer in self.module._modules.items():
+            assert layer is not None
+            self._seed(number, name)
             value = layer(value)
         return value
+
+    def _seed(self, number: int | str, name: str) -> None:
+        """Seed torch's generator for what a layer, a backward or an optimizer may draw."""
+        torch.default_generator.manual_seed(layer_seed(self._job.seed, number, name))
 
     def _take_target(self, position: int) -> Message:
         """The target of a position; sent by the coordinator together with the input."""
@@ -308,7 +317,7 @@ class Stage:
             requires_grad=[t.requires_grad for t in tensors],
             trail=trail,
         )
-        self._send(self.index + 1, item.index, onward, tuple(own(t) for t in tensors))
+        self._send(self.index + 1, item.index, onward, tuple(map(_outgoing, tensors)))
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -323,6 +332,7 @@ class Stage:
         flight = self._in_flight.pop(micro_batch)
         gradients = self._take_gradients(micro_batch, flight)
         with self._busy(), self.parameters.accumulating(micro_batch):
+            self._seed(micro_batch, "backward")
             pairs = [(o, g) for o, g in zip(flight.outputs, gradients) if g is not None]
             if self._job.is_last and not flight.empty:
                 flight.outputs[0].backward()
@@ -331,12 +341,11 @@ class Stage:
         self._hyper = flight.hyper
         self.parameters.ledger.unpin(micro_batch)
         if self.index > 0:
-            found = [leaf.grad for leaf in flight.leaves]
             self._send(
                 self.index - 1,
                 micro_batch,
-                Gradient(present=[g is not None for g in found]),
-                tuple(own(g) for g in found if g is not None),
+                Gradient(present=[bool(c) for c in flight.caught]),
+                tuple(own(gradient) for c in flight.caught for gradient in c),
             )
 
     def _take_gradients(self, micro_batch: int, flight: _InFlight) -> list[Tensor | None]:
@@ -363,6 +372,7 @@ class Stage:
             raise ConfigError("training needs an optimizer; give Pipeline one")
         apply, hyper = self.optimizer.step, self._hyper
         with self._busy():
+            self._seed(update, "step")
             self.parameters.step(self._reads(self._next_forward), lambda: apply(hyper))
         self._kept_most = max(self._kept_most, len(self.parameters.ledger.kept))
 
@@ -383,7 +393,7 @@ class Stage:
             structure, tensors = flatten(output)
             trail = [*feed.trail, [version, self._busy_ns]]
             payload = Loss(loss=None, trail=trail, structure=structure)
-            self._send(COORDINATOR, item.index, payload, tuple(own(t) for t in tensors))
+            self._send(COORDINATOR, item.index, payload, tuple(map(_outgoing, tensors)))
             return
         self._send_forward(item, feed, version, reported if self._job.is_last else output)
 
@@ -451,14 +461,14 @@ class Stage:
             "versions_kept_most": self._kept_most,
             "buffers_allocated": self.parameters.allocated,
             "parameters": sum(p.numel() for p in self.module.parameters()),
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_memory_bytes": peak_memory_bytes(),
         }
 
     def _reply(self, position: int, result: object) -> None:
         """Send the result of a command to the coordinator."""
         structure, tensors = flatten(result)
         # Copies: what was asked for must not change under the reader with the next update.
-        copies = tuple(t.detach().clone() for t in tensors)
+        copies = tuple(own(t, copy=True) for t in tensors)
         self._send(COORDINATOR, position, Reply(structure=structure), copies)
 
     @contextmanager
@@ -470,6 +480,29 @@ class Stage:
                 yield
             finally:
                 self._busy_ns += time.perf_counter_ns() - start
+
+
+def _outgoing(tensor: Tensor) -> Tensor:
+    """An output as it is sent: not to be changed until it has left.
+
+    What requires a gradient is kept by autograd and changed by nobody; anything else may be a
+    buffer or a workspace of the module, which its next forward overwrites.
+    """
+    return own(tensor, copy=not tensor.requires_grad)
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory that this process has had.
+
+    From Linux's own count: ``getrusage`` starts a process with the peak of the one that started it.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _load(module: nn.Module, state: dict[str, Tensor]) -> None:

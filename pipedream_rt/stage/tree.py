@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -47,40 +48,51 @@ def flatten(value: object) -> tuple[Structure, list[Tensor]]:
     Raises:
         ConfigError: Something else is in it; the message says what and where.
     """
-    tensors: list[Tensor] = []
-    return _flatten(value, tensors, "value"), tensors
+    tensors: dict[int, tuple[int, Tensor]] = {}
+    structure = _flatten(value, tensors, "value")
+    return structure, [tensor for _, tensor in tensors.values()]
 
 
-def _flatten(value: Any, tensors: list[Tensor], path: str) -> Structure:
-    """Flatten one node; ``path`` is how a person would write it."""
-    match value:
-        case Tensor():
-            tensors.append(value)
-            return ["T", len(tensors) - 1]
-        case int() if not -(2**63) <= value < 2**64:
+def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> Structure:
+    """Flatten one node; ``path`` is how a person would write it.
+
+    A tensor that occurs twice is sent once and is one tensor again on the other side, so that its
+    gradients are summed there, in the order in which the unsplit model sums them.
+    """
+    if isinstance(value, Tensor):
+        return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
+    cls: type = type(value)  # not isinstance: a subclass would arrive as something less than it is
+    if cls in _PLAIN:
+        if cls is int and not -(2**63) <= value < 2**64:
             raise ConfigError(f"{path} is an integer of more than 64 bits")
-        case None | bool() | int() | float() | str() | bytes():
-            return ["P", value]
-        case tuple() if hasattr(value, "_fields"):
-            items = [_flatten(v, tensors, f"{path}.{f}") for f, v in zip(value._fields, value)]
-            return ["n", _dump_class(type(value)), items]
-        case tuple() | list():
-            tag = "t" if isinstance(value, tuple) else "l"
-            return [tag, [_flatten(v, tensors, f"{path}[{i}]") for i, v in enumerate(value)]]
-        case dict():
-            return ["d", [[_key(k, path), _flatten(v, tensors, f"{path}[{k!r}]")]
-                          for k, v in value.items()]]  # fmt: skip
-        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [
-                [f.name, _flatten(getattr(value, f.name), tensors, f"{path}.{f.name}")]
-                for f in dataclasses.fields(value)
-            ]
-            return ["c", _dump_class(type(value)), fields]
+        return ["P", value]
+    if cls in _SEQUENCES:
+        items = [_flatten(v, tensors, f"{path}[{i}]") for i, v in enumerate(value)]
+        return [_SEQUENCES[cls], items]
+    if cls in _MAPPINGS:
+        pairs = [[_key(k, path), _flatten(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
+        return [_MAPPINGS[cls], pairs]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [_flatten(v, tensors, f"{path}.{f}") for f, v in zip(value._fields, value)]
+        return ["n", _dump_class(cls), items]
+    if dataclasses.is_dataclass(cls) and not isinstance(value, dict | list | tuple):
+        fields = [
+            [f.name, _flatten(getattr(value, f.name), tensors, f"{path}.{f.name}")]
+            for f in dataclasses.fields(cls)
+        ]
+        return ["c", _dump_class(cls), fields]
     raise ConfigError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot cross "
-        "stages; tensors, tuples, lists, dicts, dataclasses, None, bool, int, float, str and "
-        "bytes can"
+        f"{path} is a {cls.__module__}.{cls.__qualname__}, which cannot cross stages; tensors, "
+        "tuples, lists, dicts, dataclasses, None, bool, int, float, str and bytes can"
     )
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_SEQUENCES: dict[type, str] = {tuple: "t", list: "l", torch.Size: "s"}
+_MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o"}
+_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    tag: cls for cls, tag in (*_SEQUENCES.items(), *_MAPPINGS.items())
+}
 
 
 def _key(key: object, path: str) -> str | int:
@@ -105,11 +117,10 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
         return tensors[structure[1]]
     if tag == "P":
         return structure[1]
-    if tag in "tl":
-        items = [unflatten(item, tensors) for item in structure[1]]
-        return tuple(items) if tag == "t" else items
-    if tag == "d":
-        return {key: unflatten(item, tensors) for key, item in structure[1]}
+    if tag in _SEQUENCES.values():
+        return _BUILDERS[tag]([unflatten(item, tensors) for item in structure[1]])
+    if tag in _MAPPINGS.values():
+        return _BUILDERS[tag]((key, unflatten(item, tensors)) for key, item in structure[1])
     cls = _load_class(structure[1])
     if tag == "n":
         return cls(*(unflatten(item, tensors) for item in structure[2]))
@@ -129,20 +140,27 @@ def map_tensors(value: object, function: Callable[[Tensor], Tensor]) -> Any:
     return unflatten(structure, [function(t) for t in tensors])
 
 
-def own(tensor: Tensor) -> Tensor:
+def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Return the tensor detached, in a storage that holds its elements and nothing else.
 
     A view of a large tensor would drag the whole storage along. The strides of a dense tensor are
-    kept (transposed, channels last): kernels round differently for another layout, so making it
-    contiguous would let the result depend on where the model was cut.
+    kept (transposed, channels last), and so are expanded dimensions (the gradient of a sum):
+    kernels round differently for another layout, so making it contiguous would let the result
+    depend on where the model was cut.
+
+    Args:
+        tensor: Any.
+        copy: Whether the storage must be a new one.
     """
     tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    expanded = [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    if any(expanded):
+        once = tensor[tuple(slice(0, 1) if e else slice(None) for e in expanded)]
+        return own(once, copy=True).expand(tensor.shape)
     size_bytes = tensor.numel() * tensor.element_size()
-    if (
-        tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == size_bytes
-    ):
+    if not copy and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == size_bytes:
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import threading
 
-from torch import Tensor
-
 from pipedream_rt.errors import PeerLost
 from pipedream_rt.stage.messages import Message
+from pipedream_rt.stage.tree import own
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.wire import decode, encode
 
@@ -30,7 +29,9 @@ class MemoryTransport:
         self._thread: threading.Thread | None = None
         if shuffle_seed is not None:
             self._random = random.Random(shuffle_seed)
-            self._thread = threading.Thread(target=self._deliver_shuffled, name="shuffled-delivery")
+            self._thread = threading.Thread(
+                target=self._deliver_shuffled, name="shuffled-delivery", daemon=True
+            )
             self._thread.start()
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
@@ -45,7 +46,7 @@ class MemoryTransport:
             error = PeerLost(f"{message}: nobody receives there", peer=f"stage {message.to}")
             self._open[message.sender][1](error)
             return
-        copy = decode(encode(message), [_copied(t) for t in message.tensors])
+        copy = decode(encode(message), [own(t, copy=True) for t in message.tensors])
         if self._thread is None:
             self._open[message.to][0](copy)
             return
@@ -74,8 +75,3 @@ class MemoryTransport:
                 twice = self._random.random() < 0.1
                 message = self._pending[number] if twice else self._pending.pop(number)
             self._open[message.to][0](message)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy that the receiver owns, with the strides of the original."""
-    return tensor.detach().clone()

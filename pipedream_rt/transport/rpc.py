@@ -131,8 +131,6 @@ class RpcTransport:
             store: Where the ranks find each other; kept alive by torch until `close`.
         """
         group = self._group
-        os.environ["TP_SOCKET_IFNAME"] = group.interface
-        os.environ["GLOO_SOCKET_IFNAME"] = group.interface
         # torch 2.6 to 2.13 count init_rpc calls per process and put the number into the store
         # keys, so a fresh process and one with a history never meet; likewise for all_gather.
         rpc._init_counter = group.generation
@@ -143,7 +141,8 @@ class RpcTransport:
             with warnings.catch_warnings():
                 # init_rpc calls a deprecated part of torch itself.
                 warnings.filterwarnings("ignore", message="You are using a Backend")
-                self._init_rpc(group)
+                with _listening_on(group.interface):
+                    self._init_rpc(group)
         finally:
             del _stores[group.generation]
 
@@ -256,6 +255,22 @@ class RpcTransport:
         # torch would keep the store open until the next group.
         rpc.rendezvous_iterator = iter(())  # type: ignore[assignment]  # any iterator will do
         _current = None
+
+
+@contextmanager
+def _listening_on(interface: str) -> Iterator[None]:
+    """Tell torch where to listen; it takes that from the environment alone."""
+    names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, interface))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

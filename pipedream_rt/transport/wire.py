@@ -52,7 +52,7 @@ def encode(message: Message) -> bytes:
     values = [v.value if isinstance(v, Enum) else v for v in values]
     head = [FORMAT, message.to, message.sender, message.index, message.generation, _NUMBERS[cls]]
     try:
-        return bytes(msgpack.packb([*head, values]))
+        return bytes(msgpack.packb([*head, values], unicode_errors="surrogatepass"))
     except (TypeError, ValueError, OverflowError) as error:
         raise TransportError(f"{message} cannot be written: {error}") from error
 
@@ -72,7 +72,7 @@ def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
     """
     try:
         found, to, sender, index, generation, number, values = msgpack.unpackb(
-            data, strict_map_key=False
+            data, strict_map_key=False, unicode_errors="surrogatepass"
         )
         if found != FORMAT:
             raise TransportError(f"a message of format {found}; this version reads {FORMAT}")

@@ -77,9 +77,28 @@ def test_other_models_are_refused():
         layers_of([])
     with pytest.raises(ConfigError, match="layer 1 is a int"):
         layers_of([nn.ReLU(), 3])
-    twice = nn.ReLU()
-    with pytest.raises(ConfigError, match="stands in the model twice"):
-        layers_of(nn.Sequential(twice, twice))
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_what_a_cut_would_lose_is_refused():
+    with pytest.raises(ConfigError, match="a Residual, has a forward of its own"):
+        layers_of(Residual(nn.Linear(1, 1)))
+    hooked = nn.Sequential(nn.Linear(1, 1))
+    hooked.register_forward_hook(lambda *_: None)
+    hooked.register_buffer("scale", None)
+    with pytest.raises(ConfigError, match="has parameters or buffers and hooks of its own"):
+        layers_of(hooked)
+
+
+def test_a_layer_may_stand_there_twice():
+    relu = nn.ReLU()
+    assert list(layers_of(nn.Sequential(nn.Linear(1, 1), relu, nn.Linear(1, 1), relu))) == list(
+        "0123"
+    )
 
 
 def test_weights_shared_by_two_stages_are_refused():

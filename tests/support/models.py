@@ -106,6 +106,30 @@ class Raises(nn.Module):
         raise self.error("the layer's own words")
 
 
+class Noisy(nn.Module):
+    """Draws random numbers in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        output = self.linear(x)
+        output.register_hook(lambda g: g + 0.1 * torch.randn_like(g))
+        return output
+
+
+class NoisySGD(torch.optim.SGD):
+    """Draws random numbers in step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad += 0.1 * torch.randn_like(p.grad)
+        super().step()
+
+
 class Stalls(nn.Module):
     """Computes for ever on its n-th call, as a deadlock in user code does."""
 

@@ -94,7 +94,8 @@ def test_the_receiver_owns_its_tensors(transport):
 
 def test_strides_and_dtypes_survive(transport):
     end, _ = End(transport, 1), End(transport, 0)
-    sent = [torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.bfloat16), torch.zeros(0)]
+    sent = [torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.bfloat16), torch.zeros(0),
+            torch.ones(2).expand(3, 2)]  # fmt: skip
     transport.send(message(0, *sent))
     arrived = end.arrived.get(timeout=20).tensors
     for a, b in zip(arrived, sent, strict=True):

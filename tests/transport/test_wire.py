@@ -31,7 +31,7 @@ PAYLOADS = [
     Gradient(present=[True, False]),
     Loss(loss=None, trail=[[0, 0]]),
     Reply(structure=["l", []]),
-    Failed(action="F3", type_name="KeyError", text="C:\\Users \u00fc", trace="t", pickled=b"\x80"),
+    Failed(action="F3", type_name="KeyError", text="C:\\U\u00fc \udcff", trace="", pickled=b"\x80"),
 ]  # fmt: skip
 
 
