@@ -28,7 +28,7 @@ unit: $(VENV)/installed
 
 # Many seeds and long runs.
 stress: $(VENV)/installed
-	$(BIN)/python -m pytest -m stress --timeout 1800
+	$(BIN)/python -m pytest -m stress -s --timeout 1800 -o faulthandler_timeout=1800
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/async_vs_sync.py

@@ -109,22 +109,18 @@ class _Loading:
     def __init__(self, loader: Iterable[Any]) -> None:
         """Draw the first item."""
         self._items = iter(loader)
-        self._fetched: list[Any] = []
+        self.fetched: list[Any] = []
         self.error: Exception | None = None
         self.fetch()
 
     def fetch(self) -> None:
-        """Draw an item, unless the loader has ended."""
+        """Draw an item into ``fetched``, which stays empty at the loader's end."""
         try:
-            self._fetched.append(next(self._items))
+            self.fetched.append(next(self._items))
         except StopIteration:
             pass
         except Exception as error:  # the user's code; raised again by `train_epoch`
             self.error = error
-
-    def next(self) -> Any | None:
-        """Return the item that was drawn; None at the end."""
-        return self._fetched.pop() if self._fetched else None
 
 
 class _Part(NamedTuple):
@@ -284,8 +280,8 @@ class Pipeline:
         self._check_usable()
         pending: deque[PendingStep] = deque()
         items = _Loading(loader)
-        while (item := items.next()) is not None:
-            pending.append(self.submit(*_pair(item)))
+        while items.fetched:
+            pending.append(self.submit(*_pair(items.fetched.pop())))
             items.fetch()  # while the pipe computes; the user's loop finds it done
             if len(pending) == self._credits:
                 yield pending.popleft().result()

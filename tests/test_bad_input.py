@@ -103,6 +103,7 @@ def test_training_without_loss_or_optimizer():
     ("item", "words"),
     [
         (torch.ones(4, 8), r"must yield pairs \(x, y\); this item is a Tensor"),
+        (None, "this item is a NoneType"),
         ((1, 2, 3), "this item is a tuple of 3"),
         ((torch.ones(0, 8), torch.ones(0, 8)), "without samples cannot be trained on"),
         ((torch.ones(4, 8), torch.ones(3, 8)), "has 3 samples where 4 are expected"),

@@ -23,7 +23,15 @@ from support.models import (
 from support.oracle import oracle
 from torch import nn
 
-from pipedream_rt import MessageTimeout, Pipeline, PipelineClosed, StageFailed, WorkerLost
+from pipedream_rt import (
+    MessageTimeout,
+    NonFiniteLoss,
+    Pipeline,
+    PipelineClosed,
+    RendezvousTimeout,
+    StageFailed,
+    WorkerLost,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -175,6 +183,41 @@ def test_an_error_while_a_stage_is_built():
 
     with pytest.raises(StageFailed, match=r"stage 1, start: MemoryError: too large"):
         open_pipe(nn.Sequential(nn.Linear(8, 8), Bomb()), stages=2)
+
+
+def test_hyper_parameters_travel_with_their_mini_batch():
+    data, rates = batches(8), [0.05 / (1 + t) for t in range(8)]
+    cls, kwargs = OPTIMIZERS["sgd"]
+    expected, _ = oracle(
+        kitchen_sink(), POINTS[3], data, F.cross_entropy, lambda p: cls(p, **kwargs), rates=rates
+    )
+    with open_pipe(
+        kitchen_sink(), stages=POINTS[3][1:], loss_fn=F.cross_entropy, optimizer=OPTIMIZERS["sgd"]
+    ) as pipe:
+        for rate, (x, y) in zip(rates, data, strict=True):
+            pipe.optimizer.param_groups[0]["lr"] = rate
+            pipe.submit(x, y)
+        assert_same(pipe.state_dict(), expected)
+
+
+def test_a_data_loader_with_workers_and_a_loss_that_is_not_finite():
+    """Forked children of the loader do not disturb; the error names stage and micro-batch."""
+    x, y = torch.randn(24, 8), torch.randn(24, 8)
+    y[21] = float("nan")
+    dataset = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1)
+    steps = []
+    pipe = open_pipe(stages=2)
+    with pytest.raises(NonFiniteLoss, match="stage 1: the loss of micro-batch 5 is nan"):
+        steps.extend(r.step for r in pipe.train_epoch(loader))
+    assert steps == list(range(len(steps)))
+
+
+def test_local_workers_that_do_not_join_in_time_are_named_and_ended():
+    with pytest.raises(
+        RendezvousTimeout, match=r"2 of 2 workers did not join .* worker-0, worker-1"
+    ):
+        open_pipe(stages=2, start_timeout=timedelta(seconds=0.1))
 
 
 def test_a_worker_that_dies_before_it_joins():
