@@ -6,6 +6,7 @@ process dies, however, its end closes and the other side reads the end of file a
     coordinator                     worker
     call            ->              (light: has not imported torch yet)
                     <- hello        name, pid, host, version
+                    <- ready        has imported torch
     refused reason  ->                                          or
     welcome         ->              rank, names, store, ...; both join the RPC group
                     <- joined

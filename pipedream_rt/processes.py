@@ -24,6 +24,7 @@ from pipedream_rt.cluster import Fail, Reference
 from pipedream_rt.control import VERSION, Control, interface_of
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
+    MessageTimeout,
     PeerLost,
     PipelineError,
     RendezvousTimeout,
@@ -55,6 +56,7 @@ class _Member:
     control: Control
     story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     stage: int = -1
+    ready: bool = False
     stopped: bool = False
 
 
@@ -219,7 +221,18 @@ class ProcessCluster:
         self._members.sort(key=lambda m: _natural(m.name))
         for stage, member in enumerate(self._members):
             member.stage = stage
+            self._expect_ready(member, num_stages, deadline)
         self.names = tuple(member.name for member in self._members)
+
+    def _expect_ready(self, member: _Member, num_stages: int, deadline: Deadline) -> None:
+        """Wait until a member has imported torch: what follows, init_rpc, cannot be ended early."""
+        try:
+            record = member.control.receive(deadline)
+        except MessageTimeout:
+            raise self._missing(num_stages, deadline) from None
+        except PeerLost as error:
+            raise self._lost(member, error) from error
+        member.ready = record["type"] == "ready"
 
     def _accept(self, listener: socket.socket) -> Control | None:
         """Take a connection and ask who it is; None if it is gone again."""
@@ -273,8 +286,12 @@ class ProcessCluster:
 
     def _missing(self, num_stages: int, deadline: Deadline) -> RendezvousTimeout:
         """Say who did not come."""
-        joined = sorted((m.name for m in self._members), key=_natural)
-        absent = [n for n in self._local.controls if n not in joined]
+        came = {m.name for m in self._members}
+        if len(came) == num_stages:  # then some of them have not become ready
+            came -= {m.name for m in self._members if not m.ready}
+        joined = sorted(came, key=_natural)
+        expected = {*self._local.controls, *(m.name for m in self._members)}
+        absent = sorted(expected - came, key=_natural)
         missing = num_stages - len(joined)
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return RendezvousTimeout(

@@ -140,6 +140,7 @@ def serve(control: Control, name: str, threads: int) -> int:
         # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
         from pipedream_rt.workers.process import host_stage
 
+        control.send({"type": "ready"})
         welcome = control.receive(Deadline(None))
         _expect(welcome, "welcome")
         code: int = host_stage(control, welcome, threads)

@@ -48,6 +48,12 @@ _SCHEME = "pipedream-rt"
 _THREADS = 4
 """Of the RPC pool. Handlers only fill inboxes; 1 to 16 made no difference to the latency."""
 
+_LAST_JOIN_S = 5.0
+"""For an attempt to join that was given up to end inside torch; its workers are dead by then."""
+
+_joining: threading.Thread | None = None
+"""The thread that is inside init_rpc: it changes what is global in torch, so one at a time."""
+
 _current: RpcTransport | None = None
 """Where `_deliver` finds the inboxes: torch allows one RPC agent in a process."""
 
@@ -81,6 +87,14 @@ def refuse_second() -> None:
     Raises:
         ConfigError: One is open.
     """
+    joining = _joining
+    if joining is not None:
+        joining.join(_LAST_JOIN_S)
+        if joining.is_alive():
+            raise ConfigError(
+                "an earlier attempt to form a group of workers still hangs inside torch, which "
+                "cannot be interrupted; start the script anew"
+            )
     if _current is not None:
         raise ConfigError(
             "this process has an open pipeline on worker processes already, and torch RPC "
@@ -131,6 +145,8 @@ class RpcTransport:
             store: Where the ranks find each other; kept alive by torch until `close`.
         """
         group = self._group
+        global _joining
+        _joining = threading.current_thread()
         # torch 2.6 to 2.13 count init_rpc calls per process and put the number into the store
         # keys, so a fresh process and one with a history never meet; likewise for all_gather.
         rpc._init_counter = group.generation
@@ -145,6 +161,11 @@ class RpcTransport:
                     self._init_rpc(group)
         finally:
             del _stores[group.generation]
+            with self._lock:
+                late = self._closed
+            if late:  # given up meanwhile: leave nothing behind
+                self._shut_down()
+            _joining = None
 
     @staticmethod
     def _init_rpc(group: RpcGroup) -> None:
@@ -248,13 +269,18 @@ class RpcTransport:
             if self._closed:
                 return
             self._closed = True
+        self._shut_down()
+        # torch would keep the store open until the next group.
+        rpc.rendezvous_iterator = iter(())  # type: ignore[assignment]  # any iterator will do
+        _current = None
+
+    @staticmethod
+    def _shut_down() -> None:
+        """Leave the group, if this process is in one."""
         if rpc.api._is_current_rpc_agent_set():
             rpc.api._ignore_rref_leak = True
             with _quiet():
                 rpc.shutdown(graceful=False)
-        # torch would keep the store open until the next group.
-        rpc.rendezvous_iterator = iter(())  # type: ignore[assignment]  # any iterator will do
-        _current = None
 
 
 @contextmanager
