@@ -217,7 +217,7 @@ def test_local_workers_that_do_not_join_in_time_are_named_and_ended():
     with pytest.raises(
         RendezvousTimeout, match=r"2 of 2 workers did not join .* worker-0, worker-1"
     ):
-        open_pipe(stages=2, start_timeout=timedelta(seconds=0.1))
+        open_pipe(stages=2, start_timeout=timedelta(milliseconds=5))
 
 
 def test_a_worker_that_dies_before_it_joins():
