@@ -243,7 +243,8 @@ class Pipeline:
         )
         reception.cluster = self._cluster
         # Ends the workers also when a pipeline is dropped, or the interpreter ends, without close.
-        self._end = weakref.finalize(self, _close_here, self._cluster, os.getpid())
+        self._owner_pid = os.getpid()
+        self._end = weakref.finalize(self, _close_here, self._cluster, self._owner_pid)
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         bounds = [*points, len(layers)]
         names = list(layers)
@@ -719,7 +720,8 @@ class Pipeline:
             self._closed = True
             self._inbox.close(PipelineClosed("the pipeline was closed"))
             self._end.detach()
-            self._cluster.close()
+            if os.getpid() == self._owner_pid:  # a forked child must not end its parent's workers
+                self._cluster.close()
 
     def __enter__(self) -> Pipeline:
         """Return the pipeline."""
@@ -731,10 +733,9 @@ class Pipeline:
 
 
 def _close_here(cluster: Cluster, owner_pid: int) -> None:
-    """End a cluster; called by `Pipeline.close`, the garbage collector or the interpreter's end.
+    """End a cluster; called by the garbage collector or at the interpreter's end.
 
-    Not in a forked child, whose parent owns the workers. The collector may run on any thread, also
-    on one that closing waits for, hence the thread.
+    The collector may run on any thread, also on one that closing waits for, hence the thread.
     """
     if os.getpid() != owner_pid:
         return

@@ -264,13 +264,14 @@ def test_a_pipeline_that_is_never_closed_ends_its_workers_when_it_is_dropped():
     assert not any(map(alive, victims.values()))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_end_its_parents_workers():
     """As a data loader's process, or any other that the user forks."""
     with open_pipe(stages=1) as pipe:
         list(pipe.train_epoch(regression(2)))
         pid = os.fork()
         if pid == 0:
-            pipe._end()
+            pipe.close()
             os._exit(0)
         os.waitpid(pid, 0)
         assert len(list(pipe.train_epoch(regression(2)))) == 2
