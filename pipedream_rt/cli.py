@@ -55,7 +55,7 @@ def run(nproc_per_node: int, threads: int, script: str, arguments: tuple[str, ..
         host, port = listener.getsockname()
         command = [sys.executable, "-m", "pipedream_rt.workers", f"{host}:{port}", "--persist"]
         command += ["--timeout", "1"]  # the socket listens as long as this job lives
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PIPEDREAM_RT_LOG": "WARNING", **os.environ}
+        environment = {"PIPEDREAM_RT_LOG": "WARNING", **os.environ}
         with _children() as children:
             for i in range(nproc_per_node):
                 options = ["--name", f"worker-{i}", "--threads", str(threads)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import queue
 import re
 import selectors
@@ -121,10 +120,8 @@ def worker_command(name: str, threads: int, *address: str) -> list[str]:
 
 def start_process(command: list[str], pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
     """Start a worker process in a session of its own: Ctrl-C reaches the coordinator alone."""
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # peers that end are no news
     return subprocess.Popen(
         command,
-        env=environment,
         stdin=subprocess.DEVNULL,
         pass_fds=pass_fds,
         start_new_session=True,

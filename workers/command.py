@@ -137,6 +137,8 @@ def serve(control: Control, name: str, threads: int) -> int:
                 "version": VERSION,
             }
         )
+        # torch reads it when imported: peers that end are no news to a worker.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
         from pipedream_rt.workers.process import host_stage
 
