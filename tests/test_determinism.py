@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import OPTIMIZERS, POINTS, Transpose, batches, kitchen_sink
-from support.oracle import oracle
+from support.oracle import assert_same, oracle
 
 from pipedream_rt import Pipeline
 from pipedream_rt.cluster import InProcessCluster
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.threads
 def make(optimizer):
     cls, kwargs = OPTIMIZERS[optimizer]
     return lambda parameters: cls(parameters, **kwargs)
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    differing = [key for key in expected if not torch.equal(found[key], expected[key])]
-    assert not differing, f"these differ in some bit: {differing}"
 
 
 def train(n, data, *, optimizer="adamw", shuffle=None, epochs=1, **kwargs):

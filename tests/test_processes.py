@@ -20,7 +20,7 @@ from support.models import (
     mlp,
     regression,
 )
-from support.oracle import oracle
+from support.oracle import assert_same, oracle
 from torch import nn
 
 from pipedream_rt import (
@@ -51,11 +51,6 @@ def alive(pid):
 def open_pipe(model=None, **kwargs):
     defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
     return Pipeline(model or mlp(), **{**defaults, **kwargs})
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    assert [k for k in expected if not torch.equal(found[k], expected[k])] == []
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class VersionLedger:
         self.newest = floor
         self._pins: dict[int, int] = {}
         self._kept = {floor}
+        self.kept_most = 1
 
     @property
     def kept(self) -> frozenset[int]:
@@ -97,6 +98,7 @@ class VersionLedger:
             self._kept.discard(self.newest)
         self.newest += 1
         self._kept.add(self.newest)
+        self.kept_most = max(self.kept_most, len(self._kept))
         return in_place
 
     def reset(self) -> list[int]:

@@ -128,7 +128,6 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
         self._busy_ns = 0
-        self._kept_most = 1
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -216,7 +215,6 @@ class Stage:
         version = self._reads(micro_batch)
         self.parameters.release(version)
         self.parameters.ledger.pin(micro_batch, version)
-        self._kept_most = max(self._kept_most, len(self.parameters.ledger.kept))
         self._next_forward = micro_batch + 1
         if feed.empty:
             self._in_flight[micro_batch] = _InFlight(hyper=feed.hyper or [], empty=True)
@@ -374,7 +372,6 @@ class Stage:
         with self._busy():
             self._seed(update, "step")
             self.parameters.step(self._reads(self._next_forward), lambda: apply(hyper))
-        self._kept_most = max(self._kept_most, len(self.parameters.ledger.kept))
 
     # -- what is no training ------------------------------------------------------------------
 
@@ -458,7 +455,7 @@ class Stage:
             "busy_ns": self._busy_ns,
             "updates": self.parameters.ledger.newest,
             "versions_kept": len(self.parameters.ledger.kept),
-            "versions_kept_most": self._kept_most,
+            "versions_kept_most": self.parameters.ledger.kept_most,
             "buffers_allocated": self.parameters.allocated,
             "parameters": sum(p.numel() for p in self.module.parameters()),
             "peak_memory_bytes": peak_memory_bytes(),

@@ -130,16 +130,6 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     return value
 
 
-def map_tensors(value: object, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a value with every tensor replaced.
-
-    Raises:
-        ConfigError: As `flatten`.
-    """
-    structure, tensors = flatten(value)
-    return unflatten(structure, [function(t) for t in tensors])
-
-
 def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Return the tensor detached, in a storage that holds its elements and nothing else.
 

@@ -14,7 +14,6 @@ from pipedream_rt.stage.messages import Channel
 from pipedream_rt.stage.tree import (
     batch_size,
     flatten,
-    map_tensors,
     micro_batch_sizes,
     own,
     split,
@@ -183,7 +182,3 @@ def test_tensors_that_disagree_about_the_samples_are_refused():
 def test_batch_size():
     assert batch_size(("a", torch.tensor(1.0), torch.zeros(3, 2))) == 3
     assert batch_size("a") is None
-
-
-def test_map_tensors():
-    assert map_tensors([torch.ones(1), "a"], lambda t: t + 1) == [torch.tensor([2.0]), "a"]

@@ -51,3 +51,10 @@ def oracle(model, points, data, loss_fn, make_optimizer, *, k=1, stashing=True, 
         optimizer.step()
         versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return model.state_dict(), losses
+
+
+def assert_same(found, expected):
+    """Compare two state dicts bit for bit."""
+    assert found.keys() == expected.keys()
+    differing = [key for key in expected if not torch.equal(found[key], expected[key])]
+    assert not differing, f"these differ in some bit: {differing}"
