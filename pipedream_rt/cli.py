@@ -9,15 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 
 import click
 
 from pipedream_rt import __version__
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.schedules import RECIPES, check, schedule_named
+from pipedream_rt.spawn import LISTEN_FD, NPROC, end_processes, start_worker
 
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT = timedelta(seconds=5)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,19 +56,14 @@ def run(nproc_per_node: int, threads: int, script: str, arguments: tuple[str, ..
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         host, port = listener.getsockname()
-        command = [sys.executable, "-m", "pipedream_rt.workers", f"{host}:{port}", "--persist"]
-        command += ["--timeout", "1"]  # the socket listens as long as this job lives
+        # The socket listens as long as this job lives, hence the short timeout.
+        options = (f"{host}:{port}", "--persist", "--timeout", "1")
         environment = {"PIPEDREAM_RT_LOG": "WARNING", **os.environ}
         with _children() as children:
             for i in range(nproc_per_node):
-                options = ["--name", f"worker-{i}", "--threads", str(threads)]
+                name = f"worker-{i}"
                 children.append(
-                    subprocess.Popen(
-                        [*command, *options],
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
+                    start_worker(*options, name=name, threads=threads, environment=environment)
                 )
             code = _run_script(
                 [sys.executable, script, *arguments], listener.fileno(), nproc_per_node
@@ -81,8 +79,8 @@ def _run_script(command: list[str], listen_fd: int, workers: int) -> int:
     """
     environment = {
         **os.environ,
-        "PIPEDREAM_RT_LISTEN_FD": str(listen_fd),
-        "PIPEDREAM_RT_NPROC": str(workers),
+        LISTEN_FD: str(listen_fd),
+        NPROC: str(workers),
     }
     process = subprocess.Popen(command, env=environment, pass_fds=(listen_fd,))
 
@@ -114,12 +112,7 @@ def _children() -> Iterator[list[subprocess.Popen[bytes]]]:
     finally:
         for child in children:
             child.terminate()
-        for child in children:
-            try:
-                child.wait(timeout=_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        end_processes(children, Deadline(_END_TIMEOUT))
 
 
 @main.command()

@@ -16,17 +16,12 @@ from pipedream_rt.cluster import Cluster, Fail, InProcessCluster
 from pipedream_rt.control import parse_address
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.processes import ProcessCluster
+from pipedream_rt.spawn import LISTEN_FD, NPROC
 from pipedream_rt.transport.base import Receive
 
 Workers: TypeAlias = str | Callable[..., Cluster] | None
 """``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or what makes a
 `Cluster` of another kind (called with the number of stages and the keyword arguments below)."""
-
-LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
-"""Set by `pipedream-rt run`: an inherited socket at which its workers join."""
-
-NPROC = "PIPEDREAM_RT_NPROC"
-"""Set with it: how many there are."""
 
 
 def start_cluster(

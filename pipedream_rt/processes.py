@@ -30,6 +30,7 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
+from pipedream_rt.spawn import end_processes, start_worker
 from pipedream_rt.stage.messages import COORDINATOR
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.rpc import RpcGroup, RpcTransport, refuse_second
@@ -73,7 +74,7 @@ class WorkerProcesses:
         self.controls: dict[str, Control] = {}
 
     def start(self, names: list[str]) -> None:
-        """Start a process for each name; `close` ends those that were started, also after an error.
+        """Start a process for each name; after an error, ``processes`` has those that were started.
 
         Args:
             names: Of the workers.
@@ -82,9 +83,10 @@ class WorkerProcesses:
             ours, theirs = socket.socketpair()
             with theirs:
                 fd = theirs.fileno()
-                command = worker_command(name, self._threads, "--control-fd", str(fd))
                 self.controls[name] = Control(ours, f"worker {name!r}")
-                self.processes[name] = start_process(command, pass_fds=(fd,))
+                self.processes[name] = start_worker(
+                    "--control-fd", str(fd), name=name, threads=self._threads, pass_fds=(fd,)
+                )
 
     def ending(self, name: str) -> str:
         """How a process ended, in words; empty while it runs or if it is not ours."""
@@ -96,36 +98,6 @@ class WorkerProcesses:
         except subprocess.TimeoutExpired:
             return "still running"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def close(self, deadline: Deadline) -> None:
-        """Wait for the processes to end; kill those that are late, and all if interrupted."""
-        try:
-            for process in self.processes.values():
-                try:
-                    process.wait(timeout=deadline.remaining_s())
-                except subprocess.TimeoutExpired:
-                    pass
-        finally:
-            for process in self.processes.values():
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-
-
-def worker_command(name: str, threads: int, *address: str) -> list[str]:
-    """Return the command that starts a worker process with this Python."""
-    module = "pipedream_rt.workers"
-    return [sys.executable, "-m", module, *address, "--name", name, "--threads", str(threads)]
-
-
-def start_process(command: list[str], pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """Start a worker process in a session of its own: Ctrl-C reaches the coordinator alone."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
 
 
 class ProcessCluster:
@@ -338,7 +310,7 @@ class ProcessCluster:
         )
         self.transport: Transport = self._rpc
         self._rpc.open(COORDINATOR, receive, self._peer_lost)
-        self._join(deadline)
+        self._join(self._rpc, self._store, deadline)
         self._monitor = threading.Thread(target=self._watch, name="control", daemon=True)
         self._monitor.start()
 
@@ -347,19 +319,18 @@ class ProcessCluster:
         hosts = [member.control.local_host for member in self._members]
         return next((h for h in hosts if not ipaddress.ip_address(h).is_loopback), hosts[0])
 
-    def _join(self, deadline: Deadline) -> None:
+    def _join(self, transport: RpcTransport, store: dist.Store, deadline: Deadline) -> None:
         """Join the RPC group while watching the members; init_rpc itself has no deadline.
 
         It runs in a thread of its own, so that a worker that dies meanwhile ends the wait. That
         thread alone may stay behind then, inside torch, as a daemon.
         """
-        assert self._rpc is not None
         outcome: list[BaseException] = []
         ours, theirs = socket.socketpair()
 
         def join() -> None:
             try:
-                self._rpc_join()
+                transport.join(store)
             except BaseException as error:  # carried to the waiting thread
                 outcome.append(error)
             finally:
@@ -385,12 +356,6 @@ class ProcessCluster:
                         self._expect_joined(key.data)
         if outcome:
             raise TransportError(f"joining the RPC group failed: {outcome[0]}") from outcome[0]
-
-    def _rpc_join(self) -> None:
-        """On the thread that may get stuck."""
-        assert self._rpc is not None
-        assert self._store is not None
-        self._rpc.join(self._store)
 
     def _expect_joined(self, member: _Member) -> None:
         """Read a member's word that it is in the group."""
@@ -518,7 +483,8 @@ class ProcessCluster:
         with ExitStack() as steps:
             steps.callback(self._woken.close)
             steps.callback(self._wake.close)
-            steps.callback(lambda: self._local.close(Deadline(_EXIT_TIMEOUT)))
+            processes = self._local.processes.values()
+            steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
             for control in (*(m.control for m in self._members), *self._local.controls.values()):
                 steps.callback(control.close)
             steps.callback(self._tell, {"type": "exit"})

@@ -23,6 +23,7 @@ LAYERS = [
         "pipedream_rt.processes",
         "pipedream_rt.reception",
         "pipedream_rt.results",
+        "pipedream_rt.spawn",
         "pipedream_rt.optimizer",
         "pipedream_rt.pipeline",
         "pipedream_rt.cli",
