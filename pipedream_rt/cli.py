@@ -17,7 +17,7 @@ import click
 from pipedream_rt import __version__
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.schedules import RECIPES, check, schedule_named
+from pipedream_rt.schedules import check, describe_schedules, schedule_named
 from pipedream_rt.spawn import LISTEN_FD, NPROC, end_processes, start_worker
 
 _END_TIMEOUT = timedelta(seconds=5)
@@ -116,17 +116,35 @@ def _children() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @main.command()
-@click.argument("name", type=click.Choice(sorted(RECIPES)))
+@click.argument("name")
 @click.option("--stages", default=4, show_default=True, type=click.IntRange(min=1))
 @click.option("--micro-batches", default=1, show_default=True, type=click.IntRange(min=1),
               help="Per update.")  # fmt: skip
 @click.option("--updates", default=8, show_default=True, type=click.IntRange(min=1))
-def schedule(name: str, stages: int, micro_batches: int, updates: int) -> None:
-    """Check a schedule and draw it; forward and backward take one column each."""
+@click.option("--vertical-sync", is_flag=True, help="With async-1f1b.")
+@click.option("--stages-per-worker", type=click.IntRange(min=1), help="With interleaved-1f1b.")
+def schedule(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    updates: int,
+    vertical_sync: bool,
+    stages_per_worker: int | None,
+) -> None:
+    """Check a schedule and draw it, one column for each action; NAME help lists them all."""
+    if name == "help":
+        click.echo(describe_schedules())
+        return
     try:
-        chosen = schedule_named(name, num_stages=stages, per_update=micro_batches)
+        chosen = schedule_named(
+            name,
+            num_stages=stages,
+            per_update=micro_batches,
+            vertical_sync=vertical_sync,
+            stages_per_worker=stages_per_worker,
+        )
         grid = check(chosen, updates * micro_batches)
     except PipelineError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(f"{name}: {RECIPES[name].summary}")
+    click.echo(f"{name}: {chosen.recipe.line()}")
     click.echo(grid.render())

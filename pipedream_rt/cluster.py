@@ -17,8 +17,8 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError
+from pipedream_rt.schedules import Shape
 from pipedream_rt.stage.host import StageHost
-from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.messages import COORDINATOR
 from pipedream_rt.stage.random import kept_generator_state
 from pipedream_rt.transport.base import Receive, Transport, sender
@@ -49,7 +49,7 @@ class Reference(Protocol):
 class Cluster(Protocol):
     """The workers of one pipeline."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the workers
     transport: Transport
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -59,7 +59,7 @@ class Cluster(Protocol):
         """Turn a peer's word that another is gone into an error about that worker."""
 
     def stories(self) -> list[str]:
-        """Say for every stage what it waits for and what it did last, for a stall report."""
+        """Say for every worker what it waits for and what it did last, for a stall report."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to the ``"module"`` or the ``"optimizer"`` of a stage."""
@@ -137,13 +137,13 @@ class _LocalReference:
 
 
 class InProcessCluster:
-    """Every stage is a thread of this process.
+    """Every worker is a thread of this process.
 
     The threads are daemons, though `close` joins them: the interpreter joins others before it runs
     what would close a pipeline that its user forgot.
 
     Args:
-        num_stages: How many.
+        shape: How many workers, and which stages each hosts.
         receive: Takes messages for the coordinator.
         fail: Told of a failure.
         generation: Number of this group in the process.
@@ -154,7 +154,7 @@ class InProcessCluster:
 
     def __init__(
         self,
-        num_stages: int,
+        shape: Shape,
         receive: Receive,
         fail: Fail,
         *,
@@ -164,7 +164,7 @@ class InProcessCluster:
         shuffle_seed: int | None = None,
     ) -> None:
         """Start the threads."""
-        self.names = tuple(f"stage-{s}" for s in range(num_stages))
+        self._shape = shape
         self._baton = _Baton()
         self._torch_threads = torch.get_num_threads()
         self._closed = False
@@ -173,14 +173,23 @@ class InProcessCluster:
         memory.open(COORDINATOR, receive, fail)
         self._hosts = []
         self._threads = []
-        for s, name in enumerate(self.names):
-            inbox = Inbox(f"stage {s}", generation)
-            memory.open(s, inbox.put, inbox.close)
+        for w in range(shape.workers):
+            stages = shape.stages_of(w)
             host = StageHost(
-                s, inbox, sender(memory, s, generation), timeout, threads, self._baton.computing
+                w,
+                stages,
+                generation,
+                lambda stage: sender(memory, stage, generation),
+                timeout,
+                threads,
+                self._baton.computing,
             )
+            for s in stages:
+                memory.open(s, host.inbox.put, host.inbox.close)
             self._hosts.append(host)
+            name = host.name.replace(" ", "-")
             self._threads.append(threading.Thread(target=host.serve, name=name, daemon=True))
+        self.names = tuple(thread.name for thread in self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -194,16 +203,18 @@ class InProcessCluster:
 
     def stories(self) -> list[str]:
         """See `Cluster.stories`."""
-        return [f"stage {host.index}: {host.inbox.story()}" for host in self._hosts]
+        return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""
-        return _LocalReference(self._hosts[stage].part(part), self.names[stage])
+        worker = self._shape.worker_of(stage)
+        return _LocalReference(self._hosts[worker].part(stage, part), self.names[worker])
 
     def parameter_references(self, stage: int) -> list[Reference]:
         """See `Cluster.parameter_references`."""
-        parameters = self._hosts[stage].part("module").parameters()
-        return [_LocalReference(p, self.names[stage]) for p in parameters if p.requires_grad]
+        worker = self._shape.worker_of(stage)
+        parameters = self._hosts[worker].part(stage, "module").parameters()
+        return [_LocalReference(p, self.names[worker]) for p in parameters if p.requires_grad]
 
     def close(self) -> None:
         """See `Cluster.close`."""

@@ -31,7 +31,7 @@ import msgpack
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, TransportError
 
-VERSION = 1
+VERSION = 2
 """Of this protocol; the two ends must agree."""
 
 EXIT_FAILED = 1

@@ -21,6 +21,7 @@ def pickled_jobs(
     loss_fn: LossFunction | None,
     seed: int,
     on_nan: str,
+    trace_spans: int,
 ) -> list[Tensor]:
     """Pickle every stage, before anything starts.
 
@@ -41,6 +42,7 @@ def pickled_jobs(
             schedule=schedule,
             seed=seed,
             on_nan=on_nan,
+            trace_spans=trace_spans,
         )
         try:
             data = cloudpickle.dumps(job)

@@ -16,18 +16,19 @@ from pipedream_rt.cluster import Cluster, Fail, InProcessCluster
 from pipedream_rt.control import parse_address
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.processes import ProcessCluster
+from pipedream_rt.schedules import Shape
 from pipedream_rt.spawn import LISTEN_FD, NPROC
 from pipedream_rt.transport.base import Receive
 
 Workers: TypeAlias = str | Callable[..., Cluster] | None
 """``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or what makes a
-`Cluster` of another kind (called with the number of stages and the keyword arguments below)."""
+`Cluster` of another kind (called with the shape and the keyword arguments below)."""
 
 
 def start_cluster(
     workers: Workers,
     *,
-    num_stages: int,
+    shape: Shape,
     receive: Receive,
     fail: Fail,
     generation: int,
@@ -41,7 +42,7 @@ def start_cluster(
 
     Args:
         workers: See `Pipeline`.
-        num_stages: One worker for each.
+        shape: How many workers, and which stages each hosts.
         receive: Takes messages for the coordinator.
         fail: Told of a failure.
         generation: Number of this group in the process.
@@ -61,24 +62,24 @@ def start_cluster(
         "threads": threads,
     }
     if workers == "in-process":
-        return InProcessCluster(num_stages, **common)
+        return InProcessCluster(shape, **common)
     if callable(workers):
-        return workers(num_stages, **common)
+        return workers(shape, **common)
     common["start_timeout"] = start_timeout
     if workers == "local":
-        return ProcessCluster(num_stages, **common)
+        return ProcessCluster(shape, **common)
     if workers is not None:
         if not isinstance(workers, str):
             raise ConfigError(
                 f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}'
             )
         with _listening(*parse_address(workers)) as listener:
-            return ProcessCluster(num_stages, listener=listener, **common)
+            return ProcessCluster(shape, listener=listener, **common)
     if LISTEN_FD in os.environ:
-        return _under_run(num_stages, common)
+        return _under_run(shape, common)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        return _under_torchrun(num_stages, common)
-    return ProcessCluster(num_stages, **common)
+        return _under_torchrun(shape, common)
+    return ProcessCluster(shape, **common)
 
 
 @contextmanager
@@ -93,29 +94,30 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _under_run(num_stages: int, common: dict[str, Any]) -> Cluster:
+def _under_run(shape: Shape, common: dict[str, Any]) -> Cluster:
     """Use the workers of `pipedream-rt run`."""
     available = int(os.environ[NPROC])
-    if num_stages > available:
+    if shape.workers > available:
         raise ConfigError(
-            f"{num_stages} stages need as many workers, `pipedream-rt run` has started "
-            f"{available}; raise --nproc-per-node"
+            f"{shape.num_stages} stages need {shape.workers} workers, `pipedream-rt run` has "
+            f"started {available}; raise --nproc-per-node"
         )
     with socket.socket(fileno=os.dup(int(os.environ[LISTEN_FD]))) as listener:
-        return ProcessCluster(num_stages, listener=listener, **common)
+        return ProcessCluster(shape, listener=listener, **common)
 
 
-def _under_torchrun(num_stages: int, common: dict[str, Any]) -> Cluster:
-    """Use the ranks of torchrun: rank 0 coordinates, the others host a stage each.
+def _under_torchrun(shape: Shape, common: dict[str, Any]) -> Cluster:
+    """Use the ranks of torchrun: rank 0 coordinates, the others are a worker each.
 
-    With as many stages as ranks, rank 0 starts a worker process for one of them.
+    With as many workers as ranks, rank 0 starts a worker process for one of them.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = num_stages - (world - 1)
+    workers = shape.workers
+    own = workers - (world - 1)
     if own not in (0, 1):
         raise ConfigError(
-            f"{num_stages} stages need {num_stages} or {num_stages + 1} ranks, there are {world}; "
-            f"start with --nproc-per-node {num_stages}"
+            f"{shape.num_stages} stages on {workers} workers need {workers} or {workers + 1} "
+            f"ranks, there are {world}; start with --nproc-per-node {workers}"
         )
     global _torchrun_ranks_used
     if _torchrun_ranks_used:
@@ -132,7 +134,7 @@ def _under_torchrun(num_stages: int, common: dict[str, Any]) -> Cluster:
         with _listening(_own_address(), 0) as listener:
             host, port = listener.getsockname()[:2]
             store.set(key, f"{host}:{port}")
-            return ProcessCluster(num_stages, listener=listener, own=own, **common)
+            return ProcessCluster(shape, listener=listener, own=own, **common)
     try:
         address = store.get(key).decode()
     except dist.DistStoreError as error:

@@ -44,7 +44,7 @@ from pipedream_rt.planning.split import (
 )
 from pipedream_rt.reception import Reception
 from pipedream_rt.results import PendingStep, StepResult
-from pipedream_rt.schedules import schedule_named
+from pipedream_rt.schedules import schedule_for
 from pipedream_rt.stage.host import READY
 from pipedream_rt.stage.job import LossFunction
 from pipedream_rt.stage.messages import (
@@ -161,8 +161,11 @@ class Pipeline:
         loss_fn: ``(output, target) -> scalar tensor``, a mean over samples; runs on the last stage.
         optimizer: ``(class, dict of arguments)``, or an optimizer over the model's parameters,
             whose groups are kept. None for inference alone.
-        schedule: ``"async-1f1b"``, ``"1f1b"`` or ``"gpipe"``.
+        schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
+            ``order`` (see `schedule_written`), which is checked before anything starts.
         micro_batches: Into how many a mini-batch is split; one update for all of them.
+        vertical_sync: With async-1f1b: every stage reads the version that the first one reads.
+        stages_per_worker: With interleaved-1f1b, 2 if None; there are stages / this workers.
         workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
             listens there for `pipedream-rt worker`. None: what the environment says
             (`pipedream-rt run`, torchrun), else ``"local"``.
@@ -187,8 +190,10 @@ class Pipeline:
         stages: int | Sequence[int | str] = 1,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerArgument = None,
-        schedule: str = "async-1f1b",
+        schedule: str | Any = "async-1f1b",
         micro_batches: int = 1,
+        vertical_sync: bool = False,
+        stages_per_worker: int | None = None,
         workers: Workers = None,
         seed: int = 0,
         threads: int = 1,
@@ -201,7 +206,13 @@ class Pipeline:
         layers = layers_of(model)
         points = split_points(layers, stages)
         refuse_shared_parameters(layers, points)
-        self.schedule = schedule_named(schedule, num_stages=len(points), per_update=micro_batches)
+        self.schedule = schedule_for(
+            schedule,
+            num_stages=len(points),
+            per_update=micro_batches,
+            stages_per_worker=stages_per_worker,
+            vertical_sync=vertical_sync,
+        )
         for name, value in (("timeout", timeout), ("start_timeout", start_timeout)):
             if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
@@ -217,7 +228,7 @@ class Pipeline:
         self._model = model
         self._names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
         grouped = grouped_names(optimizer, self._names)
-        jobs = pickled_jobs(layers, points, self.schedule, loss_fn, seed, on_nan)
+        jobs = pickled_jobs(layers, points, self.schedule, loss_fn, seed, on_nan, 0)
 
         self._has_loss = loss_fn is not None
         self._micro_batches = micro_batches
@@ -233,7 +244,7 @@ class Pipeline:
         self._inbox = reception.inbox
         self._cluster: Cluster = start_cluster(
             workers,
-            num_stages=len(points),
+            shape=self.schedule.shape,
             receive=reception.receive,
             fail=reception.fail,
             generation=generation,
@@ -249,7 +260,12 @@ class Pipeline:
         bounds = [*points, len(layers)]
         names = list(layers)
         self.stages = [
-            StageHandle(s, self._cluster.names[s], tuple(names[bounds[s] : bounds[s + 1]]), self)
+            StageHandle(
+                s,
+                self._cluster.names[self.schedule.shape.worker_of(s)],
+                tuple(names[bounds[s] : bounds[s + 1]]),
+                self,
+            )
             for s in range(len(points))
         ]
         with self._closing_on_error():
@@ -395,7 +411,7 @@ class Pipeline:
 
     def _take_loss(self, position: int) -> tuple[Loss, Any]:
         """Wait for what the last stage says of a position: the loss, or the output."""
-        message = self._take(Key(Channel.LOSS, position))
+        message = self._take(self._loss_key(position))
         assert isinstance(message.payload, Loss)
         loss = message.payload
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
@@ -403,7 +419,11 @@ class Pipeline:
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
         positions = range(pending.first, pending.first + len(pending.sizes))
-        return all(self._inbox.holds(Key(Channel.LOSS, p)) for p in positions)
+        return all(self._inbox.holds(self._loss_key(p)) for p in positions)
+
+    def _loss_key(self, position: int) -> Key:
+        """Where what the last stage says of a position waits."""
+        return Key(Channel.LOSS, position, len(self.stages) - 1)
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied.

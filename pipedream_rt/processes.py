@@ -30,6 +30,7 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
+from pipedream_rt.schedules import Shape
 from pipedream_rt.spawn import end_processes, start_worker
 from pipedream_rt.stage.messages import COORDINATOR
 from pipedream_rt.transport.base import Receive, Transport
@@ -55,9 +56,15 @@ class _Member:
     description: str
     control: Control
     story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
-    stage: int = -1
+    stages: tuple[int, ...] = ()
     ready: bool = False
     stopped: bool = False
+
+    @property
+    def hosts(self) -> str:
+        """Which stages it hosts, in words."""
+        numbers = ", ".join(map(str, self.stages))
+        return f"stage {numbers}" if len(self.stages) == 1 else f"stages {numbers}"
 
 
 class WorkerProcesses:
@@ -101,10 +108,10 @@ class WorkerProcesses:
 
 
 class ProcessCluster:
-    """Worker processes, each hosting a stage, connected by torch RPC.
+    """Worker processes, each hosting its stages, connected by torch RPC.
 
     Args:
-        num_stages: How many workers are needed.
+        shape: How many workers are needed, and which stages each hosts.
         receive: Takes messages for the coordinator.
         fail: Told of a failure; also when a worker dies.
         generation: Number of this group in the process.
@@ -117,7 +124,7 @@ class ProcessCluster:
 
     def __init__(
         self,
-        num_stages: int,
+        shape: Shape,
         receive: Receive,
         fail: Fail,
         *,
@@ -135,6 +142,7 @@ class ProcessCluster:
             WorkerLost: One died on the way.
         """
         refuse_second()
+        self._shape = shape
         self.generation = generation
         self._fail = fail
         self._closed = self._closing = False
@@ -148,9 +156,9 @@ class ProcessCluster:
         self._local = WorkerProcesses(threads)
         try:
             deadline = Deadline(start_timeout)
-            count = num_stages if listener is None else own
+            count = shape.workers if listener is None else own
             self._local.start([f"worker-{i}" for i in range(count)])
-            self._gather(num_stages, listener, deadline)
+            self._gather(listener, deadline)
             self._form_group(receive, deadline)
         except BaseException:
             self.close()
@@ -158,8 +166,9 @@ class ProcessCluster:
 
     # -- start ----------------------------------------------------------------------------------
 
-    def _gather(self, num_stages: int, listener: socket.socket | None, deadline: Deadline) -> None:
-        """Collect as many members as there are stages, in the order of their names."""
+    def _gather(self, listener: socket.socket | None, deadline: Deadline) -> None:
+        """Collect as many members as there are workers, in the order of their names."""
+        needed = self._shape.workers
         with selectors.DefaultSelector() as selector:
             for control in self._local.controls.values():
                 control.send({"type": "call"})
@@ -169,17 +178,17 @@ class ProcessCluster:
                 selector.register(listener, selectors.EVENT_READ)
             unheard = list(self._local.controls.values())
             try:
-                while len(self._members) < num_stages:
+                while len(self._members) < needed:
                     ready = selector.select(deadline.remaining_s())
                     if not ready:
-                        raise self._missing(num_stages, deadline)
+                        raise self._missing(deadline)
                     for key, _ in ready:
                         if key.fileobj is listener:
                             newcomer = self._accept(listener)
                             if newcomer is not None:
                                 selector.register(newcomer, selectors.EVENT_READ)
                                 unheard.append(newcomer)
-                        elif len(self._members) < num_stages:
+                        elif len(self._members) < needed:
                             control = key.fileobj  # type: ignore[assignment]
                             selector.unregister(control)
                             unheard.remove(control)
@@ -188,17 +197,17 @@ class ProcessCluster:
                 for control in unheard:
                     control.close()
         self._members.sort(key=lambda m: _natural(m.name))
-        for stage, member in enumerate(self._members):
-            member.stage = stage
-            self._expect_ready(member, num_stages, deadline)
+        for worker, member in enumerate(self._members):
+            member.stages = tuple(self._shape.stages_of(worker))
+            self._expect_ready(member, deadline)
         self.names = tuple(member.name for member in self._members)
 
-    def _expect_ready(self, member: _Member, num_stages: int, deadline: Deadline) -> None:
+    def _expect_ready(self, member: _Member, deadline: Deadline) -> None:
         """Wait until a member has imported torch: what follows, init_rpc, cannot be ended early."""
         try:
             record = member.control.receive(deadline)
         except MessageTimeout:
-            raise self._missing(num_stages, deadline) from None
+            raise self._missing(deadline) from None
         except PeerLost as error:
             raise self._lost(member, error) from error
         member.ready = record["type"] == "ready"
@@ -253,18 +262,19 @@ class ProcessCluster:
             return f"the name {name!r} is taken by {twin.description}; give each worker its own"
         return ""
 
-    def _missing(self, num_stages: int, deadline: Deadline) -> RendezvousTimeout:
+    def _missing(self, deadline: Deadline) -> RendezvousTimeout:
         """Say who did not come."""
+        needed = self._shape.workers
         came = {m.name for m in self._members}
-        if len(came) == num_stages:  # then some of them have not become ready
+        if len(came) == needed:  # then some of them have not become ready
             came -= {m.name for m in self._members if not m.ready}
         joined = sorted(came, key=_natural)
         expected = {*self._local.controls, *(m.name for m in self._members)}
         absent = sorted(expected - came, key=_natural)
-        missing = num_stages - len(joined)
+        missing = needed - len(joined)
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return RendezvousTimeout(
-            f"{missing} of {num_stages} workers did not join within {seconds:g} s"
+            f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}; start them with "
             "`pipedream-rt worker HOST:PORT --name NAME`, or raise start_timeout",
@@ -286,11 +296,12 @@ class ProcessCluster:
             master_listen_fd=listener.detach(),
         )
         names = ("coordinator", *self.names)
-        for member in self._members:
+        for worker, member in enumerate(self._members):
             member.control.send(
                 {
                     "type": "welcome",
-                    "rank": member.stage + 1,
+                    "rank": worker + 1,
+                    "stages": list(member.stages),
                     "names": list(names),
                     "store": [host, port],
                     "generation": self.generation,
@@ -367,7 +378,7 @@ class ProcessCluster:
             raise WorkerLost(
                 f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
                 worker=member.name,
-                stage=member.stage,
+                stage=member.stages[0],
             )
 
     # -- while it runs --------------------------------------------------------------------------
@@ -425,11 +436,11 @@ class ProcessCluster:
         ending = self._local.ending(member.name)
         what = "is gone" if problem is None or "still" not in ending else "does not take messages"
         error = WorkerLost(
-            f"worker {member.name!r} (stage {member.stage}, {member.description}) {what}"
+            f"worker {member.name!r} ({member.hosts}, {member.description}) {what}"
             + (f": {ending}" if ending else "")
             + "; the pipeline cannot go on without it, start again from your last state_dict",
             worker=member.name,
-            stage=member.stage,
+            stage=member.stages[0],
         )
         error.__cause__ = problem
         return error
@@ -458,7 +469,7 @@ class ProcessCluster:
                 text = member.story.get(timeout=deadline.remaining_s())
             except queue.Empty:
                 text = "its worker does not answer"
-            told.append(f"stage {member.stage} (worker {member.name!r}): {text}")
+            told.append(f"{member.hosts} (worker {member.name!r}): {text}")
         return told
 
     def reference(self, stage: int, part: str) -> Reference:

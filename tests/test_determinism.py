@@ -6,8 +6,18 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import OPTIMIZERS, POINTS, Transpose, batches, kitchen_sink
+from support.models import (
+    OPTIMIZERS,
+    POINTS,
+    Noisy,
+    Transpose,
+    batches,
+    kitchen_sink,
+    regression,
+)
 from support.oracle import assert_same, oracle
+from support.written import LaterBackward
+from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import Pipeline
 from pipedream_rt.cluster import InProcessCluster
@@ -68,13 +78,81 @@ def test_async_with_accumulation_equals_the_oracle(n, k):
     assert [loss for r in results for loss in r.losses] == losses
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (3, 2), (4, 1), (5, 1), (5, 3)])
+def test_vertical_sync_equals_the_oracle(n, k, optimizer):
+    data = batches(12, samples=7)
+    expected, losses = oracle(
+        kitchen_sink(), POINTS[n], data, F.cross_entropy, make(optimizer), k=k,
+        reads="vertical-sync",
+    )  # fmt: skip
+    found, results, statistics = train(
+        n, data, optimizer=optimizer, micro_batches=k, vertical_sync=True, shuffle=n
+    )
+    assert_same(found, expected)
+    assert [loss for r in results for loss in r.losses] == losses
+    assert all(c["versions_kept_most"] == -(-(n - 1) // k) + 1 for c in statistics)
+    assert all(len(set(r.versions)) == 1 for r in results)  # one model for each micro-batch
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (3, 3), (3, 5), (5, 6)])
+def test_2bw_equals_the_oracle(n, k, optimizer):
+    """Two epochs in a row; two versions, whatever the number of stages."""
+    data = batches(5, samples=13)
+    expected, losses = oracle(
+        kitchen_sink(), POINTS[n], data + data, F.cross_entropy, make(optimizer), k=k, reads="2bw"
+    )
+    found, results, statistics = train(
+        n, data, optimizer=optimizer, schedule="2bw", micro_batches=k, shuffle=n, epochs=2
+    )
+    assert_same(found, expected)
+    assert [loss for r in results for loss in r.losses] == losses
+    assert all(c["versions_kept_most"] <= 2 for c in statistics)
+    assert all(c["buffers_allocated"] <= 2 for c in statistics)
+    assert [r.staleness for r in results] == [0] + [1] * 9
+
+
+@pytest.mark.parametrize(
+    ("stages", "v", "k"), [(2, 2, 1), (4, 2, 2), (4, 2, 6), (4, 4, 3), (3, 1, 3)]
+)
+def test_interleaved_equals_plain_accumulation(stages, v, k):
+    """Several stages on each worker; a flush, an evaluation and inference on the way."""
+    data = batches(6, samples=12)
+    expected, losses = oracle(
+        kitchen_sink(), [0], data, F.cross_entropy, make("adamw"), k=k, reads="flushed"
+    )
+    with Pipeline(
+        kitchen_sink(),
+        stages=POINTS[stages][1:],
+        loss_fn=F.cross_entropy,
+        optimizer=OPTIMIZERS["adamw"],
+        schedule="interleaved-1f1b",
+        stages_per_worker=v,
+        micro_batches=k,
+        workers=functools.partial(InProcessCluster, shuffle_seed=stages),
+    ) as pipe:
+        assert len({stage.worker for stage in pipe.stages}) == stages // v
+        results = list(pipe.train_epoch(data[:4]))
+        pipe.evaluate(batches(3, seed=9))
+        pipe.eval()(data[0][0])
+        pipe.train()
+        pipe.submit(*data[4])
+        assert [c["stage"] for c in pipe.statistics()] == list(range(stages))
+        results += pipe.train_epoch(data[5:])
+        assert_same(pipe.state_dict(), expected)
+        assert "versions" in pipe.explain()
+    flat = [loss for r in results for loss in r.losses]
+    assert flat == losses[: 4 * k] + losses[5 * k :]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 4), (2, 4), (3, 2), (4, 4), (5, 3), (4, 1)])
 def test_flushing_equals_plain_accumulation(schedule, n, k):
     """Whatever the number of stages, also with fewer micro-batches than stages."""
     data = batches(6, samples=10)
     expected, losses = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, stashing=False
+        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, reads="flushed"
     )
     found, results, statistics = train(
         n, data, optimizer="adam", schedule=schedule, micro_batches=k, shuffle=n
@@ -88,9 +166,14 @@ def test_flushing_equals_plain_accumulation(schedule, n, k):
 def test_a_mini_batch_smaller_than_its_micro_batches_is_filled_up():
     """5 samples in 4 parts are 2, 2, 1 and an empty one, which changes nothing."""
     data = [*batches(3, samples=8), *batches(1, samples=5), *batches(2, samples=8)]
-    for schedule, stashing in (("async-1f1b", True), ("1f1b", False)):
+    for schedule, reads in (
+        ("async-1f1b", "async-1f1b"),
+        ("1f1b", "flushed"),
+        ("zero-bubble", "flushed"),
+        ("2bw", "2bw"),
+    ):
         expected, losses = oracle(
-            kitchen_sink(), POINTS[3], data, F.cross_entropy, make("adamw"), k=4, stashing=stashing
+            kitchen_sink(), POINTS[3], data, F.cross_entropy, make("adamw"), k=4, reads=reads
         )
         found, results, _ = train(3, data, schedule=schedule, micro_batches=4)
         assert_same(found, expected)
@@ -168,7 +251,7 @@ def test_in_a_flushing_schedule_a_scheduler_works_as_in_a_plain_loop():
     data = batches(8)
     rates = [0.05 * 0.8**t for t in range(8)]
     expected, _ = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("sgd"), k=2, stashing=False, rates=rates
+        kitchen_sink(), [0], data, F.cross_entropy, make("sgd"), k=2, reads="flushed", rates=rates
     )
     with Pipeline(
         kitchen_sink(),
@@ -202,7 +285,7 @@ def test_the_layout_of_a_tensor_survives_the_boundary():
         torch.nn.Linear(100, 64), Transpose(), SumOverTime(), torch.nn.Linear(100, 3)
     )
     data = [(torch.randn(8, 100, 100), torch.randn(8, 3)) for _ in range(3)]
-    expected, _ = oracle(model, [0], data, F.mse_loss, make("sgd"), stashing=False)
+    expected, _ = oracle(model, [0], data, F.mse_loss, make("sgd"), reads="flushed")
     for stages in (1, [2], [1, 2, 3]):
         with Pipeline(
             model,
@@ -214,3 +297,113 @@ def test_the_layout_of_a_tensor_survives_the_boundary():
         ) as pipe:
             list(pipe.train_epoch(data))
             assert_same(pipe.state_dict(), expected)
+
+
+class Tied(torch.nn.Module):
+    """Uses a layer twice, a weight computed from another, and one past the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.w = torch.nn.Parameter(torch.randn(8, 8) / 8)
+        self.past = torch.nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        inside = torch.relu(self.linear(x)) @ torch.tanh(self.w @ self.w)
+        return self.linear(inside) + F.linear(x, self.linear.weight) + self.past.exp()
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Tanh(), torch.nn.LayerNorm(8)
+        )
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class HalfFrozen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(8, 8, 2)
+
+    def forward(self, x):
+        return self.lstm(x[None])[0][0]
+
+
+@pytest.mark.parametrize(
+    "layer", [Tied, Checkpointed, HalfFrozen, Recurrent, Noisy, torch.nn.Identity]
+)
+def test_a_split_backward_gives_the_bits_of_a_whole_one(layer):
+    """Layers whose graphs are no chain, in every place: first, middle and last stage."""
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(
+        layer(),
+        torch.nn.Linear(8, 8),
+        layer(),
+        torch.nn.Linear(8, 8),
+        torch.nn.ReLU(inplace=True),
+        layer(),
+        torch.nn.Linear(8, 8),
+    )
+    states = []
+    for schedule, workers in (
+        ("1f1b", "in-process"),
+        ("zero-bubble", "in-process"),
+        ("zero-bubble", functools.partial(InProcessCluster, shuffle_seed=2)),
+    ):
+        with Pipeline(
+            model,
+            stages=[2, 5],
+            loss_fn=F.mse_loss,
+            optimizer=OPTIMIZERS["sgd"],
+            schedule=schedule,
+            micro_batches=4,
+            workers=workers,
+        ) as pipe:
+            list(pipe.train_epoch(regression(5, samples=8)))
+            states.append(pipe.state_dict())
+    assert_same(states[1], states[0])
+    assert_same(states[2], states[0])
+
+
+def test_a_stage_without_weights_and_one_without_gradients():
+    """Nothing to derive in one half, or in both."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 8), torch.nn.Tanh())
+    found = []
+    for schedule in ("gpipe", "zero-bubble"):
+        with Pipeline(
+            model,
+            stages=[1, 2],
+            loss_fn=F.mse_loss,
+            optimizer=OPTIMIZERS["adam"],
+            schedule=schedule,
+            micro_batches=2,
+            workers="in-process",
+        ) as pipe:
+            list(pipe.train_epoch(regression(4)))
+            found.append(pipe.state_dict())
+    assert_same(found[0], found[1])
+
+
+def test_a_schedule_that_a_user_wrote():
+    """Flushed, so it must equal plain accumulation."""
+    data = batches(6, samples=8)
+    expected, losses = oracle(
+        kitchen_sink(), [0], data, F.cross_entropy, make("adamw"), k=4, reads="flushed"
+    )
+    found, results, _ = train(3, data, schedule=LaterBackward(), micro_batches=4, shuffle=1)
+    assert_same(found, expected)
+    assert [loss for r in results for loss in r.losses] == losses

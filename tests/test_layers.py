@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"pipedream_rt.errors", "pipedream_rt.deadline"},
     {"pipedream_rt.schedules"},
+    {"pipedream_rt.observe"},
+    {"pipedream_rt.simulation"},
     {"pipedream_rt.planning"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},
@@ -67,8 +69,9 @@ def test_a_file_imports_only_from_its_own_layer_and_those_above(path):
             assert layer is None or layer <= own, f"{module_of(path)} imports {module}"
 
 
-def test_schedules_are_pure():
-    for path in (ROOT / "pipedream_rt" / "schedules").glob("*.py"):
+@pytest.mark.parametrize("package", ["schedules", "observe", "simulation"])
+def test_what_needs_no_process_and_no_clock_is_pure(package):
+    for path in (ROOT / "pipedream_rt" / package).glob("*.py"):
         forbidden = {"torch", "threading", "multiprocessing", "time", "socket"}
         assert not forbidden & {m.split(".")[0] for m in imports_of(path)}
 

@@ -82,12 +82,24 @@ def test_async_equals_the_oracle(n, optimizer):
     assert [c["buffers_allocated"] for c in counters] == list(range(n, 0, -1))
 
 
-@pytest.mark.parametrize(("schedule", "n", "k"), [("1f1b", 3, 4), ("gpipe", 4, 2)])
-def test_flushing_equals_plain_accumulation(schedule, n, k):
+@pytest.mark.parametrize(
+    ("schedule", "n", "k", "reads", "options"),
+    [
+        ("1f1b", 3, 4, "flushed", {}),
+        ("gpipe", 4, 2, "flushed", {}),
+        ("interleaved-1f1b", 4, 4, "flushed", {"stages_per_worker": 2}),
+        ("zero-bubble", 3, 5, "flushed", {}),
+        ("async-1f1b", 4, 1, "vertical-sync", {"vertical_sync": True}),
+        ("2bw", 3, 4, "2bw", {}),
+    ],
+)
+def test_every_schedule_equals_the_oracle(schedule, n, k, reads, options):
+    """Flushing ones equal plain accumulation, so the oracle has one stage for them."""
     data = batches(6, samples=7)
     cls, kwargs = OPTIMIZERS["adamw"]
+    points = [0] if reads == "flushed" else POINTS[n]
     expected, losses = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, lambda p: cls(p, **kwargs), k=k, stashing=False
+        kitchen_sink(), points, data, F.cross_entropy, lambda p: cls(p, **kwargs), k=k, reads=reads
     )
     with open_pipe(
         kitchen_sink(),
@@ -96,6 +108,7 @@ def test_flushing_equals_plain_accumulation(schedule, n, k):
         optimizer=OPTIMIZERS["adamw"],
         schedule=schedule,
         micro_batches=k,
+        **options,
     ) as pipe:
         found = [loss for r in pipe.train_epoch(data) for loss in r.losses]
         assert_same(pipe.state_dict(), expected)

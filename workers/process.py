@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -26,10 +27,10 @@ _LAST_ACTION_S = 10.0
 
 
 def host_stage(control: Control, welcome: Record, threads: int) -> int:
-    """Join the group that a welcome describes and run a stage in it.
+    """Join the group that a welcome describes and run the worker's stages in it.
 
-    Threads of this process: this one reads the control connection; ``stage-<i>`` computes; torch's
-    RPC pool fills the inbox.
+    Threads of this process: this one reads the control connection; one computes; torch's RPC pool
+    fills the inbox.
 
     Args:
         control: Connection to the coordinator.
@@ -40,7 +41,7 @@ def host_stage(control: Control, welcome: Record, threads: int) -> int:
         Exit code of the process.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
-    stage = welcome["rank"] - 1
+    worker, stages = welcome["rank"] - 1, welcome["stages"]
     timeout = timedelta(seconds=welcome["timeout_s"])
     try:
         transport = _join(control, welcome, timeout)
@@ -48,16 +49,22 @@ def host_stage(control: Control, welcome: Record, threads: int) -> int:
         control.send({"type": "failed", "text": str(error)})
         _log.error("could not join the group: %s", error)
         return EXIT_FAILED
-    inbox = Inbox(f"stage {stage}", welcome["generation"])
-    transport.open(stage, inbox.put, inbox.close)
+    generation = welcome["generation"]
     host = StageHost(
-        stage, inbox, sender(transport, stage, welcome["generation"]), timeout, threads
+        worker,
+        stages,
+        generation,
+        lambda stage: sender(transport, stage, generation),
+        timeout,
+        threads,
     )
-    transport.expose(stage, host.part)
-    thread = threading.Thread(target=host.serve, name=f"stage-{stage}")
+    for stage in stages:
+        transport.open(stage, host.inbox.put, host.inbox.close)
+        transport.expose(stage, functools.partial(host.part, stage))
+    thread = threading.Thread(target=host.serve, name=host.name)
     thread.start()
     control.send({"type": "joined"})
-    return _until_exit(control, inbox, thread, transport)
+    return _until_exit(control, host.inbox, thread, transport)
 
 
 def _join(control: Control, welcome: Record, timeout: timedelta) -> RpcTransport:

@@ -1,11 +1,16 @@
-"""What a stage can do: forward ``F3``, backward ``B3``, step ``S3``; ``2:F3`` with its stage."""
+"""What a stage can do: ``F3``, ``B3`` or its halves ``I3`` and ``W3``, ``S3``; or ``2:F3``.
+
+Forward, backward, step. A backward may be split (zero bubble): the half ``I`` finds the gradient of
+the stage's input, which the stage before waits for; the half ``W`` finds the gradients of the
+weights, which nobody waits for until the step.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from pipedream_rt.errors import ScheduleError
 
@@ -15,24 +20,31 @@ class Kind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
     STEP = "S"
 
 
-_TEXT = re.compile(r"(?:(\d+):)?([FBS])(\d+)")
+SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
+"""What takes a gradient from the stage after and gives one to the stage before."""
+
+ENDS = (Kind.BACKWARD, Kind.WEIGHT)
+"""What ends a micro-batch on a stage: its gradients are in the pending update."""
+
+_TEXT = re.compile(r"(?:(\d+):)?([FBIWS])(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a stage does.
 
     Attributes:
-        kind: Forward, backward or step.
-        index: Micro-batch of a forward or backward, number of the update of a step; both 0-based.
-        stage: The stage that does it, where the context does not tell.
+        kind: Forward, backward or a half of it, or step.
+        index: Number of the update of a step, of the micro-batch otherwise; both 0-based.
+        stage: The stage that does it; None for the only stage of a worker.
     """
 
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]  # nobody looks for an element of an action
     stage: int | None = None
 
     def __str__(self) -> str:
@@ -56,31 +68,39 @@ class Action:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; expected F, B or S and a number, "
+                f"{text!r} is not an action; expected F, B, I, W or S and a number, "
                 "with the stage and a colon before it if wanted, as in F3 or 2:F3"
             )
         stage, letter, index = match.groups()
         return Action(Kind(letter), int(index), None if stage is None else int(stage))
 
 
-def forward(micro_batch: int) -> Action:
+def forward(micro_batch: int, stage: int | None = None) -> Action:
     """``F<micro_batch>``."""
-    return Action(Kind.FORWARD, micro_batch)
+    return Action(Kind.FORWARD, micro_batch, stage)
 
 
-def backward(micro_batch: int) -> Action:
-    """``B<micro_batch>``."""
-    return Action(Kind.BACKWARD, micro_batch)
+def backward(micro_batch: int, stage: int | None = None) -> Action:
+    """``B<micro_batch>``: both halves at once."""
+    return Action(Kind.BACKWARD, micro_batch, stage)
 
 
-def step(update: int) -> Action:
+def input_gradient(micro_batch: int, stage: int | None = None) -> Action:
+    """``I<micro_batch>``: the half of the backward that the stage before waits for."""
+    return Action(Kind.INPUT, micro_batch, stage)
+
+
+def weight_gradient(micro_batch: int, stage: int | None = None) -> Action:
+    """``W<micro_batch>``: the other half; any time between ``I<micro_batch>`` and the step."""
+    return Action(Kind.WEIGHT, micro_batch, stage)
+
+
+def step(update: int, stage: int | None = None) -> Action:
     """``S<update>``: makes weight version ``update + 1`` of ``update``."""
-    return Action(Kind.STEP, update)
+    return Action(Kind.STEP, update, stage)
 
 
-def until(
-    order: Iterator[Action], stop: int, per_update: int, backwards_done: int, steps_done: int
-) -> Iterator[Action]:
+def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
     """What is left of an endless order when the micro-batches end at ``stop``: the drain.
 
     Leaves out whatever belongs to micro-batches that do not exist, and ends with the last action
@@ -93,18 +113,22 @@ def until(
         order: The endless order, from where it stands.
         stop: One past the last micro-batch, a multiple of ``per_update``.
         per_update: Micro-batches per update.
-        backwards_done: First micro-batch whose backward is still to do.
-        steps_done: First update that is still to do.
+        left: How many ends of micro-batches (``B`` or ``W``) and steps are still to do.
 
     Yields:
         The actions that remain.
+
+    Raises:
+        ScheduleError: The order ends before.
     """
     updates = stop // per_update
-    backwards, steps = stop - backwards_done, updates - steps_done
-    while backwards or steps:
-        action = next(order)
-        if action.index >= (updates if action.kind is Kind.STEP else stop):
+    while left:
+        action = next(order, None)
+        if action is None:
+            raise ScheduleError(f"the order ends before it has done all of {stop} micro-batches")
+        kind = action.kind
+        if action.index >= (updates if kind is Kind.STEP else stop):
             continue
-        backwards -= action.kind is Kind.BACKWARD
-        steps -= action.kind is Kind.STEP
+        if kind is Kind.STEP or kind in ENDS:
+            left -= 1
         yield action

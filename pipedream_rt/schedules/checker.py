@@ -1,34 +1,31 @@
-"""Runs the orders of all stages against each other, without time, and proves that they obey.
+"""Runs the orders of all workers against each other, without time, and proves that they obey.
 
-Any object with the methods of `Schedule` can be checked, a user's own too. What is proved for a
-finite number of micro-batches: every forward once and before its backward, every update once and
-after the backwards that it sums, no deadlock, no more in flight than stated, no version read that
-is not kept, no more versions kept than stated.
+What is proved for a finite number of micro-batches: every forward once and before its backward,
+every update once and after the backwards that it sums, everything in the order of the micro-batches
+(so that gradients are summed as in plain accumulation), no deadlock, no more in flight than stated,
+no version read that is not kept, no more versions kept than stated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from pipedream_rt.errors import ScheduleError, VersionError
-from pipedream_rt.schedules.actions import Action, Kind
+from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
+from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, Action, Kind
+from pipedream_rt.schedules.execution import Executable, Execution
 from pipedream_rt.schedules.ledger import VersionLedger
+from pipedream_rt.schedules.schedule import (
+    Schedule,
+    proof_length,
+    schedule_named,
+    schedule_written,
+)
+from pipedream_rt.schedules.shape import Shape
 
 
-class Checkable(Protocol):
+class Checkable(Executable, Protocol):
     """What the checker needs to know of a schedule."""
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages, n."""
-
-    @property
-    def per_update(self) -> int:
-        """Micro-batches per update, k."""
-
-    def order(self, stage: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
-        """Yield what a stage does."""
 
     def reads(self, stage: int, micro_batch: int) -> int:
         """Return the version that a micro-batch reads."""
@@ -41,7 +38,7 @@ class Checkable(Protocol):
 
 
 class Grid:
-    """Stage x time drawing of what was executed; one column per action of unit length.
+    """Worker x time drawing of what was executed; one column per action of unit length.
 
     With three stages and async-1f1b::
 
@@ -50,13 +47,14 @@ class Grid:
         stage 2  .. .. F0 B0 F1 B1 ..
     """
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         """Start empty."""
-        self._rows: list[dict[int, str]] = [{} for _ in range(num_stages)]
+        self._name = "stage" if shape.stages_per_worker == 1 else "worker"
+        self._rows: list[dict[int, str]] = [{} for _ in range(shape.workers)]
 
-    def place(self, stage: int, time: int, text: str) -> None:
+    def place(self, worker: int, time: int, text: str) -> None:
         """Draw one action at a column."""
-        self._rows[stage][time] = text
+        self._rows[worker][time] = text
 
     def render(self, last: int | None = None) -> str:
         """Return the drawing.
@@ -70,162 +68,162 @@ class Grid:
         width = max((len(cell) for row in cells for cell in row), default=1)
         lead = "... " if begin else ""
         return "\n".join(
-            f"stage {s}  {lead}" + " ".join(cell.ljust(width) for cell in row).rstrip()
+            f"{self._name} {s}  {lead}" + " ".join(cell.ljust(width) for cell in row).rstrip()
             for s, row in enumerate(cells)
         )
 
 
 class _StageState:
-    """How far one stage has come."""
+    """How far one stage has come: so many forwards, backwards or input halves, ends, steps."""
 
-    def __init__(self, schedule: Checkable, stage: int, micro_batches: int) -> None:
+    def __init__(self, stage: int) -> None:
         """Nothing done yet."""
-        self.order = schedule.order(stage, 0, micro_batches)
-        self.next: Action | None = next(self.order, None)
         self.ledger = VersionLedger(stage)
-        self.forwards: dict[int, int] = {}
-        self.backwards: dict[int, int] = {}
-        self.steps = 0
-        self.clock = 0
+        self.forwards = self.backs = self.ends = self.steps = 0
+        self.split = False
 
 
-class Execution:
-    """Executes the orders of all stages, a unit of time per forward and backward, none per step.
+class _Checker:
+    """The rules, asked of one execution."""
 
-    Args:
-        schedule: What to execute.
-        micro_batches: How many there are, a multiple of ``schedule.per_update``.
-    """
-
-    def __init__(self, schedule: Checkable, micro_batches: int) -> None:
-        """Take the first action of every stage."""
+    def __init__(self, schedule: Checkable, micro_batches: int, flushes: Sequence[int]) -> None:
+        """Take the schedule."""
         self._schedule = schedule
         self._micro_batches = micro_batches
-        self._stages = [_StageState(schedule, s, micro_batches) for s in range(schedule.num_stages)]
-        self.grid = Grid(schedule.num_stages)
+        self._execution = Execution(schedule, micro_batches, flushes=flushes)
+        shape = schedule.shape
+        self._stages = [_StageState(s) for s in range(shape.num_stages)]
+        self._clocks = [0] * shape.workers
+        # When the actions that neighbours wait for were done, until it is asked for.
+        self._sent: dict[tuple[bool, int, int], int] = {}
+        self.grid = Grid(shape)
 
-    def run(self) -> Grid:
-        """Execute to the end.
-
-        Returns:
-            The drawing of the whole run.
+    def run(self) -> None:
+        """Check everything.
 
         Raises:
             ScheduleError: A rule is broken; the message names it and shows the grid.
         """
-        progress = True
-        while progress:
-            progress = False
-            for stage in range(len(self._stages)):
-                while self._try(stage):
-                    progress = True
+        for worker, stage, action in self._execution:
+            try:
+                self._apply(stage, action)
+            except (VersionError, _RuleBroken) as error:
+                raise self._broken(worker, stage, action, str(error)) from error
+            if action.kind is not Kind.STEP:
+                self._place(worker, stage, action)
         self._finish()
-        return self.grid
 
-    def _try(self, stage: int) -> bool:
-        """Execute the next action of a stage if what it waits for is there."""
-        state = self._stages[stage]
-        action = state.next
-        if action is None:
-            return False
-        ready = self._ready_at(stage, action)
-        if ready is None:
-            return False
-        try:
-            self._apply(stage, state, action)
-        except VersionError as error:
-            raise self._broken(stage, action, str(error)) from error
-        if action.kind is not Kind.STEP:
-            start = max(state.clock, ready)
-            self.grid.place(stage, start, str(action))
-            done = state.forwards if action.kind is Kind.FORWARD else state.backwards
-            state.clock = done[action.index] = start + 1
-        state.next = next(state.order, None)
-        return True
+    def _place(self, worker: int, stage: int, action: Action) -> None:
+        """Draw an action of unit length as early as it can be, and note when it is done."""
+        goes_forward = action.kind is Kind.FORWARD
+        ready = 0
+        if goes_forward or action.kind in SENDS_BACK:
+            neighbour = stage - 1 if goes_forward else stage + 1
+            ready = self._sent.pop((goes_forward, neighbour, action.index), 0)
+        start = max(self._clocks[worker], ready)
+        self.grid.place(worker, start, str(action))
+        self._clocks[worker] = start + 1
+        if goes_forward or action.kind in SENDS_BACK:
+            self._sent[(goes_forward, stage, action.index)] = start + 1
 
-    def _ready_at(self, stage: int, action: Action) -> int | None:
-        """When the message that an action waits for was sent, or None if it was not yet."""
-        if action.kind is Kind.FORWARD and stage > 0:
-            return self._stages[stage - 1].forwards.get(action.index)
-        if action.kind is Kind.BACKWARD and stage < len(self._stages) - 1:
-            return self._stages[stage + 1].backwards.get(action.index)
-        return 0
-
-    def _apply(self, stage: int, state: _StageState, action: Action) -> None:
+    def _apply(self, stage: int, action: Action) -> None:
         """Check the rules of one action and note what it does."""
-        schedule, m = self._schedule, action.index
+        state, schedule, m = self._stages[stage], self._schedule, action.index
         match action.kind:
             case Kind.FORWARD:
-                if m in state.forwards:
-                    raise self._broken(stage, action, f"micro-batch {m} goes forward twice")
-                expected = len(state.forwards)
-                if m != expected:
-                    raise self._broken(stage, action, f"the next forward should be F{expected}")
-                in_flight, bound = len(state.ledger.in_flight) + 1, schedule.in_flight(stage)
+                if m < state.forwards:
+                    raise _RuleBroken(f"micro-batch {m} goes forward twice")
+                if m > state.forwards:
+                    raise _RuleBroken(f"the next forward should be F{state.forwards}")
+                state.forwards += 1
+                in_flight, bound = state.forwards - state.ends, schedule.in_flight(stage)
                 if in_flight > bound:
-                    text = f"{in_flight} in flight, the schedule states {bound}"
-                    raise self._broken(stage, action, text)
+                    raise _RuleBroken(f"{in_flight} in flight, the schedule states {bound}")
                 state.ledger.release(schedule.reads(stage, m))
                 state.ledger.pin(m, schedule.reads(stage, m))
-            case Kind.BACKWARD:
-                if m in state.backwards:
-                    raise self._broken(stage, action, f"micro-batch {m} goes backward twice")
-                if m not in state.forwards:
-                    raise self._broken(stage, action, f"backward before its forward F{m}")
-                state.ledger.unpin(m)
+            case Kind.BACKWARD | Kind.INPUT:
+                if m < state.backs:
+                    raise _RuleBroken(f"micro-batch {m} goes backward twice")
+                if m >= state.forwards:
+                    raise _RuleBroken(f"backward before its forward F{m}")
+                if m > state.backs:
+                    raise _RuleBroken(
+                        f"the next backward should be {action.kind.value}{state.backs}"
+                    )
+                split = action.kind is Kind.INPUT
+                if m and split is not state.split:
+                    raise _RuleBroken("a backward is split always or never, here it is both")
+                state.split = split
+                state.backs += 1
+            case Kind.WEIGHT:
+                if not state.split or m >= state.backs:
+                    raise _RuleBroken(f"the weight half before its input half I{m}")
+                if m != state.ends:
+                    raise _RuleBroken(f"the next weight half should be W{state.ends}")
             case Kind.STEP:
-                self._apply_step(stage, state, action)
+                self._apply_step(state, stage, action)
+        if action.kind in ENDS:
+            state.ledger.unpin(m)
+            state.ends += 1
         kept, bound = len(state.ledger.kept), schedule.kept(stage)
         if kept > bound:
-            raise self._broken(stage, action, f"{kept} versions kept, the schedule states {bound}")
+            raise _RuleBroken(f"{kept} versions kept, the schedule states {bound}")
 
-    def _apply_step(self, stage: int, state: _StageState, action: Action) -> None:
+    def _apply_step(self, state: _StageState, stage: int, action: Action) -> None:
         """Check that an update comes in turn and has all its gradients."""
         if action.index != state.steps:
-            raise self._broken(stage, action, f"the next update should be S{state.steps}")
-        per_update = self._schedule.per_update
-        summed = range(action.index * per_update, (action.index + 1) * per_update)
-        missing = [m for m in summed if m not in state.backwards]
+            raise _RuleBroken(f"the next update should be S{state.steps}")
+        letter = "W" if state.split else "B"
+        missing = range(state.ends, (action.index + 1) * self._schedule.shape.per_update)
         if missing:
-            text = f"update before its backward {', '.join(f'B{m}' for m in missing)}"
-            raise self._broken(stage, action, text)
-        next_read = self._schedule.reads(stage, len(state.forwards))
+            raise _RuleBroken(
+                f"update before its backward {', '.join(f'{letter}{m}' for m in missing)}"
+            )
+        too_many = range((action.index + 1) * self._schedule.shape.per_update, state.ends)
+        if too_many:
+            raise _RuleBroken(f"update after {letter}{too_many[0]}, which it does not sum")
+        next_read = self._schedule.reads(stage, state.forwards)
         state.ledger.release(next_read)
         state.ledger.advance(next_read)
         state.steps += 1
 
     def _finish(self) -> None:
-        """Check that nothing is left: neither a stage that waits nor an action never done."""
-        waiting = [(s, state.next) for s, state in enumerate(self._stages) if state.next]
+        """Check that nothing is left: neither a worker that waits nor an action never done."""
+        name = "stage" if self._schedule.shape.stages_per_worker == 1 else "worker"
+        waiting = self._execution.waiting
         if waiting:
-            stage, action = waiting[0]
-            text = "deadlock: " + ", ".join(f"stage {s} waits for {a}" for s, a in waiting)
-            raise self._broken(stage, action, text)
-        updates = self._micro_batches // self._schedule.per_update
+            worker, action = waiting[0]
+            stage = worker if action.stage is None else action.stage
+            text = "deadlock: " + ", ".join(f"{name} {w} waits for {a}" for w, a in waiting)
+            raise self._broken(worker, stage, action, text)
+        updates = self._micro_batches // self._schedule.shape.per_update
         for s, state in enumerate(self._stages):
-            for letter, done in (("F", state.forwards), ("B", state.backwards)):
-                missing = [m for m in range(self._micro_batches) if m not in done]
-                if missing:
-                    raise self._broken(s, None, f"stage {s} never does {letter}{missing[0]}")
-            if state.steps != updates:
-                raise self._broken(s, None, f"stage {s} never does S{state.steps}")
+            for letter, done in (("F", state.forwards), ("B", state.backs), ("W", state.ends)):
+                if done < self._micro_batches:
+                    raise self._broken(s, s, None, f"stage {s} never does {letter}{done}")
+            if state.steps < updates:
+                raise self._broken(s, s, None, f"stage {s} never does S{state.steps}")
 
-    def _broken(self, stage: int, action: Action | None, rule: str) -> ScheduleError:
+    def _broken(self, worker: int, stage: int, action: Action | None, rule: str) -> ScheduleError:
         """Make the error: the rule, and the grid with the culprit between > and <."""
         where = f"stage {stage}"
         if action is not None:
             where += f", {action}"
-            state = self._stages[stage]
-            self.grid.place(stage, state.clock, f">{action}<")
+            self.grid.place(worker, self._clocks[worker], f">{action}<")
         return ScheduleError(f"{where}: {rule}\n{self.grid.render(last=24)}")
 
 
-def check(schedule: Checkable, micro_batches: int) -> Grid:
+class _RuleBroken(Exception):
+    """A rule, in words; the place is added where it is known."""
+
+
+def check(schedule: Checkable, micro_batches: int, flushes: Sequence[int] = ()) -> Grid:
     """Prove that a schedule obeys the rules for so many micro-batches.
 
     Args:
         schedule: What to check.
-        micro_batches: How many, a multiple of ``schedule.per_update``.
+        micro_batches: How many, a multiple of k.
+        flushes: Multiples of k at which the pipe is flushed on the way.
 
     Returns:
         The drawing of the execution, unit time per action.
@@ -233,4 +231,59 @@ def check(schedule: Checkable, micro_batches: int) -> Grid:
     Raises:
         ScheduleError: A rule is broken; the message shows the grid with the culprit marked.
     """
-    return Execution(schedule, micro_batches).run()
+    checker = _Checker(schedule, micro_batches, flushes)
+    checker.run()
+    return checker.grid
+
+
+def schedule_for(
+    schedule: str | Any,
+    *,
+    num_stages: int,
+    per_update: int = 1,
+    stages_per_worker: int | None = None,
+    vertical_sync: bool = False,
+) -> Schedule:
+    """Look a schedule up, or take and check one that a user wrote.
+
+    Args:
+        schedule: A name, or an object (see `schedule_written`).
+        num_stages: Number of stages.
+        per_update: Micro-batches per update.
+        stages_per_worker: Model chunks on each worker; None for what the schedule has by itself.
+        vertical_sync: An option of async-1f1b.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ConfigError: There is no such schedule.
+        ScheduleError: The user's order breaks a rule; the message shows where.
+    """
+    if isinstance(schedule, str):
+        return schedule_named(
+            schedule,
+            num_stages=num_stages,
+            per_update=per_update,
+            stages_per_worker=stages_per_worker,
+            vertical_sync=vertical_sync,
+        )
+    if vertical_sync:
+        raise ConfigError("vertical_sync is an option of async-1f1b, not of a written schedule")
+    made = schedule_written(
+        schedule,
+        num_stages=num_stages,
+        per_update=per_update,
+        stages_per_worker=stages_per_worker,
+    )
+    _prove(made, proof_length(made.shape, schedule))
+    return made
+
+
+def _prove(schedule: Checkable, length: int) -> None:
+    """Check warm-up, steady state and drain, and a flush on the way."""
+    check(schedule, length)
+    k = schedule.shape.per_update
+    middle = length // 2 // k * k
+    if 0 < middle < length:
+        check(schedule, length, flushes=(middle,))

@@ -1,6 +1,8 @@
-"""The bookkeeping of weight versions: integers only, shared by the stage and the checker."""
+"""The bookkeeping of weight versions: integers only, shared by the stage and the simulator."""
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from pipedream_rt.errors import VersionError
 
@@ -9,7 +11,8 @@ class VersionLedger:
     """Who reads which version, and which versions must be kept.
 
     A version is kept while a micro-batch in flight has it pinned, while a forward to come may read
-    it, or while it is the newest. Not thread-safe: owned by the thread that runs the stage.
+    it, or while it is the newest. Every method takes constant time, over a run. Not thread-safe:
+    owned by the thread that runs the stage.
 
     Args:
         stage: Index used in messages.
@@ -21,19 +24,23 @@ class VersionLedger:
         self._stage = stage
         self.floor = floor
         self.newest = floor
-        self._pins: dict[int, int] = {}
-        self._kept = {floor}
         self.kept_most = 1
+        self._pins: dict[int, int] = {}
+        self._readers = {floor: 0}
+        # Versions below have been looked at by `release`; those with readers then are dropped when
+        # the last reader ends.
+        self._swept = floor
+        self._to_drop: list[int] = []
 
     @property
-    def kept(self) -> frozenset[int]:
+    def kept(self) -> Set[int]:
         """The versions held now."""
-        return frozenset(self._kept)
+        return self._readers.keys()
 
     @property
-    def in_flight(self) -> tuple[int, ...]:
+    def in_flight(self) -> Set[int]:
         """The micro-batches that have a version pinned, oldest first."""
-        return tuple(self._pins)
+        return self._pins.keys()
 
     def pin(self, micro_batch: int, version: int) -> None:
         """Note that a micro-batch reads a version until `unpin`.
@@ -41,14 +48,15 @@ class VersionLedger:
         Raises:
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
-        if version not in self._kept:
+        if version not in self._readers:
             raise VersionError(
                 f"stage {self._stage}: F{micro_batch} reads weight version {version}, "
-                f"but the versions kept are {sorted(self._kept)}"
+                f"but the versions kept are {sorted(self._readers)}"
             )
         if micro_batch in self._pins:
             raise VersionError(f"stage {self._stage}: micro-batch {micro_batch} is in flight twice")
         self._pins[micro_batch] = version
+        self._readers[version] += 1
 
     def pinned(self, micro_batch: int) -> int:
         """Return the version that a micro-batch in flight reads.
@@ -65,8 +73,11 @@ class VersionLedger:
 
     def unpin(self, micro_batch: int) -> None:
         """End the reading that `pin` began."""
-        self.pinned(micro_batch)
+        version = self.pinned(micro_batch)
         del self._pins[micro_batch]
+        self._readers[version] -= 1
+        if version < self._swept and not self._readers[version] and version != self.newest:
+            self._to_drop.append(version)
 
     def can_overwrite(self, next_read: int) -> bool:
         """Whether the newest version may be changed in place.
@@ -74,7 +85,7 @@ class VersionLedger:
         Args:
             next_read: The version that the next forward will read; later ones read no older one.
         """
-        return next_read > self.newest and self.newest not in self._pins.values()
+        return next_read > self.newest and not self._readers[self.newest]
 
     def release(self, next_read: int) -> list[int]:
         """Drop the versions that nobody reads and no forward to come will read.
@@ -82,10 +93,15 @@ class VersionLedger:
         Returns:
             Their numbers, oldest first.
         """
-        needed = {self.newest, *self._pins.values()}
-        dropped = sorted(v for v in self._kept if v < next_read and v not in needed)
-        self._kept.difference_update(dropped)
-        return dropped
+        dropped, self._to_drop = self._to_drop, []
+        for version in range(self._swept, min(next_read, self.newest)):
+            # A version that was changed in place is not there any more.
+            if self._readers.get(version) == 0:
+                dropped.append(version)
+        self._swept = max(self._swept, min(next_read, self.newest))
+        for version in dropped:
+            del self._readers[version]
+        return sorted(dropped)
 
     def advance(self, next_read: int) -> bool:
         """Make the next version the newest.
@@ -95,10 +111,10 @@ class VersionLedger:
         """
         in_place = self.can_overwrite(next_read)
         if in_place:
-            self._kept.discard(self.newest)
+            del self._readers[self.newest]
         self.newest += 1
-        self._kept.add(self.newest)
-        self.kept_most = max(self.kept_most, len(self._kept))
+        self._readers[self.newest] = 0
+        self.kept_most = max(self.kept_most, len(self._readers))
         return in_place
 
     def reset(self) -> list[int]:
@@ -115,7 +131,8 @@ class VersionLedger:
                 f"stage {self._stage}: cannot replace the weights while micro-batches "
                 f"{list(self._pins)} are in flight; flush first"
             )
-        dropped = sorted(self._kept - {self.newest})
-        self._kept = {self.newest}
-        self.floor = self.newest
+        dropped = sorted(self._readers.keys() - {self.newest})
+        self._readers = {self.newest: 0}
+        self._to_drop = []
+        self.floor = self._swept = self.newest
         return dropped

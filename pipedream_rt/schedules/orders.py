@@ -1,7 +1,7 @@
-"""The orders: which actions a stage does, one after another. Endless, pure, one function each.
+"""The orders: which actions a worker does, one after another. Endless, pure, one function each.
 
-Letters as in the papers: n stages, s = 0..n-1, k micro-batches per update, m a micro-batch,
-w(s) = n-1-s warm-up forwards.
+Letters as in the papers: n workers, v stages on each, s a stage, k micro-batches per update, m a
+micro-batch, w(s) = n-1-s warm-up forwards.
 """
 
 from __future__ import annotations
@@ -11,17 +11,32 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from pipedream_rt.schedules.actions import Action, backward, forward, step, until
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules.actions import (
+    ENDS,
+    Action,
+    Kind,
+    backward,
+    forward,
+    input_gradient,
+    step,
+    until,
+    weight_gradient,
+)
+from pipedream_rt.schedules.shape import Shape
 
 
 class Order(Protocol):
-    """Says what each stage does next; knows no version, clock, message or tensor."""
+    """Says what each worker does next; knows no version, clock, message or tensor."""
 
-    def actions(self, stage: int, num_stages: int, per_update: int, start: int) -> Iterator[Action]:
-        """Yield the endless order of a stage from ``start``, where nothing is in flight."""
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """Yield the endless order of a worker from ``start``, where nothing is in flight."""
 
-    def in_flight(self, stage: int, num_stages: int, per_update: int) -> int:
-        """Return the most micro-batches whose backward may be outstanding on a stage."""
+    def in_flight(self, stage: int, shape: Shape) -> int:
+        """Return the most micro-batches that have gone forward on a stage and have not ended."""
+
+    def require(self, shape: Shape) -> None:
+        """Raise ConfigError if there is no such order for a shape."""
 
 
 def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Iterator[Action]:
@@ -40,45 +55,59 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
             yield step(m // per_update)
 
 
+class _AnyShape:
+    """An order that exists for every shape with one stage on each worker."""
+
+    __slots__ = ()
+
+    def require(self, shape: Shape) -> None:
+        """See `Order.require`."""
+        if shape.stages_per_worker != 1:
+            raise ConfigError(
+                f"{type(self).__name__} puts one stage on each worker, "
+                f"not {shape.stages_per_worker}; interleaved-1f1b takes several"
+            )
+
+
 @dataclass(frozen=True, slots=True)
-class Async1F1B:
+class Async1F1B(_AnyShape):
     """No flush, ever: mini-batches and epochs follow each other without a bubble.
 
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training
     (SOSP 2019), section 3.2 (1F1B).
     """
 
-    def actions(self, stage: int, num_stages: int, per_update: int, start: int) -> Iterator[Action]:
-        """See `Order.actions`."""
-        return one_forward_one_backward(num_stages - 1 - stage, per_update, start)
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """See `Order.order`."""
+        return one_forward_one_backward(shape.workers - 1 - worker, shape.per_update, start)
 
-    def in_flight(self, stage: int, num_stages: int, per_update: int) -> int:
+    def in_flight(self, stage: int, shape: Shape) -> int:
         """w(s) + 1."""
-        return num_stages - stage
+        return shape.workers - stage
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed1F1B:
+class Flushed1F1B(_AnyShape):
     """1F1B that drains before every update.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021),
     PipeDream-Flush.
     """
 
-    def actions(self, stage: int, num_stages: int, per_update: int, start: int) -> Iterator[Action]:
-        """See `Order.actions`."""
-        warm_up = min(num_stages - 1 - stage, per_update)
-        for first in count(start, per_update):
-            endless = one_forward_one_backward(warm_up, per_update, first)
-            yield from until(endless, first + per_update, per_update, first, first // per_update)
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """See `Order.order`."""
+        k = shape.per_update
+        warm_up = min(shape.workers - 1 - worker, k)
+        for first in count(start, k):
+            yield from until(one_forward_one_backward(warm_up, k, first), first + k, k, k + 1)
 
-    def in_flight(self, stage: int, num_stages: int, per_update: int) -> int:
+    def in_flight(self, stage: int, shape: Shape) -> int:
         """min(w(s) + 1, k)."""
-        return min(num_stages - stage, per_update)
+        return min(shape.workers - stage, shape.per_update)
 
 
 @dataclass(frozen=True, slots=True)
-class GPipe:
+class GPipe(_AnyShape):
     """All forwards of a mini-batch, then all its backwards, then the update.
 
     Departure from the paper: backwards run in the order of the forwards, not against it, so that
@@ -87,14 +116,111 @@ class GPipe:
     Source: Huang et al., GPipe (NeurIPS 2019).
     """
 
-    def actions(self, stage: int, num_stages: int, per_update: int, start: int) -> Iterator[Action]:
-        """See `Order.actions`."""
-        for first in count(start, per_update):
-            mini_batch = range(first, first + per_update)
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """See `Order.order`."""
+        for first in count(start, shape.per_update):
+            mini_batch = range(first, first + shape.per_update)
             yield from map(forward, mini_batch)
             yield from map(backward, mini_batch)
-            yield step(first // per_update)
+            yield step(first // shape.per_update)
 
-    def in_flight(self, stage: int, num_stages: int, per_update: int) -> int:
+    def in_flight(self, stage: int, shape: Shape) -> int:
         """Return k."""
-        return per_update
+        return shape.per_update
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved1F1B:
+    """1F1B over v stages on each worker, which makes the bubble v times shorter.
+
+    The v k forwards of a worker's mini-batch go in groups of n micro-batches, through its first
+    stage, its second, and so on, before the next n; backwards the same, last stage first::
+
+        worker 0 of 2, stages 0 and 2, k = 4
+        0:F0 0:F1 2:F0 2:F1 | 0:F2 2:B0 | 0:F3 2:B1 | 2:F2 0:B0 | 2:F3 0:B1 | 2:B2 2:B3 0:B2 0:B3
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM (SC 2021), section 2.2.
+    """
+
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """See `Order.order`."""
+        n, k, v = shape.workers, shape.per_update, shape.stages_per_worker
+        stages = shape.stages_of(worker)
+        # With one stage there is nothing to go round for: plain 1F1B.
+        warm_up = min(2 * (n - 1 - worker) + (v - 1) * n if v > 1 else n - 1 - worker, v * k)
+
+        def place(i: int) -> tuple[int, int]:
+            """Micro-batch and stage of the i-th forward of a mini-batch."""
+            group, rest = divmod(i, n * v)
+            return group * n + rest % n, rest // n
+
+        for first in count(start, k):
+            for i in range(v * k + warm_up):
+                if i < v * k:
+                    m, chunk = place(i)
+                    yield forward(first + m, stages[chunk])
+                if i >= warm_up:
+                    m, chunk = place(i - warm_up)
+                    yield backward(first + m, stages[v - 1 - chunk])
+            for stage in stages:
+                yield step(first // k, stage)
+
+    def in_flight(self, stage: int, shape: Shape) -> int:
+        """Counted over one mini-batch; there is no shorter formula."""
+        order = self.order(shape.worker_of(stage), shape, 0)
+        left = shape.stages_per_worker * (shape.per_update + 1)
+        return most_in_flight(until(order, shape.per_update, shape.per_update, left), stage)
+
+    def require(self, shape: Shape) -> None:
+        """The micro-batches, k, must be a multiple of the workers, n."""
+        if shape.per_update % shape.workers:
+            raise ConfigError(
+                "interleaved-1f1b takes the micro-batches in groups of as many as there are "
+                f"workers, so micro_batches must be a multiple of {shape.workers}, "
+                f"not {shape.per_update}"
+            )
+
+
+def most_in_flight(actions: Iterator[Action], stage: int) -> int:
+    """Return the most micro-batches in flight on a stage during a finite order."""
+    now = most = 0
+    for action in actions:
+        if action.stage in (None, stage):
+            now += (action.kind is Kind.FORWARD) - (action.kind in ENDS)
+            most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBubbleH1(_AnyShape):
+    """1F1B whose backward is split: weight halves fill what would be bubble, in the same memory.
+
+    Stage s puts off the weight halves by s micro-batches: w(s) + 1 + s = n are in flight, as many
+    as on the first stage of 1F1B. In the drain an input half is followed by a weight half as long
+    as there are some of both. With F = I = W the bubble is a third of that of 1F1B::
+
+        worker 2 of 3, k = 4    F0 I0 F1 I1 | F2 I2 W0 | F3 I3 W1 | W2 W3 S0
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024), section 2.1, ZB-H1.
+    """
+
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """See `Order.order`."""
+        k = shape.per_update
+        warm_up, put_off = min(shape.workers - 1 - worker, k), min(worker, k)
+        for first in count(start, k):
+            for i in range(warm_up):
+                yield forward(first + i)
+            for i in range(k + put_off):
+                if i + warm_up < k:
+                    yield forward(first + i + warm_up)
+                if i < k:
+                    yield input_gradient(first + i)
+                if i >= put_off:
+                    yield weight_gradient(first + i - put_off)
+            yield step(first // k)
+
+    def in_flight(self, stage: int, shape: Shape) -> int:
+        """min(n, k)."""
+        return min(shape.workers, shape.per_update)

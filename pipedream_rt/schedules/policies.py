@@ -9,19 +9,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules.shape import Shape
+
 
 class VersionPolicy(Protocol):
     """Says which version to read and how many are kept for that."""
 
-    def reads(self, stage: int, num_stages: int, per_update: int, micro_batch: int) -> int:
+    def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """Return the version that a micro-batch reads; never falls from one to the next."""
 
-    def kept(self, stage: int, num_stages: int, per_update: int) -> int:
+    def kept(self, stage: int, shape: Shape) -> int:
         """Return the most versions that a stage holds at once."""
+
+    def require(self, shape: Shape) -> None:
+        """Raise ConfigError if the policy makes no sense for a shape."""
+
+
+class _AnyShape:
+    """A policy for every shape."""
+
+    __slots__ = ()
+
+    def require(self, shape: Shape) -> None:
+        """See `VersionPolicy.require`."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightStashing:
+class WeightStashing(_AnyShape):
     """The newest version there is when the stage's own 1F1B order reaches the forward.
 
     max(0, (m - w(s)) // k), with w(s) = n-1-s: in steady state every stage reads the version that
@@ -30,23 +45,66 @@ class WeightStashing:
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (weight stashing).
     """
 
-    def reads(self, stage: int, num_stages: int, per_update: int, micro_batch: int) -> int:
+    def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return max(0, (micro_batch - (num_stages - 1 - stage)) // per_update)
+        return max(0, (micro_batch - (shape.workers - 1 - stage)) // shape.per_update)
 
-    def kept(self, stage: int, num_stages: int, per_update: int) -> int:
+    def kept(self, stage: int, shape: Shape) -> int:
         """w(s) + 1 with k = 1; the updates that w(s) micro-batches span, and the newest, else."""
-        return -(-(num_stages - 1 - stage) // per_update) + 1
+        return -(-(shape.workers - 1 - stage) // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed:
+class VerticalSync(_AnyShape):
+    """The version that the first stage reads, at every stage: one model for each micro-batch.
+
+    max(0, (m - (n-1)) // k). All stages keep as many versions as the first.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (vertical sync).
+    """
+
+    def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
+        """See `VersionPolicy.reads`."""
+        return max(0, (micro_batch - (shape.workers - 1)) // shape.per_update)
+
+    def kept(self, stage: int, shape: Shape) -> int:
+        """As many as stages with k = 1."""
+        return -(-(shape.workers - 1) // shape.per_update) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class TwoVersions:
+    """Mini-batch t reads version max(0, t-1) at every stage; two versions are kept.
+
+    Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021),
+    PipeDream-2BW (double-buffered weights).
+    """
+
+    def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
+        """See `VersionPolicy.reads`."""
+        return max(0, micro_batch // shape.per_update - 1)
+
+    def kept(self, stage: int, shape: Shape) -> int:
+        """Two."""
+        return 2
+
+    def require(self, shape: Shape) -> None:
+        """The micro-batches, k, must be n at least, else more than two versions are read at a time."""
+        if shape.per_update < shape.workers:
+            raise ConfigError(
+                f"2bw needs at least as many micro-batches per update as stages: micro_batches "
+                f"is {shape.per_update}, there are {shape.workers} stages"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed(_AnyShape):
     """Every micro-batch of mini-batch t reads version t; one version is kept."""
 
-    def reads(self, stage: int, num_stages: int, per_update: int, micro_batch: int) -> int:
+    def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return micro_batch // per_update
+        return micro_batch // shape.per_update
 
-    def kept(self, stage: int, num_stages: int, per_update: int) -> int:
+    def kept(self, stage: int, shape: Shape) -> int:
         """One."""
         return 1

@@ -1,98 +1,186 @@
-"""A schedule: one order with one version policy, for a number of stages. A pure value."""
+"""A schedule: one order with one version policy, for one shape. A pure value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.actions import Action, until
-from pipedream_rt.schedules.orders import Async1F1B, Flushed1F1B, GPipe, Order
-from pipedream_rt.schedules.policies import Flushed, VersionPolicy, WeightStashing
+from pipedream_rt.schedules.orders import (
+    Async1F1B,
+    Flushed1F1B,
+    GPipe,
+    Interleaved1F1B,
+    Order,
+    ZeroBubbleH1,
+    most_in_flight,
+)
+from pipedream_rt.schedules.policies import (
+    Flushed,
+    TwoVersions,
+    VersionPolicy,
+    VerticalSync,
+    WeightStashing,
+)
+from pipedream_rt.schedules.shape import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a schedule's name stands for.
+    """What a schedule's name stands for; n workers, k micro-batches per update, w = n-1-s.
 
     Attributes:
         order: The order of actions.
         versions: Which weight version is read.
         flushes: Whether the pipe is empty at every update.
-        summary: One line for people.
+        summary: A few words for people.
+        kept_text, bubble_text, staleness_text: Versions kept at stage s, idle share, staleness.
+        stages_per_worker: If not told otherwise.
     """
 
     order: Order
     versions: VersionPolicy
     flushes: bool
     summary: str
+    kept_text: str = "1"
+    bubble_text: str = "(n-1)/(k+n-1)"
+    staleness_text: str = "0"
+    stages_per_worker: int = 1
 
+    def line(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.summary}; versions kept {self.kept_text}; bubble {self.bubble_text}; "
+            f"staleness {self.staleness_text}"
+        )
+
+
+_ASYNC = Recipe(
+    order=Async1F1B(),
+    versions=WeightStashing(),
+    flushes=False,
+    summary="PipeDream, never a flush",
+    kept_text="ceil(w/k)+1",
+    bubble_text="0",
+    staleness_text="up to ceil(w/k)",
+)
+_VERTICAL_SYNC = Recipe(
+    order=Async1F1B(),
+    versions=VerticalSync(),
+    flushes=False,
+    summary="PipeDream, all stages read the version that the first reads",
+    kept_text="ceil((n-1)/k)+1",
+    bubble_text="0",
+    staleness_text="ceil((n-1)/k)",
+)
 
 RECIPES: dict[str, Recipe] = {
-    "async-1f1b": Recipe(
+    "async-1f1b": _ASYNC,
+    "2bw": Recipe(
         order=Async1F1B(),
-        versions=WeightStashing(),
+        versions=TwoVersions(),
         flushes=False,
-        summary="no flush, no bubble; n-s weight versions; staleness n-1-s updates (PipeDream)",
+        summary="PipeDream-2BW, k >= n",
+        kept_text="2",
+        bubble_text="0",
+        staleness_text="1",
     ),
     "1f1b": Recipe(
         order=Flushed1F1B(),
         versions=Flushed(),
         flushes=True,
-        summary="flush at every update; bubble (n-1)/(k+n-1); 1 version; no staleness",
+        summary="PipeDream-Flush, a flush at every update",
     ),
     "gpipe": Recipe(
         order=GPipe(),
         versions=Flushed(),
         flushes=True,
-        summary="as 1f1b, but all k activations are kept at once",
+        summary="as 1f1b, with all k activations kept at once",
+    ),
+    "interleaved-1f1b": Recipe(
+        order=Interleaved1F1B(),
+        versions=Flushed(),
+        flushes=True,
+        summary="Megatron, v stages on each worker, k a multiple of n",
+        bubble_text="(n-1)/(vk+n-1)",
+        stages_per_worker=2,
+    ),
+    "zero-bubble": Recipe(
+        order=ZeroBubbleH1(),
+        versions=Flushed(),
+        flushes=True,
+        summary="ZB-H1, backward in two halves",
+        bubble_text="(n-1)/(3k+n-1) for F=I=W",
     ),
 }
+"""The schedules by name."""
+
+
+def describe_schedules() -> str:
+    """One line for each schedule, and what the letters mean."""
+    width = max(map(len, RECIPES))
+    lines = [f"  {name:<{width}}  {recipe.line()}" for name, recipe in RECIPES.items()]
+    lines.insert(1, f"  {'':<{width}}  with vertical_sync: {_VERTICAL_SYNC.line()}")
+    letters = "(n workers, k micro-batches per update, w = n-1-s at stage s)"
+    return "\n".join((*lines, f"  {letters}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What every stage does and reads.
+    """What every worker does and every stage reads.
 
     Attributes:
-        name: As given to `schedule_named`.
-        num_stages: n.
-        per_update: k, micro-batches per update.
+        name: As given to `schedule_named`, or of the class that a user wrote.
+        shape: Workers, stages, micro-batches per update.
         recipe: The order and the policy.
     """
 
     name: str
-    num_stages: int
-    per_update: int
+    shape: Shape
     recipe: Recipe
 
-    def order(self, stage: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
-        """Yield what a stage does, in order.
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return self.shape.num_stages
+
+    @property
+    def per_update(self) -> int:
+        """Micro-batches per update, k."""
+        return self.shape.per_update
+
+    def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
+        """Yield what a worker does, in order.
 
         Args:
-            stage: Index, 0-based.
+            worker: Index, 0-based; that of its stage, where each worker has one.
             start: First micro-batch, a multiple of ``per_update``; nothing is in flight before it.
             stop: One past the last micro-batch, a multiple of ``per_update``; None for no end.
 
         Returns:
             The actions, lazily.
         """
-        endless = self.recipe.order.actions(stage, self.num_stages, self.per_update, start)
+        endless = self.recipe.order.order(worker, self.shape, start)
         if stop is None:
             return endless
-        return until(endless, stop, self.per_update, start, start // self.per_update)
+        k = self.per_update
+        left = self.shape.stages_per_worker * (stop - start + (stop - start) // k)
+        return until(endless, stop, k, left)
 
     def reads(self, stage: int, micro_batch: int) -> int:
         """Return the weight version that a micro-batch reads at a stage."""
-        return self.recipe.versions.reads(stage, self.num_stages, self.per_update, micro_batch)
+        return self.recipe.versions.reads(stage, self.shape, micro_batch)
 
     def kept(self, stage: int) -> int:
         """Return the most weight versions that a stage holds."""
-        return self.recipe.versions.kept(stage, self.num_stages, self.per_update)
+        return self.recipe.versions.kept(stage, self.shape)
 
     def in_flight(self, stage: int) -> int:
         """Return the most micro-batches in flight on a stage."""
-        return self.recipe.order.in_flight(stage, self.num_stages, self.per_update)
+        return self.recipe.order.in_flight(stage, self.shape)
 
     def credits(self) -> int:
         """Return how many mini-batches to inject before the first result is waited for.
@@ -104,24 +192,126 @@ class Schedule:
         return 1 if self.recipe.flushes else -(-self.num_stages // self.per_update) + 1
 
 
-def schedule_named(name: str, *, num_stages: int, per_update: int = 1) -> Schedule:
+def schedule_named(
+    name: str,
+    *,
+    num_stages: int,
+    per_update: int = 1,
+    stages_per_worker: int | None = None,
+    vertical_sync: bool = False,
+) -> Schedule:
     """Look a schedule up.
 
     Args:
         name: A key of `RECIPES`.
         num_stages: Number of stages, at least 1.
         per_update: Micro-batches per update, at least 1.
+        stages_per_worker: For interleaved-1f1b, 2 if None.
+        vertical_sync: For async-1f1b: every stage reads the version that the first one reads.
 
     Returns:
         The schedule.
 
     Raises:
-        ConfigError: Unknown name, or a number out of range.
+        ConfigError: Unknown name, a number out of range, or no such schedule for these numbers.
     """
     if name not in RECIPES:
-        known = "\n".join(f"  {key:<12}{recipe.summary}" for key, recipe in RECIPES.items())
-        raise ConfigError(f"unknown schedule {name!r}; the known ones are\n{known}")
-    for what, value in (("stages", num_stages), ("micro_batches", per_update)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{what} must be an integer of at least 1, not {value!r}")
-    return Schedule(name=name, num_stages=num_stages, per_update=per_update, recipe=RECIPES[name])
+        raise ConfigError(f"unknown schedule {name!r}; the known ones are\n{describe_schedules()}")
+    recipe = RECIPES[name]
+    if vertical_sync:
+        if recipe is not _ASYNC:
+            raise ConfigError(f"vertical_sync is an option of async-1f1b, not of {name}")
+        recipe = _VERTICAL_SYNC
+    return _fitted(name, recipe, num_stages, per_update, stages_per_worker)
+
+
+def _fitted(
+    name: str, recipe: Recipe, num_stages: int, per_update: int, stages_per_worker: int | None
+) -> Schedule:
+    """Make a schedule of a recipe, if there is one for these numbers."""
+    each = recipe.stages_per_worker if stages_per_worker is None else stages_per_worker
+    if isinstance(each, int) and each > 1 and num_stages % each:
+        raise ConfigError(
+            f"{num_stages} stages cannot be dealt to workers with {each} each; choose a multiple "
+            f"of {each}, or another stages_per_worker"
+        )
+    Shape(workers=num_stages, stages_per_worker=each)  # both numbers, in words of the caller
+    shape = Shape(workers=num_stages // each, per_update=per_update, stages_per_worker=each)
+    recipe.order.require(shape)
+    recipe.versions.require(shape)
+    return Schedule(name=name, shape=shape, recipe=recipe)
+
+
+class _Written:
+    """The order of a class that a user wrote, which need have no method but ``order``."""
+
+    def __init__(self, written: Any) -> None:
+        """Args: written: The user's object."""
+        self.written = written
+        self.order = written.order
+
+    def in_flight(self, stage: int, shape: Shape) -> int:
+        """What the class says, or what is counted over enough micro-batches."""
+        if hasattr(self.written, "in_flight"):
+            return int(self.written.in_flight(stage, shape))
+        stop = proof_length(shape, self.written)
+        k = shape.per_update
+        left = shape.stages_per_worker * (stop + stop // k)
+        actions = until(self.written.order(shape.worker_of(stage), shape, 0), stop, k, left)
+        # A wrong order may be endless and never end a micro-batch.
+        return most_in_flight(islice(actions, 8 * (left + stop)), stage)
+
+    def require(self, shape: Shape) -> None:
+        """What the class says, if anything."""
+        if hasattr(self.written, "require"):
+            self.written.require(shape)
+
+
+def proof_length(shape: Shape, written: object = None) -> int:
+    """How many micro-batches show a schedule's warm-up, steady state and drain.
+
+    Args:
+        shape: Of the schedule.
+        written: A user's schedule, which may have an end: ``micro_batches``.
+    """
+    k = shape.per_update
+    enough = k * max(3, -(-4 * shape.num_stages // k))
+    return min(enough, getattr(written, "micro_batches", enough) // k * k)
+
+
+def schedule_written(
+    written: Any, *, num_stages: int, per_update: int = 1, stages_per_worker: int | None = None
+) -> Schedule:
+    """Take a schedule that a user wrote; `check` it before it is used.
+
+    Args:
+        written: An object with ``order(worker, shape, start)`` as `Order` has. It may also have
+            ``in_flight`` and ``require`` of `Order`, ``versions`` (a `VersionPolicy`; `Flushed` if
+            none), ``name``, and ``micro_batches``, where its order ends.
+        num_stages: Number of stages.
+        per_update: Micro-batches per update.
+        stages_per_worker: 1 if None.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ConfigError: It has no method ``order``, or does not want this shape.
+    """
+    if not callable(getattr(written, "order", None)):
+        raise ConfigError(
+            "schedule must be a name or an object with a method order(worker, shape, start), not "
+            f"{written!r}; the names are\n{describe_schedules()}"
+        )
+    versions = getattr(written, "versions", None) or Flushed()
+    recipe = Recipe(
+        order=_Written(written),
+        versions=versions,
+        flushes=isinstance(versions, Flushed),
+        summary="written by the user",
+        kept_text="?",
+        bubble_text="?",
+        staleness_text="?",
+    )
+    name = str(getattr(written, "name", type(written).__name__))
+    return _fitted(name, recipe, num_stages, per_update, stages_per_worker)

@@ -1,10 +1,10 @@
-"""Runs one stage on the calling thread, from its job to its end; turns every error into data."""
+"""Runs a worker's stages on the calling thread, from job to end; turns every error into data."""
 
 from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -14,8 +14,10 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.observe.recorder import Recorder
 from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.job import StageJob
+from pipedream_rt.stage.loop import Loop
 from pipedream_rt.stage.messages import COORDINATOR, Channel, Failed, Key, Reply
 from pipedream_rt.stage.stage import Send, Stage
 from pipedream_rt.stage.tree import flatten
@@ -25,45 +27,52 @@ READY = -1
 
 
 class StageHost:
-    """One stage with its inbox.
+    """The stages of one worker with their inbox.
 
     Args:
-        index: Of the stage.
-        inbox: Where its messages arrive.
-        send: Hands messages to the transport.
+        worker: Index.
+        stages: That it hosts, in the order of the model.
+        generation: Of the group; messages of another are refused.
+        send_of: Returns what a stage sends with.
         timeout: For messages that are sure to come.
         threads: For torch's own parallel loops, in this thread.
         computing: Entered around every computation.
 
     Attributes:
-        stage: The stage, once its job has come.
+        name: As ``"stage 2"``, or ``"worker 1"`` where that hosts several.
+        inbox: Where the messages for its stages arrive.
     """
 
     def __init__(
         self,
-        index: int,
-        inbox: Inbox,
-        send: Send,
+        worker: int,
+        stages: Sequence[int],
+        generation: int,
+        send_of: Callable[[int], Send],
         timeout: timedelta,
         threads: int,
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Start no thread; `serve` runs on the caller's."""
-        self.index = index
-        self.inbox = inbox
-        self.stage: Stage | None = None
-        self._send = send
+        self.worker = worker
+        self.name = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
+        self.inbox = Inbox(self.name, generation)
+        self._stages: dict[int, Stage] = {}
+        self._loop: Loop | None = None
+        self._starting = stages[0]
+        self._indices = stages
+        self._send_of = send_of
         self._timeout = timeout
         self._threads = threads
         self._computing = computing
 
     def serve(self) -> None:
-        """Take the job, run the stage until the inbox is closed. Raises nothing.
+        """Take the jobs, run the stages until the inbox is closed. Raises nothing.
 
         Close the inbox with `PipelineClosed` for a normal end. Every other error goes to the
         coordinator as a `Failed` message, and closes the inbox.
         """
-        threading.current_thread().name = f"stage-{self.index}"
+        threading.current_thread().name = self.name.replace(" ", "-")
         torch.set_num_threads(self._threads)
         try:
             self._run()
@@ -74,33 +83,46 @@ class StageHost:
             self.inbox.close(error)
         finally:
             # A module may hold threads or files of its own, and its tensors are large.
-            self.stage = None
+            self._stages, self._loop = {}, None
 
-    def part(self, part: str) -> Any:
-        """Return the ``"module"`` or the torch ``"optimizer"`` of the stage, for references.
+    def part(self, index: int, part: str) -> Any:
+        """Return the ``"module"`` or the torch ``"optimizer"`` of a stage, for references.
 
         Raises:
             PipelineClosed: The stage has ended.
         """
-        if self.stage is None:
-            raise PipelineClosed(f"stage {self.index} has ended")
+        stage = self._stages.get(index)
+        if stage is None:
+            raise PipelineClosed(f"stage {index} has ended")
         if part == "module":
-            return self.stage.module
-        return self.stage.optimizer and self.stage.optimizer.torch_optimizer
+            return stage.module
+        return stage.optimizer and stage.optimizer.torch_optimizer
 
     def _run(self) -> None:
-        """Build the stage from its job, say so, run it."""
-        message = self.inbox.take(Key(Channel.JOB, 0), Deadline(self._timeout))
-        job: StageJob = cloudpickle.loads(message.tensors[0].numpy().data)
-        del message
-        job.settings.apply()
-        self.stage = Stage(job, self.inbox, self._send, self._timeout, self._computing)
-        self._send(COORDINATOR, READY, Reply(structure=flatten(None)[0]), ())
-        self.stage.run()
+        """Build the stages from their jobs, say so, run them."""
+        for index in self._indices:
+            self._starting = index
+            message = self.inbox.take(Key(Channel.JOB, 0, index), Deadline(self._timeout))
+            job: StageJob = cloudpickle.loads(message.tensors[0].numpy().data)
+            del message
+            job.settings.apply()
+            send = self._send_of(index)
+            self._stages[index] = Stage(job, send, self._computing)
+            send(COORDINATOR, READY, Reply(structure=flatten(None)[0]), ())
+        self._loop = Loop(
+            list(self._stages.values()),
+            job.schedule,
+            self.worker,
+            self.inbox,
+            self._timeout,
+            Recorder(job.trace_spans) if job.trace_spans else None,
+        )
+        self._loop.run()
 
     def _report(self, error: BaseException) -> None:
         """Send an error to the coordinator, with as much of it as can be pickled."""
-        action = "start" if self.stage is None else self.stage.action
+        stage = self._loop.current if self._loop else None
+        index, action = (stage.index, stage.action) if stage else (self._starting, "start")
         name = type(error).__qualname__
         try:
             text, trace = str(error), "".join(traceback.format_exception(error))
@@ -112,4 +134,4 @@ class StageHost:
         except Exception:  # so may its pickling; the text is left
             pickled = b""
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
-        self._send(COORDINATOR, 0, failed, ())
+        self._send_of(index)(COORDINATOR, 0, failed, ())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterable
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
@@ -18,11 +20,16 @@ class Inbox:
 
     `take` waits for exactly the message that is asked for, so the order in which messages arrive
     cannot be observed. A message that came before is dropped, whether it still waits or was taken:
-    messages of one channel (and sender) are taken with rising numbers.
+    messages of one channel and stage are taken with rising numbers.
 
     Args:
         owner: Name for messages, as ``"stage 2"``.
         generation: Messages of another generation are dropped.
+
+    Attributes:
+        awaited: What the taker waits for now.
+        arrived_ns: When what was taken last had arrived, on the clock of ``time.monotonic_ns``.
+        recent: The last ten actions of the taker, for a stall report.
     """
 
     def __init__(self, owner: str, generation: int = 0) -> None:
@@ -30,11 +37,12 @@ class Inbox:
         self._owner = owner
         self._generation = generation
         self._changed = threading.Condition()
-        self._waiting: dict[Key, Message] = {}
-        self._taken: dict[tuple[Channel, int | None], int] = {}
+        self._waiting: dict[Key, tuple[Message, int]] = {}
+        self._taken: dict[tuple[Channel, int], int] = {}
         self._reason: BaseException | None = None
         self._taker: int | None = None
         self.awaited: Key | None = None
+        self.arrived_ns = 0
         self.recent: deque[str] = deque(maxlen=10)
 
     def put(self, message: Message) -> bool:
@@ -54,21 +62,29 @@ class Inbox:
                     message.generation,
                 )
                 return False
-            if key in self._waiting or key.number <= self._taken.get((key.channel, key.sender), -2):
+            if key in self._waiting or key.number <= self._taken.get((key.channel, key.stage), -2):
                 _log.debug("%s: dropped a second %s", self._owner, message)
                 return False
             if self._reason is not None:
                 return False
-            self._waiting[key] = message
+            self._waiting[key] = (message, time.monotonic_ns())
             self._changed.notify_all()
             return True
 
-    def take(self, key: Key, deadline: Deadline) -> Message:
+    def take(
+        self,
+        key: Key,
+        deadline: Deadline,
+        also: Iterable[Key] = (),
+        wanted: Callable[[Message], bool] = lambda message: True,
+    ) -> Message:
         """Wait for a message and remove it.
 
         Args:
             key: Which one.
             deadline: For the wait.
+            also: Others that are taken if they are there while that one is not.
+            wanted: Which of the others.
 
         Returns:
             The message. Messages that came before a `close` can still be taken.
@@ -78,21 +94,34 @@ class Inbox:
             RuntimeError: Another thread is waiting already.
             BaseException: The reason given to `close`.
         """
+        others = tuple(also)
         with self._changed:
             self._claim()
             self.awaited = key
             try:
-                while key not in self._waiting:
+                while (found := self._find(key, others, wanted)) is None:
                     if self._reason is not None:
                         raise self._reason
                     if deadline.expired():
                         raise self._late(key, deadline)
                     self._changed.wait(deadline.remaining_s())
-                mark = (key.channel, key.sender)
-                self._taken[mark] = max(key.number, self._taken.get(mark, key.number))
-                return self._waiting.pop(key)
+                mark = (found.channel, found.stage)
+                self._taken[mark] = max(found.number, self._taken.get(mark, found.number))
+                message, self.arrived_ns = self._waiting.pop(found)
+                return message
             finally:
                 self.awaited = self._taker = None
+
+    def _find(
+        self, key: Key, others: tuple[Key, ...], wanted: Callable[[Message], bool]
+    ) -> Key | None:
+        """Which of the messages to take now."""
+        if key in self._waiting:
+            return key
+        for other in others:
+            if other in self._waiting and wanted(self._waiting[other][0]):
+                return other
+        return None
 
     def _claim(self) -> None:
         """Refuse a second taker; two would steal each other's messages."""
@@ -105,11 +134,11 @@ class Inbox:
 
     def _late(self, key: Key, deadline: Deadline) -> MessageTimeout:
         """Say what is missing and what is there."""
-        there = ", ".join(f"{k.channel.value} {k.number}" for k in self._waiting) or "nothing"
+        there = ", ".join(map(str, self._waiting)) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
-            f"{self._owner} waited {seconds:g} s for {key.channel.value} {key.number}, which did "
-            f"not come; the inbox holds {there}; {self.story()}"
+            f"{self._owner} waited {seconds:g} s for {key}, which did not come; "
+            f"the inbox holds {there}; {self.story()}"
         )
 
     def holds(self, key: Key) -> bool:
@@ -136,5 +165,5 @@ class Inbox:
     def story(self) -> str:
         """What is awaited and the last ten actions, for a stall report. From any thread."""
         key = self.awaited
-        awaited = f"waiting for {key.channel.value} {key.number}" if key else "computing"
+        awaited = f"waiting for {key}" if key else "computing"
         return f"{awaited}; last actions: {' '.join(self.recent) or 'none'}"

@@ -54,6 +54,7 @@ class StageJob:
         schedule: Order and versions.
         seed: For `layer_seed`.
         on_nan: ``"raise"`` or ``"ignore"``.
+        trace_spans: How many spans a worker keeps for a trace; 0 for none.
         settings: Of the user's process.
     """
 
@@ -63,6 +64,7 @@ class StageJob:
     schedule: Schedule
     seed: int
     on_nan: str
+    trace_spans: int = 0
     settings: TorchSettings = field(default_factory=TorchSettings.capture)
 
     @property

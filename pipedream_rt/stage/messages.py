@@ -50,6 +50,7 @@ class CommandName(Enum):
     LOAD_OPTIMIZER_STATE = "load-optimizer-state"
     TRAINING = "training"
     STATISTICS = "statistics"
+    TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +144,21 @@ Payload: TypeAlias = Job | MicroBatch | Command | Target | Gradient | Loss | Rep
 
 
 class Key(NamedTuple):
-    """Under which a message waits in an inbox; replies come from several stages."""
+    """Under which a message waits in an inbox.
+
+    Attributes:
+        channel: The kind of message.
+        number: Its index.
+        stage: Which one it is for; which one it is from, where the coordinator receives.
+    """
 
     channel: Channel
     number: int
-    sender: int | None = None
+    stage: int
+
+    def __str__(self) -> str:
+        """For messages: ``feed 7``."""
+        return f"{self.channel.value} {self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +184,8 @@ class Message:
     @property
     def key(self) -> Key:
         """Where it waits."""
-        channel = self.payload.channel
-        return Key(channel, self.index, self.sender if channel is Channel.REPLY else None)
+        stage = self.sender if self.to == COORDINATOR else self.to
+        return Key(self.payload.channel, self.index, stage)
 
     def __str__(self) -> str:
         """For logs: ``feed 7 from stage 1 to stage 2``."""

@@ -84,9 +84,22 @@ class VersionedParameters:
         self.allocated = 1
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return sum(p.nbytes for p in self._parameters)
+
+    @property
     def named(self) -> dict[str, nn.Parameter]:
         """The module's own trainable Parameters by name."""
         return dict(zip(self._names, self._parameters, strict=True))
+
+    def leaves(self, micro_batch: int) -> list[Tensor]:
+        """The trainable weights in the version that a micro-batch reads, as autograd leaves.
+
+        Raises:
+            VersionError: The micro-batch is not pinned.
+        """
+        return self._versions[self.ledger.pinned(micro_batch)].leaves
 
     @contextmanager
     def reading(self, micro_batch: int) -> Iterator[None]:
@@ -95,7 +108,7 @@ class VersionedParameters:
         Raises:
             VersionError: The micro-batch is not pinned.
         """
-        leaves = self._versions[self.ledger.pinned(micro_batch)].leaves
+        leaves = self.leaves(micro_batch)
         for slots, name, i in self._slots:
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
         try:
@@ -114,7 +127,7 @@ class VersionedParameters:
         Raises:
             ConfigError: A gradient went to a Parameter past its module.
         """
-        leaves = self._versions[self.ledger.pinned(micro_batch)].leaves
+        leaves = self.leaves(micro_batch)
         for leaf, gradient in zip(leaves, self._gradients, strict=True):
             leaf.grad = gradient
         with self.reading(micro_batch):

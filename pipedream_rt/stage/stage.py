@@ -1,10 +1,7 @@
-"""The stage loop: takes the next action from the order, waits for its message, computes, sends on.
+"""One stage: what it does with a micro-batch.
 
-Read from top to bottom: `run`, `forward`, `backward`, `step`, in the order in which a micro-batch
-meets them; evaluation and commands follow.
-
-One thread, named ``stage-<index>``, runs this and owns all that changes: weights, versions,
-optimizer, what is in flight. Other threads only put messages into the inbox.
+Read from top to bottom: `forward`, `backward`, `step`, in the order in which a micro-batch meets
+them; evaluation and commands follow. `stage.loop` says when.
 """
 
 from __future__ import annotations
@@ -15,27 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
-from pipedream_rt.schedules import Action, Kind
-from pipedream_rt.schedules.actions import until
-from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.job import StageJob
 from pipedream_rt.stage.messages import (
     COORDINATOR,
-    Channel,
     Command,
     CommandName,
     Gradient,
-    Key,
     Loss,
     Message,
     MicroBatch,
@@ -47,6 +38,7 @@ from pipedream_rt.stage.messages import (
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import VersionedParameters
 from pipedream_rt.stage.random import layer_seed
+from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.tree import flatten, own, unflatten
 
 Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
@@ -75,136 +67,81 @@ class _Boundary(torch.autograd.Function):
         return None, None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _InFlight:
     """What backward needs of a forward.
 
     Attributes:
         caught: For each input tensor that wants a gradient, the list that it will come to.
+        entrances: The autograd nodes at which they are caught.
         outputs: Output tensors that require a gradient; the weighted loss on the last stage.
         hyper: Hyper-parameters that travelled with the micro-batch.
-        empty: Nothing to compute.
+        split: Its backward, when half of it is done; None where nothing is left to do.
     """
 
     hyper: list[Hyper]
     caught: list[list[Tensor]] = field(default_factory=list)
+    entrances: list[Node] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
-    empty: bool = False
+    split: SplitBackward | None = None
 
 
 class Stage:
-    """One stage of the pipeline, driven by its order and its inbox alone.
+    """One stage of the pipeline. Every method runs on the one thread of its worker.
 
     Args:
         job: What to run.
-        inbox: Where its messages arrive.
         send: Hands messages to the transport.
-        timeout: For messages that are sure to come, gradients and targets.
         computing: Entered around every computation; keeps stages of one process apart.
+
+    Attributes:
+        position: The next one of the feed.
+        next_forward: The next micro-batch to train on.
+        ended: Micro-batches whose gradients are in an update, pending or done.
+        action: What it does or did last, for a report.
+        held_up_ns: How long it has waited for ``computing``.
+        sent_bytes: Of tensors; set back by whoever counts.
     """
 
     def __init__(
         self,
         job: StageJob,
-        inbox: Inbox,
         send: Send,
-        timeout: timedelta,
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Nothing runs yet."""
         self.index = job.stage
+        self.is_last = job.is_last
         self.module: nn.Sequential = job.layers
         self.action = "start"
         self._job = job
         self._schedule = job.schedule
-        self._inbox = inbox
-        self._send = send
-        self._timeout = timeout
+        self._transport_send = send
         self._computing = computing
         self.parameters = VersionedParameters(self.module, self.index)
         self.optimizer: StageOptimizer | None = None
-        self._position = 0
-        self._next_forward = 0
+        self.position = self.next_forward = self.ended = 0
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
-        self._busy_ns = 0
+        self._busy_ns = self.held_up_ns = self.sent_bytes = 0
 
-    # -- the loop -----------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Do what the order says until the inbox is closed; never returns otherwise.
-
-        Raises:
-            BaseException: The reason with which the inbox was closed, or an error of an action.
-        """
-        while True:
-            flush = self._run_until_flush()
-            self._reply(flush.index, None)
-
-    def _run_until_flush(self) -> Message:
-        """Follow the order from where nothing is in flight to where nothing is again.
-
-        Returns:
-            The flush command that ended it.
-        """
-        per_update = self._schedule.per_update
-        order = self._schedule.order(self.index, self._next_forward)
-        for action in order:
-            if action.kind is not Kind.FORWARD:
-                self._do(action)
-                continue
-            item = self._next_micro_batch()
-            if isinstance(item.payload, Command):
-                break
-            self._do(action, item)
-        stop, done = self._next_forward, self._next_forward - len(self._in_flight)
-        steps_done = self.parameters.ledger.newest
-        for action in until(order, stop, per_update, done, steps_done):
-            self._do(action)
-        return item
-
-    def _next_micro_batch(self) -> Message:
-        """Take position after position of the feed: serve what is no training, return what is.
-
-        Returns:
-            The next micro-batch to train on, or the command to flush.
-        """
-        while True:
-            # No deadline: a script may pause between two mini-batches for as long as it likes.
-            # The control connection notices a dead coordinator and closes the inbox.
-            item = self._inbox.take(Key(Channel.FEED, self._position), Deadline(None))
-            self._position += 1
-            match item.payload:
-                case MicroBatch(mode=Mode.TRAIN) | Command(name=CommandName.FLUSH):
-                    return item
-                case MicroBatch():
-                    self._pass_through(item, item.payload)
-                case Command():
-                    self._obey(item, item.payload)
-                case other:
-                    raise ScheduleError(f"stage {self.index}: {other!r} in the feed")
-
-    def _do(self, action: Action, item: Message | None = None) -> None:
-        """Do one action and note it."""
-        self.action = str(action)
-        self._inbox.recent.append(self.action)
-        match action.kind:
-            case Kind.FORWARD:
-                assert item is not None, "a forward has its input"
-                self.forward(action.index, item)
-            case Kind.BACKWARD:
-                self.backward(action.index)
-            case Kind.STEP:
-                self.step(action.index)
+    def _send(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+        """Hand a message to the transport, and count its bytes."""
+        self.sent_bytes += sum(t.nbytes for t in tensors)
+        self._transport_send(to, index, payload, tensors)
 
     # -- forward ------------------------------------------------------------------------------
 
-    def forward(self, micro_batch: int, item: Message) -> None:
+    def forward(self, micro_batch: int, item: Message, target: Message | None) -> int:
         """Run forward of one micro-batch with the version that the schedule names; send it on.
 
         Args:
             micro_batch: As the order says.
             item: Its input.
+            target: What the loss compares with, on the last stage.
+
+        Returns:
+            The weight version that it read.
 
         Raises:
             ScheduleError: The feed brought another micro-batch.
@@ -215,41 +152,41 @@ class Stage:
         version = self._reads(micro_batch)
         self.parameters.release(version)
         self.parameters.ledger.pin(micro_batch, version)
-        self._next_forward = micro_batch + 1
+        self.next_forward = micro_batch + 1
+        flight = self._in_flight[micro_batch] = _InFlight(hyper=feed.hyper or [])
         if feed.empty:
-            self._in_flight[micro_batch] = _InFlight(hyper=feed.hyper or [], empty=True)
             self._send_forward(item, feed, version, None)
-            return
-        target = self._take_target(item.index) if self._job.is_last else None
+            return version
         with self._busy():
-            value, caught = self._enter(item, feed)
+            value = self._enter(item, feed, flight)
             with self.parameters.reading(micro_batch):
                 output = self._layers(value, micro_batch)
             if target is not None:
                 loss, reported = self._loss(output, target)
                 self._check_finite(reported, micro_batch)
-                outputs = [loss]
+                flight.outputs = [loss]
             else:
-                outputs = [t for t in flatten(output)[1] if t.requires_grad]
-        self._in_flight[micro_batch] = _InFlight(
-            hyper=feed.hyper or [], caught=caught, outputs=outputs
-        )
+                flight.outputs = [t for t in flatten(output)[1] if t.requires_grad]
         self._send_forward(item, feed, version, reported if target is not None else output)
+        return version
 
     def _reads(self, micro_batch: int) -> int:
         """The version that a forward reads: what the schedule says, but never loaded-over ones."""
         return max(self.parameters.ledger.floor, self._schedule.reads(self.index, micro_batch))
 
-    def _enter(self, item: Message, feed: MicroBatch) -> tuple[Any, list[list[Tensor]]]:
-        """The input value, and for its tensors that want a gradient, where that will be caught."""
+    def _enter(self, item: Message, feed: MicroBatch, flight: _InFlight) -> Any:
+        """The input value; for its tensors that want a gradient, it is noted where it will come."""
         tensors = list(item.tensors)
-        caught: list[list[Tensor]] = []
         for i, wanted in enumerate(feed.requires_grad):
             if wanted:
-                caught.append([])
+                flight.caught.append([])
                 leaf = tensors[i].requires_grad_()
-                tensors[i] = _Boundary.apply(leaf, caught[-1])  # type: ignore[no-untyped-call]
-        return unflatten(feed.structure, tensors), caught
+                inside: Tensor = _Boundary.apply(leaf, flight.caught[-1])  # type: ignore[no-untyped-call]
+                assert inside.grad_fn is not None
+                # Before a layer works on it in place and gives it another node.
+                flight.entrances.append(inside.grad_fn)
+                tensors[i] = inside
+        return unflatten(feed.structure, tensors)
 
     def _layers(self, value: Any, number: int | str) -> Any:
         """Run the layers one after another, each with its own seed."""
@@ -263,10 +200,6 @@ class Stage:
     def _seed(self, number: int | str, name: str) -> None:
         """Seed torch's generator for what a layer, a backward or an optimizer may draw."""
         torch.default_generator.manual_seed(layer_seed(self._job.seed, number, name))
-
-    def _take_target(self, position: int) -> Message:
-        """The target of a position; sent by the coordinator together with the input."""
-        return self._inbox.take(Key(Channel.TARGET, position), Deadline(self._timeout))
 
     def _loss(self, output: Any, message: Message) -> tuple[Tensor, float]:
         """Compute the loss.
@@ -302,7 +235,7 @@ class Stage:
     def _send_forward(self, item: Message, feed: MicroBatch, version: int, output: Any) -> None:
         """Send the output to the next stage, or the loss to the coordinator."""
         trail = [*feed.trail, [version, self._busy_ns]]
-        if self._job.is_last:
+        if self.is_last:
             self._send(COORDINATOR, item.index, Loss(loss=output, trail=trail), ())
             return
         structure, tensors = flatten(output)
@@ -319,25 +252,92 @@ class Stage:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def backward(self, micro_batch: int) -> None:
+    def backward(self, micro_batch: int, message: Message | None) -> int:
         """Run backward of one micro-batch with the version its forward read; send it back.
 
         Gradients are added to the pending update; weights do not change here.
 
         Args:
             micro_batch: In flight on this stage.
+            message: The gradients of its outputs; None on the last stage.
+
+        Returns:
+            The weight version that it read.
         """
+        version = self.parameters.ledger.pinned(micro_batch)
         flight = self._in_flight.pop(micro_batch)
-        gradients = self._take_gradients(micro_batch, flight)
+        outputs, gradients = self._to_derive(flight, message)
         with self._busy(), self.parameters.accumulating(micro_batch):
             self._seed(micro_batch, "backward")
-            pairs = [(o, g) for o, g in zip(flight.outputs, gradients) if g is not None]
-            if self._job.is_last and not flight.empty:
-                flight.outputs[0].backward()
-            elif pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+        self._end(micro_batch, flight)
+        self._send_back(micro_batch, flight)
+        return version
+
+    def backward_input(self, micro_batch: int, message: Message | None) -> int:
+        """Run the half of a backward that the stage before waits for, and send it back.
+
+        Args:
+            micro_batch: In flight on this stage.
+            message: The gradients of its outputs; None on the last stage.
+
+        Returns:
+            The weight version that it reads.
+        """
+        flight = self._in_flight[micro_batch]
+        outputs, gradients = self._to_derive(flight, message)
+        with self._busy(), self.parameters.reading(micro_batch):
+            if outputs:
+                leaves = self.parameters.leaves(micro_batch)
+                flight.split = SplitBackward(outputs, gradients, flight.entrances, leaves)
+                self._seed(micro_batch, "backward")
+                flight.split.first_half()
+        flight.outputs = []
+        self._send_back(micro_batch, flight)
+        return self.parameters.ledger.pinned(micro_batch)
+
+    def backward_weight(self, micro_batch: int) -> int:
+        """Run the other half: gradients are added to the pending update.
+
+        Args:
+            micro_batch: Whose `backward_input` is done.
+
+        Returns:
+            The weight version that it read.
+        """
+        version = self.parameters.ledger.pinned(micro_batch)
+        flight = self._in_flight.pop(micro_batch)
+        with self._busy(), self.parameters.accumulating(micro_batch):
+            self._seed(micro_batch, "backward")
+            if flight.split is not None:
+                flight.split.second_half()
+        self._end(micro_batch, flight)
+        return version
+
+    def _to_derive(
+        self, flight: _InFlight, message: Message | None
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs that a backward starts from, with their gradients.
+
+        Nothing where the micro-batch is empty, or the stage after needs no gradient of anything.
+        """
+        if message is None:
+            return flight.outputs, [None] * len(flight.outputs)
+        assert isinstance(message.payload, Gradient)
+        tensors = iter(message.tensors)
+        gradients = [next(tensors) if there else None for there in message.payload.present]
+        pairs = [(o, g) for o, g in zip(flight.outputs, gradients) if g is not None]
+        return [o for o, _ in pairs], [g for _, g in pairs]
+
+    def _end(self, micro_batch: int, flight: _InFlight) -> None:
+        """Note that the gradients of a micro-batch are in the pending update."""
         self._hyper = flight.hyper
         self.parameters.ledger.unpin(micro_batch)
+        self.ended = micro_batch + 1
+
+    def _send_back(self, micro_batch: int, flight: _InFlight) -> None:
+        """Send the gradients of the stage's input to the stage before."""
         if self.index > 0:
             self._send(
                 self.index - 1,
@@ -346,22 +346,16 @@ class Stage:
                 tuple(own(gradient) for c in flight.caught for gradient in c),
             )
 
-    def _take_gradients(self, micro_batch: int, flight: _InFlight) -> list[Tensor | None]:
-        """Gradients of the outputs, from the next stage; the last stage needs none."""
-        if self._job.is_last:
-            return []
-        message = self._inbox.take(Key(Channel.GRADIENT, micro_batch), Deadline(self._timeout))
-        assert isinstance(message.payload, Gradient)
-        tensors = iter(message.tensors)
-        return [next(tensors) if there else None for there in message.payload.present]
-
     # -- step ---------------------------------------------------------------------------------
 
-    def step(self, update: int) -> None:
+    def step(self, update: int) -> int:
         """Apply the gradients of an update to the newest version.
 
         Args:
             update: Its number; makes version ``update + 1``.
+
+        Returns:
+            The version made.
 
         Raises:
             ConfigError: There is no optimizer.
@@ -371,28 +365,25 @@ class Stage:
         apply, hyper = self.optimizer.step, self._hyper
         with self._busy():
             self._seed(update, "step")
-            self.parameters.step(self._reads(self._next_forward), lambda: apply(hyper))
+            self.parameters.step(self._reads(self.next_forward), lambda: apply(hyper))
+        return self.parameters.ledger.newest
 
     # -- what is no training ------------------------------------------------------------------
 
-    def _pass_through(self, item: Message, feed: MicroBatch) -> None:
+    def pass_through(self, item: Message, feed: MicroBatch, target: Message | None) -> None:
         """Forward without gradient, with the newest weights: evaluation and inference."""
-        self.action = f"{feed.mode.value} {item.index}"
-        self._inbox.recent.append(self.action)
-        evaluates = feed.mode is Mode.EVALUATE
-        target = self._take_target(item.index) if evaluates and self._job.is_last else None
-        with self._busy(), torch.no_grad(), self._eval_mode(evaluates):
+        with self._busy(), torch.no_grad(), self._eval_mode(feed.mode is Mode.EVALUATE):
             value = unflatten(feed.structure, item.tensors)
             output = self._layers(value, f"{feed.mode.value} {item.index}")
             reported = self._loss(output, target)[1] if target is not None else None
         version = self.parameters.ledger.newest
-        if feed.mode is Mode.INFER and self._job.is_last:
+        if feed.mode is Mode.INFER and self.is_last:
             structure, tensors = flatten(output)
             trail = [*feed.trail, [version, self._busy_ns]]
             payload = Loss(loss=None, trail=trail, structure=structure)
             self._send(COORDINATOR, item.index, payload, tuple(map(_outgoing, tensors)))
             return
-        self._send_forward(item, feed, version, reported if self._job.is_last else output)
+        self._send_forward(item, feed, version, reported if self.is_last else output)
 
     @contextmanager
     def _eval_mode(self, active: bool) -> Iterator[None]:
@@ -408,14 +399,12 @@ class Stage:
             for module, mode in modes:
                 module.training = mode
 
-    def _obey(self, item: Message, command: Command) -> None:
+    def obey(self, item: Message, command: Command) -> None:
         """Carry out a command and reply."""
-        self.action = command.name.value
-        self._inbox.recent.append(self.action)
         argument = unflatten(command.structure, item.tensors) if command.structure else None
         with self._busy(), torch.no_grad():
             result = self._result_of(command.name, argument)
-        self._reply(item.index, result)
+        self.reply(item.index, result)
 
     def _result_of(self, name: CommandName, argument: Any) -> object:
         """Do what a command says."""
@@ -435,8 +424,8 @@ class Stage:
                 self.module.train(argument)
             case CommandName.STATISTICS:
                 return self.statistics()
-            case CommandName.FLUSH:
-                raise ScheduleError(f"stage {self.index}: a flush is no command to obey here")
+            case CommandName.FLUSH | CommandName.TRACE:
+                raise ScheduleError(f"stage {self.index}: {name.value} is the loop's to obey")
         return None
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
@@ -461,7 +450,7 @@ class Stage:
             "peak_memory_bytes": peak_memory_bytes(),
         }
 
-    def _reply(self, position: int, result: object) -> None:
+    def reply(self, position: int, result: object) -> None:
         """Send the result of a command to the coordinator."""
         structure, tensors = flatten(result)
         # Copies: what was asked for must not change under the reader with the next update.
@@ -471,8 +460,10 @@ class Stage:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         """Count the time of a computation, and keep other stages of this process out."""
+        asked = time.perf_counter_ns()
         with self._computing():
             start = time.perf_counter_ns()
+            self.held_up_ns += start - asked
             try:
                 yield
             finally:

@@ -65,7 +65,7 @@ class RpcGroup:
     Attributes:
         generation: Counts the groups of this coordinator.
         rank: Of this process; the coordinator has 0.
-        names: RPC names by rank, the coordinator's first; stage i runs on rank i + 1.
+        names: RPC names by rank, the coordinator's first.
         interface: Network interface to listen on, as ``"lo"``.
         timeout: After which a hand-over counts as lost.
     """
@@ -77,8 +77,11 @@ class RpcGroup:
     timeout: timedelta
 
     def name_of(self, address: int) -> str:
-        """RPC name of an address."""
-        return self.names[0 if address == COORDINATOR else address + 1]
+        """RPC name of an address; stages are dealt to the workers as `Shape` says."""
+        if address == COORDINATOR:
+            return self.names[0]
+        workers = len(self.names) - 1
+        return self.names[1 + address % workers]
 
 
 def refuse_second() -> None:

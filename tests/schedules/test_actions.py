@@ -36,7 +36,7 @@ def test_until_leaves_the_drain():
     """Two warm-up forwards, three micro-batches."""
     endless = one_forward_one_backward(2, 1, 0)
     drawn = "F0 F1 F2 B0 S0 B1 S1 B2 S2"
-    assert " ".join(map(str, until(endless, 3, 1, 0, 0))) == drawn
+    assert " ".join(map(str, until(endless, 3, 1, 6))) == drawn
 
 
 def test_until_goes_on_in_the_middle_of_an_order():
@@ -44,8 +44,13 @@ def test_until_goes_on_in_the_middle_of_an_order():
     endless = one_forward_one_backward(2, 2, 0)
     done = list(itertools.islice(endless, 7))
     assert " ".join(map(str, done)) == "F0 F1 F2 B0 F3 B1 S0"
-    assert " ".join(map(str, until(endless, 4, 2, 2, 1))) == "B2 B3 S1"
+    assert " ".join(map(str, until(endless, 4, 2, 3))) == "B2 B3 S1"
 
 
 def test_until_of_nothing_is_nothing():
-    assert list(until(one_forward_one_backward(2, 1, 0), 0, 1, 0, 0)) == []
+    assert list(until(one_forward_one_backward(2, 1, 0), 0, 1, 0)) == []
+
+
+def test_until_of_an_order_that_ends_too_early():
+    with pytest.raises(ScheduleError, match="ends before it has done all of 3 micro-batches"):
+        list(until(iter([Action(Kind.FORWARD, 0)]), 3, 1, 6))

@@ -1,11 +1,16 @@
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.judge import legal
+from support.shapes import schedules
+from support.written import LaterBackward
 
-from pipedream_rt.errors import ScheduleError
-from pipedream_rt.schedules import Action, check, schedule_named
+from pipedream_rt.errors import ConfigError, ScheduleError
+from pipedream_rt.schedules import Action, Kind, Shape, check, schedule_for, schedule_named
 
 ORDERS = [
     "F0 F1 F2 B0 S0 F3 B1 S1 B2 S2 B3 S3",
@@ -19,14 +24,37 @@ class Written:
     """A schedule written by hand, over the bounds of async-1f1b."""
 
     orders: list[list[str]]
-    num_stages: int = 3
-    per_update: int = 1
+    shape: Shape = Shape(workers=3)  # noqa: RUF009 - frozen
 
     def order(self, stage, start=0, stop=None):
         return iter([Action.parse(text) for text in self.orders[stage]])
 
     def __getattr__(self, name):
         return getattr(schedule_named("async-1f1b", num_stages=3), name)
+
+
+@dataclasses.dataclass
+class Mutated:
+    """The orders of a schedule, as lists; everything else as it says."""
+
+    schedule: Any
+    orders: list[list[Action]]
+
+    @property
+    def shape(self):
+        return self.schedule.shape
+
+    def order(self, worker, start=0, stop=None):
+        return iter(self.orders[worker])
+
+    def in_flight(self, stage):
+        return 10**6
+
+    def kept(self, stage):
+        return 10**6
+
+    def reads(self, stage, micro_batch):
+        return 0
 
 
 def written(change=lambda orders: None):
@@ -92,23 +120,134 @@ def test_a_broken_order_is_refused(change, rule):
         check(written(change), 4)
 
 
-@given(st.data())
-def test_every_mutation_is_refused(data):
-    """Dropping, doubling or swapping actions of one kind breaks some rule."""
-    orders = [order.split() for order in ORDERS]
+def plain(orders, workers):
+    """For the judge."""
+    return [
+        [(a.kind.value, a.index, w if a.stage is None else a.stage) for a in orders[w]]
+        for w in range(workers)
+    ]
+
+
+@settings(max_examples=300)
+@given(schedules(most=4), st.sampled_from(["drop", "double", "swap", "swap alike"]), st.data())
+def test_a_mutated_schedule_is_refused(schedule, how, data):
+    """A dropped or doubled action, and two of a kind in turn, always; others as the judge says."""
+    shape, micro_batches = schedule.shape, 2 * schedule.per_update
+    orders = [list(schedule.order(w, 0, micro_batches)) for w in range(shape.workers)]
     row = data.draw(st.sampled_from(orders))
     i = data.draw(st.integers(0, len(row) - 1))
-    match data.draw(st.sampled_from(["drop", "double", "swap"])):
+    match how:
         case "drop":
             del row[i]
         case "double":
-            row.insert(i, row[i])
+            row.insert(data.draw(st.integers(i, len(row))), row[i])
         case "swap":
-            others = [j for j, text in enumerate(row) if text[0] == row[i][0] and j != i]
-            j = data.draw(st.sampled_from(others))
+            j = data.draw(st.integers(0, len(row) - 1))
             row[i], row[j] = row[j], row[i]
-    with pytest.raises(ScheduleError):
-        check(Written(orders), 4)
+        case "swap alike":
+            alike = [
+                j
+                for j, a in enumerate(row)
+                if (a.kind, a.stage) == (row[i].kind, row[i].stage) and j != i
+            ]
+            assume(alike)
+            j = data.draw(st.sampled_from(alike))
+            row[i], row[j] = row[j], row[i]
+    mutated = Mutated(schedule, orders)
+    judged = legal(
+        plain(orders, shape.workers), shape.workers, shape.num_stages, shape.per_update,
+        micro_batches,
+    )  # fmt: skip
+    assert not judged or how == "swap"
+    if judged:
+        check(mutated, micro_batches)
+    else:
+        with pytest.raises(ScheduleError):
+            check(mutated, micro_batches)
+
+
+@given(schedules())
+def test_the_judge_accepts_what_is_built_in(schedule):
+    shape, micro_batches = schedule.shape, 2 * schedule.per_update
+    orders = [list(schedule.order(w, 0, micro_batches)) for w in range(shape.workers)]
+    assert legal(
+        plain(orders, shape.workers), shape.workers, shape.num_stages, shape.per_update,
+        micro_batches,
+    )  # fmt: skip
+
+
+def test_a_split_backward_is_checked():
+    schedule = schedule_named("zero-bubble", num_stages=2, per_update=2)
+    right = ["F0 F1 I0 W0 I1 W1 S0", "F0 I0 F1 I1 W0 W1 S0"]
+
+    def checked(worker, text):
+        rows = [text if w == worker else row for w, row in enumerate(right)]
+        orders = [[Action.parse(t) for t in row.split()] for row in rows]
+        return check(Mutated(schedule, orders), 2)
+
+    checked(0, "F0 F1 I0 W0 I1 W1 S0")
+    for text, rule in (
+        ("F0 I0 F1 W1 I1 W0 S0", "weight half before its input half I1"),
+        ("F0 I0 F1 I1 W1 W0 S0", "the next weight half should be W0"),
+        ("F0 I0 F1 B1 W0 W1 S0", "a backward is split always or never"),
+        ("F0 I0 F1 I1 W0 S0 W1", "update before its backward W1"),
+        ("F0 I0 F1 I1 W0 S0", "update before its backward W1"),
+    ):
+        with pytest.raises(ScheduleError, match=rule):
+            checked(1, text)
+
+
+def test_an_update_after_a_gradient_of_the_next_is_refused():
+    """The gradient would be added to the wrong update."""
+    schedule = schedule_named("gpipe", num_stages=1, per_update=2)
+    texts = "F0 F1 B0 B1 F2 F3 B2 S0 B3 S1"
+    order = [Action.parse(text) for text in texts.split()]
+    with pytest.raises(ScheduleError, match="update after B2, which it does not sum"):
+        check(Mutated(schedule, [order]), 4)
+
+
+def test_a_written_schedule_is_checked_and_taken():
+    schedule = schedule_for(LaterBackward(), num_stages=3, per_update=4)
+    assert schedule.name == "LaterBackward"
+    assert [schedule.in_flight(s) for s in range(3)] == [4, 3, 2]
+    assert schedule.kept(0) == 1
+    assert schedule.reads(0, 7) == 1
+    assert schedule.credits() == 1
+
+
+def test_a_written_schedule_that_deadlocks_shows_where():
+    class Waits:
+        def order(self, worker, shape, start):
+            for m in itertools.count(start, 2):
+                if worker:
+                    for kind in (Kind.FORWARD, Kind.BACKWARD):
+                        yield from (Action(kind, m), Action(kind, m + 1))
+                else:
+                    for kind in (Kind.FORWARD, Kind.BACKWARD):
+                        yield Action(kind, m)
+                    for kind in (Kind.FORWARD, Kind.BACKWARD):
+                        yield Action(kind, m + 1)
+                yield from (Action(Kind.STEP, m), Action(Kind.STEP, m + 1))
+
+    rule = "deadlock: stage 0 waits for B0, stage 1 waits for F1"
+    with pytest.raises(ScheduleError, match=rule) as e:
+        schedule_for(Waits(), num_stages=2)
+    assert ">B0<" in str(e.value)
+
+
+def test_a_written_schedule_that_starts_anew_at_the_wrong_place():
+    class Forgets(LaterBackward):
+        def order(self, worker, shape, start):
+            return super().order(worker, shape, 0)
+
+    with pytest.raises(ScheduleError, match=r"goes forward twice|ends before"):
+        schedule_for(Forgets(), num_stages=2, per_update=2)
+
+
+@pytest.mark.parametrize("what", [3, None, object(), LaterBackward])
+def test_what_is_no_schedule_is_refused(what):
+    with pytest.raises((ConfigError, TypeError), match="order"):
+        schedule_for(what, num_stages=2)
 
 
 def test_too_many_versions_are_refused():

@@ -58,24 +58,51 @@ def test_reset_keeps_the_newest_alone():
         ledger.reset()
 
 
-@given(st.integers(0, 5), st.lists(st.sampled_from("FBS"), max_size=60))
-def test_a_pinned_version_is_never_dropped(delay, letters):
-    """Whatever is done in whatever order that a stage could do it."""
-    ledger, forwards, backwards = VersionLedger(0), 0, 0
-    pinned = {}
+class SlowLedger:
+    """What `VersionLedger` must do, in sets: the definition, without its care for speed."""
+
+    def __init__(self):
+        self.newest, self.kept, self.pins = 0, {0}, {}
+
+    def release(self, next_read):
+        needed = {self.newest, *self.pins.values()}
+        dropped = sorted(v for v in self.kept if v < next_read and v not in needed)
+        self.kept.difference_update(dropped)
+        return dropped
+
+    def advance(self, next_read):
+        in_place = next_read > self.newest and self.newest not in self.pins.values()
+        if in_place:
+            self.kept.discard(self.newest)
+        self.newest += 1
+        self.kept.add(self.newest)
+        return in_place
+
+
+@given(st.integers(0, 5), st.lists(st.sampled_from("FFBBSR"), max_size=80), st.randoms())
+def test_it_keeps_what_its_definition_keeps(delay, letters, random):
+    """Whatever is done in whatever order, backwards out of order too."""
+    ledger, slow, forwards, read = VersionLedger(0), SlowLedger(), 0, 0
     for letter in letters:
-        reads = min(ledger.newest, max(0, forwards - delay))
-        if letter == "F" and reads in ledger.kept:
-            ledger.release(reads)
-            ledger.pin(forwards, reads)
-            pinned[forwards] = reads
+        read = max(read, min(ledger.newest, max(0, forwards - delay)))
+        if letter == "F" and read in ledger.kept:
+            assert ledger.release(read) == slow.release(read)
+            ledger.pin(forwards, read)
+            slow.pins[forwards] = read
             forwards += 1
-        elif letter == "B" and backwards < forwards:
-            ledger.unpin(backwards)
-            del pinned[backwards]
-            backwards += 1
+        elif letter == "B" and slow.pins:
+            m = random.choice(sorted(slow.pins))
+            assert ledger.pinned(m) == slow.pins[m]
+            ledger.unpin(m)
+            del slow.pins[m]
         elif letter == "S":
-            ledger.release(reads)
-            ledger.advance(reads)
-        assert set(pinned.values()) <= ledger.kept
+            next_read = random.choice([read, ledger.newest + 1])
+            if random.random() < 0.8:
+                assert ledger.release(next_read) == slow.release(next_read)
+            assert ledger.advance(next_read) == slow.advance(next_read)
+            read = max(read, next_read)
+        elif letter == "R":
+            assert ledger.release(read) == slow.release(read)
+        assert ledger.kept == slow.kept
+        assert set(slow.pins.values()) <= ledger.kept
         assert ledger.newest in ledger.kept

@@ -23,7 +23,7 @@ def gradient(index, generation=0, to=1):
 
 
 def key(number):
-    return Key(Channel.GRADIENT, number)
+    return Key(Channel.GRADIENT, number, 1)
 
 
 def test_messages_are_taken_by_key_whatever_the_order_of_arrival():

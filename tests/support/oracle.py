@@ -15,11 +15,22 @@ def layer_seed(seed, micro_batch, layer):
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def oracle(model, points, data, loss_fn, make_optimizer, *, k=1, stashing=True, seed=0, rates=None):
+READS = {
+    "async-1f1b": lambda m, s, n, k: max(0, (m - (n - 1 - s)) // k),
+    "vertical-sync": lambda m, s, n, k: max(0, (m - (n - 1)) // k),
+    "2bw": lambda m, s, n, k: max(0, m // k - 1),
+    "flushed": lambda m, s, n, k: m // k,
+}
+"""Which weight version micro-batch m reads at stage s: the table."""
+
+
+def oracle(
+    model, points, data, loss_fn, make_optimizer, *, k=1, reads="async-1f1b", seed=0, rates=None
+):
     """Train a copy of the model as n stages would; returns its state dict and the losses.
 
-    points: first layer of each stage. k: micro-batches per update. stashing: as async-1f1b, else
-    every micro-batch of mini-batch t reads version t. rates: learning rate of each mini-batch.
+    points: first layer of each stage. k: micro-batches per update. reads: a row of the table.
+    rates: learning rate of each mini-batch.
     """
     model, n = copy.deepcopy(model), len(points)
     optimizer = make_optimizer(model.parameters())
@@ -33,7 +44,7 @@ def oracle(model, points, data, loss_fn, make_optimizer, *, k=1, stashing=True, 
             m, value, leaves = t * k + i, xm, {}
             for number, (layer_name, layer) in enumerate(model.named_children()):
                 s = sum(number >= point for point in points) - 1
-                version = max(0, (m - (n - 1 - s)) // k) if stashing else t
+                version = READS[reads](m, s, n, k)
                 weights = {
                     name: versions[version][f"{layer_name}.{name}"].clone().requires_grad_()
                     for name, _ in layer.named_parameters()

@@ -1,0 +1,203 @@
+"""A backward in two halves: first the gradient of the stage's input, the weights' later.
+
+The graph between the outputs and the inputs of a stage, with P the nodes that lead to an input::
+
+    output ── p3 ── p2 ── p1 ── input         first half: runs p3, p2, p1 for the input alone
+              │     │     │                   and notes what gradient came to each of them
+              w3    w2    w1                  second half: runs each p again, for its weights alone
+
+A node computes only the gradients that are asked for, so nothing is computed twice: a linear layer
+does one of its two matrix products in each half. The second half ends with one call of autograd
+that adds to the weights as a whole backward does: same kernels, same order of sums, same bits.
+
+Nodes off the path between output and input (P's weights may be computed from other weights) run in
+the second half. Hooks on the nodes of P run in both halves; what they change is taken from the
+first. Where a weight is used several times in a stage, or no input wants a gradient, the second
+half is a whole backward: as right, but the path is then computed twice.
+
+torch's own helpers (``torch.distributed.pipelining``) are private, and apply a tensor hook on the
+output of a layer twice (2.13).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class _OnPath:
+    """A node of P that has weights to serve.
+
+    Attributes:
+        node: The node.
+        edges: Where its gradients for weights go.
+        arrived: The gradients that came to it, after its hooks.
+    """
+
+    node: Node
+    edges: list[GradientEdge]
+    arrived: list[Gradients] = field(default_factory=list)
+    replaying: bool = False
+
+    def hook(self, gradients: Gradients) -> Gradients | None:
+        """Note what arrives; the second time, put that in its place, whatever hooks did."""
+        if self.replaying:
+            return self.arrived[0]
+        self.arrived.append(tuple(gradients))
+        return None
+
+
+class SplitBackward:
+    """One backward of one micro-batch, half by half. Seed the generator alike before both.
+
+    Args:
+        outputs: Tensors that require a gradient.
+        gradients: Theirs; None for one of a scalar.
+        inputs: Nodes at which the gradients of the stage's input are caught.
+        weights: Leaves that want a gradient.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Node],
+        weights: Sequence[Tensor],
+    ) -> None:
+        """Look at the graph."""
+        self._roots = [torch.autograd.graph.get_gradient_edge(o) for o in outputs]
+        self._gradients = [
+            torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)
+        ]
+        self._inputs = set(inputs)
+        self._weights = weights
+        nodes = _nodes_under(self._roots)
+        self._path = _leading_to(nodes, self._inputs)
+        self._whole = not self._path or self._has_shared_weights(nodes)
+        self._on_path: list[_OnPath] = []
+        self._handles: list[Any] = []
+
+    def _has_shared_weights(self, nodes: Sequence[Node]) -> bool:
+        """Whether a node off the path has several users, one of them on the path.
+
+        A weight that is used twice, as a bias of a layer that runs twice. To run one of its users
+        alone is not possible then (the other is reached from it), nor to sum in the right order.
+        """
+        users: Counter[Node] = Counter(edge.node for edge in self._roots)
+        used_on_path: set[Node] = set()
+        for node in nodes:
+            for following, _ in node.next_functions:
+                if following is not None and following not in self._path:
+                    users[following] += 1
+                    if node in self._path:
+                        used_on_path.add(following)
+        return any(users[node] > 1 for node in used_on_path)
+
+    def first_half(self) -> None:
+        """Find the gradients of the inputs, which autograd brings to the nodes of the inputs."""
+        if not self._path:
+            return
+        if not self._whole:
+            self._watch_path()
+        on_path = [edge.node in self._path for edge in self._roots]
+        # To the leaves under the nodes of the inputs, so that these nodes themselves run.
+        leaves = [
+            GradientEdge(following, number)
+            for node in self._inputs
+            for following, number in node.next_functions
+            if following is not None
+        ]
+        torch.autograd.grad(
+            [edge for edge, there in zip(self._roots, on_path, strict=True) if there],
+            leaves,
+            [g for g, there in zip(self._gradients, on_path, strict=True) if there],
+            retain_graph=True,
+            allow_unused=True,
+        )
+
+    def _watch_path(self) -> None:
+        """Have what comes to the nodes of the path noted, where they have weights."""
+        for node in self._path:
+            weights = [
+                GradientEdge(following, number)
+                for following, number in node.next_functions
+                if following is not None and following not in self._path
+            ]
+            if weights and node not in self._inputs:
+                place = _OnPath(node, weights)
+                self._on_path.append(place)
+                self._handles.append(node.register_prehook(place.hook))
+
+    def second_half(self) -> None:
+        """Add the gradients of the weights to the ``grad`` of their leaves; frees the graph."""
+        if self._whole:
+            edges, gradients = list(self._roots), list(self._gradients)
+        else:
+            edges, gradients = self._off_path()
+        if edges and self._weights:
+            torch.autograd.backward(edges, gradients, inputs=self._weights)
+        for handle in self._handles:
+            handle.remove()
+        self._roots, self._on_path, self._path = [], [], {}
+
+    def _off_path(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the path is left towards weights, and the gradients there."""
+        edges, gradients = [], []
+        for edge, gradient in zip(self._roots, self._gradients, strict=True):
+            if edge.node not in self._path:
+                edges.append(edge)
+                gradients.append(gradient)
+        for place in self._on_path:
+            if not place.arrived:
+                continue  # no gradient came this way
+            place.replaying = True
+            came = [(i, g) for i, g in enumerate(place.arrived[0]) if g is not None]
+            found = torch.autograd.grad(
+                [GradientEdge(place.node, i) for i, _ in came],
+                place.edges,
+                [g for _, g in came],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for edge, part in zip(place.edges, found, strict=True):
+                if part is not None:
+                    edges.append(edge)
+                    gradients.append(part)
+        return edges, gradients
+
+
+def _nodes_under(roots: Sequence[GradientEdge]) -> list[Node]:
+    """Every node under the roots, each after all that it leads to.
+
+    Without recursion: a graph may be deeper than Python's stack.
+    """
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(edge.node, False) for edge in roots]
+    while stack:
+        node, finished = stack.pop()
+        if finished:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((n, False) for n, _ in node.next_functions if n is not None)
+    return order
+
+
+def _leading_to(nodes: Sequence[Node], targets: set[Node]) -> dict[Node, None]:
+    """The nodes from which a target is reached; ``nodes`` as from `_nodes_under`."""
+    leads: dict[Node, None] = {}
+    for node in nodes:
+        if node in targets or any(n in leads for n, _ in node.next_functions):
+            leads[node] = None
+    return leads
