@@ -20,10 +20,13 @@ if TYPE_CHECKING:
         RendezvousTimeout,
         ScheduleError,
         StageFailed,
+        TraceError,
         TransportError,
         VersionError,
         WorkerLost,
     )
+    from pipedream_rt.observe.replay import Replay
+    from pipedream_rt.observe.trace import Trace
     from pipedream_rt.optimizer import DistributedOptimizer
     from pipedream_rt.pipeline import Pipeline
     from pipedream_rt.results import PendingStep, StepResult
@@ -41,9 +44,12 @@ __all__ = [
     "PipelineClosed",
     "PipelineError",
     "RendezvousTimeout",
+    "Replay",
     "ScheduleError",
     "StageFailed",
     "StepResult",
+    "Trace",
+    "TraceError",
     "TransportError",
     "VersionError",
     "WorkerLost",
@@ -53,6 +59,8 @@ _HOMES = {
     "DistributedOptimizer": "pipedream_rt.optimizer",
     "PendingStep": "pipedream_rt.results",
     "Pipeline": "pipedream_rt.pipeline",
+    "Replay": "pipedream_rt.observe.replay",
+    "Trace": "pipedream_rt.observe.trace",
     "StepResult": "pipedream_rt.results",
 }
 

@@ -18,7 +18,7 @@ from pipedream_rt import __version__
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.schedules import check, describe_schedules, schedule_named
-from pipedream_rt.spawn import LISTEN_FD, NPROC, end_processes, start_worker
+from pipedream_rt.spawn import LISTEN_FD, NPROC, TRACE, end_processes, start_worker
 
 _END_TIMEOUT = timedelta(seconds=5)
 
@@ -45,9 +45,13 @@ def worker(arguments: tuple[str, ...]) -> None:
               help="Workers to start.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
               help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
+@click.option("--trace", type=click.Path(dir_okay=False, writable=True),
+              help="File to write what every stage did when; see timeline.")  # fmt: skip
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(nproc_per_node: int, threads: int, script: str, arguments: tuple[str, ...]) -> None:
+def run(
+    nproc_per_node: int, threads: int, trace: str | None, script: str, arguments: tuple[str, ...]
+) -> None:
     """Start local workers, then SCRIPT with its ARGUMENTS; end when it ends, with its exit code.
 
     The script's Pipeline uses these workers unless it asks for others. Each worker hosts a stage
@@ -66,12 +70,12 @@ def run(nproc_per_node: int, threads: int, script: str, arguments: tuple[str, ..
                     start_worker(*options, name=name, threads=threads, environment=environment)
                 )
             code = _run_script(
-                [sys.executable, script, *arguments], listener.fileno(), nproc_per_node
+                [sys.executable, script, *arguments], listener.fileno(), nproc_per_node, trace
             )
     sys.exit(code)
 
 
-def _run_script(command: list[str], listen_fd: int, workers: int) -> int:
+def _run_script(command: list[str], listen_fd: int, workers: int, trace: str | None) -> int:
     """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal.
 
     Returns:
@@ -81,6 +85,7 @@ def _run_script(command: list[str], listen_fd: int, workers: int) -> int:
         **os.environ,
         LISTEN_FD: str(listen_fd),
         NPROC: str(workers),
+        **({} if trace is None else {TRACE: os.path.abspath(trace)}),
     }
     process = subprocess.Popen(command, env=environment, pass_fds=(listen_fd,))
 

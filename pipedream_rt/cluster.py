@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError
+from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import Shape
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.messages import COORDINATOR
@@ -60,6 +62,9 @@ class Cluster(Protocol):
 
     def stories(self) -> list[str]:
         """Say for every worker what it waits for and what it did last, for a stall report."""
+
+    def clocks(self) -> list[Reading]:
+        """Read the clock of every worker, against ``time.monotonic_ns`` here."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to the ``"module"`` or the ``"optimizer"`` of a stage."""
@@ -204,6 +209,11 @@ class InProcessCluster:
     def stories(self) -> list[str]:
         """See `Cluster.stories`."""
         return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
+
+    def clocks(self) -> list[Reading]:
+        """See `Cluster.clocks`; it is one clock."""
+        now = time.monotonic_ns()
+        return [Reading(now, now, now)] * self._shape.workers
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""

@@ -5,7 +5,7 @@ process dies, however, its end closes and the other side reads the end of file a
 
     coordinator                     worker
     call            ->              (light: has not imported torch yet)
-                    <- hello        name, pid, host, version
+                    <- hello        name, pid, host, boot, version
                     <- ready        has imported torch
     refused reason  ->                                          or
     welcome         ->              rank, names, store, ...; both join the RPC group
@@ -13,6 +13,8 @@ process dies, however, its end closes and the other side reads the end of file a
     ...training, over RPC...
     story           ->              in a stall
                     <- story        what its stage waits for, and did last
+    clock           ->              for a trace
+                    <- clock        the worker's monotonic clock, in nanoseconds
     stop            ->
                     <- stopped      its stage computes no more
     exit            ->              leaves the RPC group and ends
@@ -24,6 +26,7 @@ import ipaddress
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -198,3 +201,11 @@ def interface_of(host: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == host:
                 return name
     raise ConfigError(f"no network interface of this machine has the address {host}")
+
+
+def boot_id() -> str:
+    """Of the running kernel: processes with the same one read the same monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -10,6 +10,7 @@ The tree::
     │   ├── RendezvousTimeout           the workers did not all join in time
     │   ├── MessageTimeout              an awaited message did not come in time
     │   └── PeerLost                    the other end of a link is gone
+    ├── TraceError (also ValueError)    a trace file cannot be written or read, or not be used
     ├── WorkerLost                      a worker process died or was cut off
     ├── StageFailed                     an action raised on a stage; __cause__ is its error
     │   └── NonFiniteLoss               the loss became NaN or infinite
@@ -76,6 +77,10 @@ class PeerLost(TransportError):
         """Args: message: What happened. peer: Name of the endpoint that is gone."""
         super().__init__(message)
         self.peer = peer
+
+
+class TraceError(PipelineError, ValueError):
+    """A trace cannot be written, is cut or foreign, or does not hold what is asked of it."""
 
 
 class WorkerLost(PipelineError):

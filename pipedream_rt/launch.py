@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -17,12 +18,17 @@ from pipedream_rt.control import parse_address
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.processes import ProcessCluster
 from pipedream_rt.schedules import Shape
-from pipedream_rt.spawn import LISTEN_FD, NPROC
+from pipedream_rt.spawn import LISTEN_FD, NPROC, TRACE
+from pipedream_rt.tracing import writable
 from pipedream_rt.transport.base import Receive
 
 Workers: TypeAlias = str | Callable[..., Cluster] | None
 """``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or what makes a
 `Cluster` of another kind (called with the shape and the keyword arguments below)."""
+
+
+Trace: TypeAlias = str | os.PathLike[str] | bool | None
+"""See `trace_argument`."""
 
 
 def start_cluster(
@@ -80,6 +86,33 @@ def start_cluster(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
         return _under_torchrun(shape, common)
     return ProcessCluster(shape, **common)
+
+
+def trace_argument(trace: Trace) -> tuple[bool, Path | None]:
+    """Whether to record a trace, and where to write it.
+
+    Args:
+        trace: A file, True to record without writing, False not to; None to follow
+            `pipedream-rt run --trace`.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    global _traced_by_run
+    if trace is None and TRACE in os.environ:
+        path = Path(os.environ[TRACE])
+        _traced_by_run += 1
+        # A script may open several pipelines, each of which leaves a trace.
+        trace = path if _traced_by_run == 1 else path.with_stem(f"{path.stem}-{_traced_by_run}")
+    if trace is None or isinstance(trace, bool):
+        return bool(trace), None
+    if not isinstance(trace, str | os.PathLike):
+        raise ConfigError(f"trace must be a file, True or False, not {trace!r}")
+    return True, writable(trace)
+
+
+_traced_by_run = 0
+"""Pipelines of this process that were traced because `pipedream-rt run` says so."""
 
 
 @contextmanager

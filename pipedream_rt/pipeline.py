@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,10 @@ from pipedream_rt.errors import (
     PipelineClosed,
 )
 from pipedream_rt.jobs import pickled_jobs
-from pipedream_rt.launch import Workers, start_cluster
+from pipedream_rt.launch import Trace as TraceArgument
+from pipedream_rt.launch import Workers, start_cluster, trace_argument
+from pipedream_rt.observe.recorder import NOBODY, Recorder
+from pipedream_rt.observe.trace import INJECTED, LOSS_CAME, Trace
 from pipedream_rt.optimizer import (
     DistributedOptimizer,
     OptimizerArgument,
@@ -71,6 +75,7 @@ from pipedream_rt.stage.tree import (
     split,
     unflatten,
 )
+from pipedream_rt.tracing import SPANS_KEPT, put_together
 from pipedream_rt.transport.base import sender
 
 T = TypeVar("T")
@@ -175,6 +180,9 @@ class Pipeline:
         credits: Mini-batches injected before the first result is awaited; None for what the
             schedule needs. The memory for inputs is bounded by it, and a learning rate set after
             result i applies from mini-batch i + credits on.
+        trace: A file to which `close` writes what every stage did when, or True to record it for
+            `trace` alone. None: what `pipedream-rt run --trace` says, else False. Each worker
+            keeps its last 131,072 actions.
         timeout: For an answer that is sure to come; a stall longer than that is an error.
         start_timeout: For all workers to join.
 
@@ -199,6 +207,7 @@ class Pipeline:
         threads: int = 1,
         on_nan: str = "raise",
         credits: int | None = None,
+        trace: TraceArgument = None,
         timeout: timedelta = timedelta(minutes=5),
         start_timeout: timedelta = timedelta(minutes=2),
     ) -> None:
@@ -228,7 +237,9 @@ class Pipeline:
         self._model = model
         self._names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
         grouped = grouped_names(optimizer, self._names)
-        jobs = pickled_jobs(layers, points, self.schedule, loss_fn, seed, on_nan, 0)
+        traced, self._trace_path = trace_argument(trace)
+        spans = SPANS_KEPT if traced else 0
+        jobs = pickled_jobs(layers, points, self.schedule, loss_fn, seed, on_nan, spans)
 
         self._has_loss = loss_fn is not None
         self._micro_batches = micro_batches
@@ -239,6 +250,7 @@ class Pipeline:
         self._pending: deque[PendingStep] = deque()
         self._optimizer: DistributedOptimizer | None = None
         self._named_references: list[tuple[Reference, str]] | None = None
+        self._recorder = Recorder(spans) if traced else None
         self._closed = False
         reception = Reception(generation := next(_generations))
         self._inbox = reception.inbox
@@ -270,6 +282,7 @@ class Pipeline:
         ]
         with self._closing_on_error():
             self._start_stages(jobs)
+            self._clocks = self._cluster.clocks() if traced else []
             if grouped is not None:
                 self._build_optimizer(*grouped)
                 self.scatter_optimizer_state(state_by_name(optimizer, self._names))
@@ -333,7 +346,9 @@ class Pipeline:
         with self._closing_on_error():  # a mini-batch is injected whole or ends the pipeline
             for i, part in enumerate(parts):
                 number = self._step * self._micro_batches + i
+                start = time.monotonic_ns()
                 self._feed(Mode.TRAIN, number, part, share=sizes[i] / sum(sizes), hyper=hyper)
+                self._record(INJECTED, number, NOBODY, start, start)
             self._optimizer.step()
             self._step += 1
             self._pending.append(pending)
@@ -387,7 +402,11 @@ class Pipeline:
         self._check_usable()
         pending = self._pending[0]
         with self._closing_on_error():  # what is taken of it must not be lost
-            taken = [self._take_loss(pending.first + i)[0] for i in range(len(pending.sizes))]
+            asked, taken = time.monotonic_ns(), []
+            for i in range(len(pending.sizes)):
+                taken.append(self._take_loss(pending.first + i)[0])
+                number, last = pending.step * self._micro_batches + i, len(self.stages) - 1
+                self._record(LOSS_CAME, number, last, asked, time.monotonic_ns())
         losses = [loss.loss for loss in taken]
         total = sum(pending.sizes)
         # A sum in the order of the micro-batches, so that the figure does not depend on timing.
@@ -408,6 +427,15 @@ class Pipeline:
             busy_s=tuple(busy_ns / 1e9 for _, busy_ns in trail),
         )
         self._pending.popleft()
+
+    def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
+        """Write a span of the coordinator, which ends now."""
+        if self._recorder is not None:
+            arrived = 0 if waited_for == NOBODY else self._inbox.arrived_ns
+            self._recorder.record(
+                kind, COORDINATOR, number, 0, 0, 0,
+                waited_for, ready, arrived, start, time.monotonic_ns(), 0,
+            )  # fmt: skip
 
     def _take_loss(self, position: int) -> tuple[Loss, Any]:
         """Wait for what the last stage says of a position: the loss, or the output."""
@@ -641,6 +669,22 @@ class Pipeline:
         self._check_usable()
         return self._command(CommandName.STATISTICS)
 
+    def trace(self) -> Trace:
+        """Return what every stage did so far. Flushes the pipe.
+
+        Raises:
+            ConfigError: Nothing is recorded; give Pipeline ``trace=True`` or a file.
+        """
+        if self._recorder is None:
+            raise ConfigError("nothing is recorded; give Pipeline trace=True or a file")
+        self.flush()
+        recorded = self._command(CommandName.TRACE)
+        with self._closing_on_error():
+            clocks = list(zip(self._clocks, self._cluster.clocks(), strict=True))
+        return put_together(
+            self.schedule, self._credits, self._cluster.names, recorded, self._recorder, clocks
+        )
+
     def explain(self) -> str:
         """Describe the split, the versions and the memory, as a table of text."""
         rows = [("stage", "worker", "layers", "parameters", "in flight", "versions", "peak MiB")]
@@ -707,7 +751,7 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            self.close()
+            self._end_all()
             raise
 
     def _start_stages(self, jobs: list[Tensor]) -> None:
@@ -735,7 +779,23 @@ class Pipeline:
             ) from (reason if failed else None)
 
     def close(self) -> None:
-        """End all workers. Idempotent. What is in flight is dropped; read `state_dict` before."""
+        """End all workers. Idempotent. What is in flight is dropped; read `state_dict` before.
+
+        With a trace to write, the pipe is flushed and the trace written first.
+
+        Raises:
+            TraceError: It cannot be written; everything has ended all the same.
+        """
+        try:
+            # Not after a failure, and not where a signal interrupted a wait.
+            if not self._closed and self._trace_path is not None and not self._inbox.busy:
+                if self._inbox.reason is None:
+                    self.trace().save(self._trace_path)
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """End all workers, now."""
         if not self._closed:
             self._closed = True
             self._inbox.close(PipelineClosed("the pipeline was closed"))
@@ -747,9 +807,12 @@ class Pipeline:
         """Return the pipeline."""
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, exception_type: type[BaseException] | None, *exception: object) -> None:
+        """Close it; after Ctrl-C and the like without waiting for anything."""
+        if exception_type is None or issubclass(exception_type, Exception):
+            self.close()
+        else:
+            self._end_all()
 
 
 def _close_here(cluster: Cluster, owner_pid: int) -> None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipedream_rt.cluster import Fail, Reference
-from pipedream_rt.control import VERSION, Control, interface_of
+from pipedream_rt.control import VERSION, Control, boot_id, interface_of
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     MessageTimeout,
@@ -30,6 +31,7 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
+from pipedream_rt.observe.clock import Reading, best
 from pipedream_rt.schedules import Shape
 from pipedream_rt.spawn import end_processes, start_worker
 from pipedream_rt.stage.messages import COORDINATOR
@@ -44,6 +46,12 @@ _STORY_TIMEOUT = timedelta(seconds=2)
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to."""
 
+_CLOCK_TIMEOUT = timedelta(seconds=5)
+"""For a worker to answer all questions for its clock."""
+
+_CLOCK_ROUNDS = 16
+"""Questions of which the quickest answer counts."""
+
 _EXIT_TIMEOUT = timedelta(seconds=3)
 """For the processes to end after that; what is left then is killed."""
 
@@ -56,6 +64,8 @@ class _Member:
     description: str
     control: Control
     story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    clock: queue.SimpleQueue[tuple[int, int]] = field(default_factory=queue.SimpleQueue)
+    same_clock: bool = False
     stages: tuple[int, ...] = ()
     ready: bool = False
     stopped: bool = False
@@ -251,7 +261,8 @@ class ProcessCluster:
             control.close()
             return
         control.peer = f"worker {name!r}"
-        self._members.append(_Member(name, description, control))
+        same_clock = hello.get("boot") == boot_id() != ""
+        self._members.append(_Member(name, description, control, same_clock=same_clock))
 
     def _reason_to_refuse(self, name: str, hello: dict[str, Any]) -> str:
         """Why a worker cannot be a member; empty if it can."""
@@ -418,6 +429,8 @@ class ProcessCluster:
                 self._note_stopped(member)
             elif record["type"] == "story":
                 member.story.put(str(record["text"]))
+            elif record["type"] == "clock":
+                member.clock.put((int(record["ns"]), time.monotonic_ns()))
         return True
 
     def _note_stopped(self, member: _Member) -> None:
@@ -471,6 +484,30 @@ class ProcessCluster:
                 text = "its worker does not answer"
             told.append(f"{member.hosts} (worker {member.name!r}): {text}")
         return told
+
+    def clocks(self) -> list[Reading]:
+        """See `Cluster.clocks`."""
+        return [self._clock_of(member) for member in self._members]
+
+    def _clock_of(self, member: _Member) -> Reading:
+        """Ask a worker for its clock several times and keep the answer that came soonest."""
+        deadline = Deadline(_CLOCK_TIMEOUT)
+        readings = []
+        for _ in range(_CLOCK_ROUNDS):
+            sent = time.monotonic_ns()
+            member.control.send({"type": "clock"})
+            try:
+                answered, received = member.clock.get(timeout=deadline.remaining_s())
+            except queue.Empty:
+                raise MessageTimeout(
+                    f"worker {member.name!r} does not answer when asked for its clock"
+                ) from None
+            readings.append(Reading(sent, answered, received))
+        found = best(readings)
+        # On one machine the clock is one; containers with a time namespace of their own differ.
+        if member.same_clock and abs(found.offset) <= found.error:
+            return Reading(found.answered, found.answered, found.answered)
+        return found
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""

@@ -14,6 +14,9 @@ LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 NPROC = "PIPEDREAM_RT_NPROC"
 """Set with it: how many there are."""
 
+TRACE = "PIPEDREAM_RT_TRACE"
+"""Set with it, if asked for: the file that a trace is written to."""
+
 
 def start_worker(
     *address: str,

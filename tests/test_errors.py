@@ -14,6 +14,7 @@ SAMPLES = [
     errors.RendezvousTimeout("m", missing=2),
     errors.MessageTimeout("m"),
     errors.PeerLost("m", peer="w"),
+    errors.TraceError("m"),
     errors.WorkerLost("m", worker="w", stage=1),
     errors.StageFailed("m", stage=1, action="F3", trace="t"),
     errors.NonFiniteLoss("m", stage=1, action="F3"),

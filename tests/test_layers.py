@@ -26,6 +26,7 @@ LAYERS = [
         "pipedream_rt.reception",
         "pipedream_rt.results",
         "pipedream_rt.spawn",
+        "pipedream_rt.tracing",
         "pipedream_rt.optimizer",
         "pipedream_rt.pipeline",
         "pipedream_rt.cli",

@@ -20,6 +20,7 @@ from pipedream_rt.control import (
     Control,
     Record,
     parse_address,
+    boot_id,
 )
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
@@ -134,6 +135,7 @@ def serve(control: Control, name: str, threads: int) -> int:
                 "name": name,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
+                "boot": boot_id(),
                 "version": VERSION,
             }
         )

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -112,6 +113,8 @@ def _until_exit(
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": inbox.story()})
+            case "clock":
+                control.send({"type": "clock", "ns": time.monotonic_ns()})
             case "exit":
                 transport.close()
                 return 0

@@ -58,27 +58,27 @@ class Recipe:
         )
 
 
-_ASYNC = Recipe(
-    order=Async1F1B(),
-    versions=WeightStashing(),
-    flushes=False,
-    summary="PipeDream, never a flush",
-    kept_text="ceil(w/k)+1",
-    bubble_text="0",
-    staleness_text="up to ceil(w/k)",
-)
-_VERTICAL_SYNC = Recipe(
-    order=Async1F1B(),
-    versions=VerticalSync(),
-    flushes=False,
-    summary="PipeDream, all stages read the version that the first reads",
-    kept_text="ceil((n-1)/k)+1",
-    bubble_text="0",
-    staleness_text="ceil((n-1)/k)",
-)
+_VERTICAL_SYNC = "+vertical-sync"
 
 RECIPES: dict[str, Recipe] = {
-    "async-1f1b": _ASYNC,
+    "async-1f1b": Recipe(
+        order=Async1F1B(),
+        versions=WeightStashing(),
+        flushes=False,
+        summary="PipeDream, never a flush",
+        kept_text="ceil(w/k)+1",
+        bubble_text="0",
+        staleness_text="up to ceil(w/k)",
+    ),
+    "async-1f1b" + _VERTICAL_SYNC: Recipe(
+        order=Async1F1B(),
+        versions=VerticalSync(),
+        flushes=False,
+        summary="the same, all stages read the version that the first reads",
+        kept_text="ceil((n-1)/k)+1",
+        bubble_text="0",
+        staleness_text="ceil((n-1)/k)",
+    ),
     "2bw": Recipe(
         order=Async1F1B(),
         versions=TwoVersions(),
@@ -123,7 +123,6 @@ def describe_schedules() -> str:
     """One line for each schedule, and what the letters mean."""
     width = max(map(len, RECIPES))
     lines = [f"  {name:<{width}}  {recipe.line()}" for name, recipe in RECIPES.items()]
-    lines.insert(1, f"  {'':<{width}}  with vertical_sync: {_VERTICAL_SYNC.line()}")
     letters = "(n workers, k micro-batches per update, w = n-1-s at stage s)"
     return "\n".join((*lines, f"  {letters}"))
 
@@ -207,7 +206,8 @@ def schedule_named(
         num_stages: Number of stages, at least 1.
         per_update: Micro-batches per update, at least 1.
         stages_per_worker: For interleaved-1f1b, 2 if None.
-        vertical_sync: For async-1f1b: every stage reads the version that the first one reads.
+        vertical_sync: Means ``name + "+vertical-sync"``, for async-1f1b: every stage reads the
+            version that the first one reads.
 
     Returns:
         The schedule.
@@ -217,12 +217,11 @@ def schedule_named(
     """
     if name not in RECIPES:
         raise ConfigError(f"unknown schedule {name!r}; the known ones are\n{describe_schedules()}")
-    recipe = RECIPES[name]
-    if vertical_sync:
-        if recipe is not _ASYNC:
+    if vertical_sync and not name.endswith(_VERTICAL_SYNC):
+        if name + _VERTICAL_SYNC not in RECIPES:
             raise ConfigError(f"vertical_sync is an option of async-1f1b, not of {name}")
-        recipe = _VERTICAL_SYNC
-    return _fitted(name, recipe, num_stages, per_update, stages_per_worker)
+        name += _VERTICAL_SYNC
+    return _fitted(name, RECIPES[name], num_stages, per_update, stages_per_worker)
 
 
 def _fitted(

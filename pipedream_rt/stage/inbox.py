@@ -158,6 +158,11 @@ class Inbox:
                 self._changed.notify_all()
 
     @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a message."""
+        return self._taker is not None
+
+    @property
     def reason(self) -> BaseException | None:
         """Why it was closed, or None while open."""
         return self._reason

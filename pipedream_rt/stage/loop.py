@@ -20,6 +20,7 @@ import torch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ScheduleError
 from pipedream_rt.observe.recorder import NOBODY, Recorder
+from pipedream_rt.observe.trace import CODES, DRAIN
 from pipedream_rt.schedules import Action, Kind, Schedule
 from pipedream_rt.schedules.actions import SENDS_BACK, until
 from pipedream_rt.stage.inbox import Inbox
@@ -34,7 +35,6 @@ from pipedream_rt.stage.messages import (
 )
 from pipedream_rt.stage.stage import Stage, peak_memory_bytes
 
-_CODES = {kind: ord(kind.value) for kind in Kind}
 _PASS, _COMMAND = ord("E"), ord("C")
 
 
@@ -107,10 +107,17 @@ class Loop:
         for action in until(order, stop, per_update, left):
             self.current = self._stage_of(action)
             self._do(self.current, action)
-        stage.reply(item.index, None)
+        self._end_flush(stage, item)
         for other in self._stages.values():
             if other is not stage:
-                other.reply(self._next_micro_batch(other).index, None)
+                self._end_flush(other, self._next_micro_batch(other))
+
+    def _end_flush(self, stage: Stage, item: Message) -> None:
+        """Say that nothing is in flight on a stage."""
+        stage.reply(item.index, None)
+        if self._recorder is not None:
+            now = time.monotonic_ns()
+            self._record(DRAIN, stage, item.index, 0, item.sender, self._inbox.arrived_ns, now)
 
     def _stage_of(self, action: Action) -> Stage:
         """The stage that an action is of."""
@@ -200,7 +207,7 @@ class Loop:
                 version = stage.step(m)
         if self._recorder is not None:
             start = asked + stage.held_up_ns - held_up
-            self._record(_CODES[kind], stage, m, version, waited_for, arrived, start)
+            self._record(CODES[kind], stage, m, version, waited_for, arrived, start)
 
     def _record(
         self,

@@ -119,13 +119,13 @@ def test_the_table_of_versions():
     for m in range(60):
         for s in range(n):
             assert made("async-1f1b", n, k).reads(s, m) == max(0, (m - (n - 1 - s)) // k)
-            assert made("vertical-sync", n, k).reads(s, m) == max(0, (m - (n - 1)) // k)
+            assert made("async-1f1b+vertical-sync", n, k).reads(s, m) == max(0, (m - (n - 1)) // k)
             assert made("2bw", n, k).reads(s, m) == max(0, m // k - 1)
             for name in ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b"):
                 schedule = made(name, n, k)
                 assert schedule.reads(s, m) == m // schedule.per_update
     assert [made("async-1f1b", n, 1).kept(s) for s in range(n)] == [4, 3, 2, 1]
-    assert [made("vertical-sync", n, 1).kept(s) for s in range(n)] == [4] * 4
+    assert [made("async-1f1b+vertical-sync", n, 1).kept(s) for s in range(n)] == [4] * 4
     assert [made("2bw", n, k).kept(s) for s in range(n)] == [2] * 4
 
 

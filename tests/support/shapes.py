@@ -4,14 +4,9 @@ from hypothesis import strategies as st
 
 from pipedream_rt.schedules import RECIPES, schedule_named
 
-NAMES = [*RECIPES, "vertical-sync"]
-"""The names of the schedules, and one for async-1f1b with its option."""
-
 
 def made(name, workers, k, v=2):
     """A schedule of that name; k is raised to what it needs."""
-    if name == "vertical-sync":
-        return schedule_named("async-1f1b", num_stages=workers, per_update=k, vertical_sync=True)
     if name == "interleaved-1f1b":
         k = -(-k // workers) * workers
         return schedule_named(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
@@ -20,7 +15,7 @@ def made(name, workers, k, v=2):
     )
 
 
-def schedules(names=NAMES, most=7):
+def schedules(names=tuple(RECIPES), most=7):
     """Any built-in schedule in any shape."""
     return st.builds(
         made,

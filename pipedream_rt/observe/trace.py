@@ -1,0 +1,182 @@
+"""A trace: what every stage did when, measured or simulated, and its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from pipedream_rt.errors import TraceError
+from pipedream_rt.observe.recorder import SPAN, Spans
+from pipedream_rt.schedules import Action, Kind, Shape
+
+_MAGIC = "pipedream-rt trace"
+_VERSION = 1
+
+INJECTED, LOSS_CAME = ord("N"), ord("L")
+"""Spans of the coordinator."""
+
+DRAIN = ord("D")
+"""The span with which a stage ends a flush."""
+
+CODES = {kind: ord(kind.value) for kind in Kind}
+"""The number that stands for an action's kind in a span."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a trace knows of a worker beside its spans.
+
+    Attributes:
+        name: As given at its start.
+        dropped: Spans that the ring has overwritten, the oldest ones.
+        clock_error_ns: Bound on the error of its times against the coordinator's clock.
+        peak_memory_bytes: Resident; 0 if unknown.
+    """
+
+    name: str
+    dropped: int = 0
+    clock_error_ns: int = 0
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What a run did.
+
+    Attributes:
+        schedule: Its name.
+        shape: Workers, stages, micro-batches per update.
+        credits: Mini-batches that the coordinator injects ahead.
+        simulated: Whether it was computed, not measured.
+        workers: Facts about each.
+        stage_bytes: Of one weight version, by stage; empty if unknown.
+        activation_bytes: That a stage holds for each micro-batch in flight; empty if unknown.
+        spans: An array of `SPAN`, each stage's in the order in which they happened.
+    """
+
+    schedule: str
+    shape: Shape
+    credits: int
+    simulated: bool
+    workers: tuple[WorkerFacts, ...]
+    spans: Spans = field(repr=False)
+    stage_bytes: tuple[int, ...] = ()
+    activation_bytes: tuple[int, ...] = ()
+
+    def of_stage(self, stage: int) -> Spans:
+        """The spans of a stage, in the order in which they happened; -1 for the coordinator's."""
+        return self.spans[self.spans["stage"] == stage]
+
+    def by_stage(self) -> list[Spans]:
+        """The spans of every stage; quicker than one after another."""
+        order = np.argsort(self.spans["stage"], kind="stable")
+        bounds = np.searchsorted(
+            self.spans["stage"], np.arange(self.shape.num_stages + 1), sorter=order
+        )
+        return [
+            self.spans[order[a:b]] for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def actions(self, worker: int) -> Iterator[Action]:
+        """What a worker did of its order, in order."""
+        wanted = np.isin(self.spans["kind"], list(CODES.values()))
+        mine = self.spans[wanted & (self.spans["stage"] % self.shape.workers == worker)]
+        mine = mine[np.argsort(mine["end"], kind="stable")]
+        several = self.shape.stages_per_worker > 1
+        kinds = {code: kind for kind, code in CODES.items()}
+        for kind, index, stage in zip(
+            mine["kind"].tolist(), mine["index"].tolist(), mine["stage"].tolist(), strict=True
+        ):
+            yield Action(kinds[kind], index, stage if several else None)
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were overwritten in all."""
+        return sum(worker.dropped for worker in self.workers)
+
+    # -- the file -----------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace; whoever reads ``path`` sees the old file or the whole new one.
+
+        Raises:
+            TraceError: It cannot be written.
+        """
+        path = Path(path)
+        header = {
+            "schedule": self.schedule,
+            "shape": asdict(self.shape),
+            "credits": self.credits,
+            "simulated": self.simulated,
+            "workers": [asdict(worker) for worker in self.workers],
+            "stage_bytes": list(self.stage_bytes),
+            "activation_bytes": list(self.activation_bytes),
+        }
+        packed = msgpack.packb(header)
+        spans = np.ascontiguousarray(self.spans).view(np.uint8).data
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                packer = msgpack.Packer()
+                file.write(packer.pack([_MAGIC, _VERSION, packed, _digest(packed, spans)]))
+                file.write(spans)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise TraceError(f"the trace cannot be written to {path}: {error}") from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Trace:
+        """Read a trace.
+
+        Raises:
+            TraceError: There is no such file, or it is not a whole trace.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise TraceError(f"the trace {path} cannot be read: {error.strerror}") from error
+        unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+        unpacker.feed(data)
+        try:
+            magic, version, packed, digest = unpacker.unpack()
+        except (msgpack.UnpackException, ValueError, TypeError) as error:
+            raise TraceError(f"{path} is no trace of pipedream-rt, or its start is cut") from error
+        if magic != _MAGIC:
+            raise TraceError(f"{path} is no trace of pipedream-rt")
+        if version != _VERSION:
+            raise TraceError(
+                f"{path} is a trace of format {version}, this version reads format {_VERSION}"
+            )
+        spans = memoryview(data)[unpacker.tell() :]
+        if not isinstance(packed, bytes) or digest != _digest(packed, spans):
+            raise TraceError(f"the trace {path} is cut or changed: its checksum does not fit")
+        return _made(msgpack.unpackb(packed), np.frombuffer(spans, dtype=SPAN))
+
+
+def _digest(packed: bytes, spans: memoryview) -> bytes:
+    """Checksum of a file's two parts."""
+    digest = blake2b(packed, digest_size=16)
+    digest.update(spans)
+    return digest.digest()
+
+
+def _made(header: dict[str, Any], spans: Spans) -> Trace:
+    """Make a trace of what a file holds."""
+    return Trace(
+        schedule=header["schedule"],
+        shape=Shape(**header["shape"]),
+        credits=header["credits"],
+        simulated=header["simulated"],
+        workers=tuple(WorkerFacts(**worker) for worker in header["workers"]),
+        stage_bytes=tuple(header["stage_bytes"]),
+        activation_bytes=tuple(header["activation_bytes"]),
+        spans=spans,
+    )
