@@ -15,6 +15,7 @@ from types import FrameType
 import click
 
 from pipedream_rt import __version__
+from pipedream_rt.cli_trace import simulate, timeline
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.schedules import check, describe_schedules, schedule_named
@@ -118,6 +119,10 @@ def _children() -> Iterator[list[subprocess.Popen[bytes]]]:
         for child in children:
             child.terminate()
         end_processes(children, Deadline(_END_TIMEOUT))
+
+
+main.add_command(simulate)
+main.add_command(timeline)
 
 
 @main.command()

@@ -788,9 +788,9 @@ class Pipeline:
         """
         try:
             # Not after a failure, and not where a signal interrupted a wait.
-            if not self._closed and self._trace_path is not None and not self._inbox.busy:
-                if self._inbox.reason is None:
-                    self.trace().save(self._trace_path)
+            healthy = self._inbox.reason is None and not self._inbox.busy
+            if self._trace_path is not None and healthy and not self._closed:
+                self.trace().save(self._trace_path)
         finally:
             self._end_all()
 

@@ -19,8 +19,8 @@ from pipedream_rt.control import (
     VERSION,
     Control,
     Record,
-    parse_address,
     boot_id,
+    parse_address,
 )
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Trace:
 
     def of_stage(self, stage: int) -> Spans:
         """The spans of a stage, in the order in which they happened; -1 for the coordinator's."""
-        return self.spans[self.spans["stage"] == stage]
+        mine: Spans = self.spans[self.spans["stage"] == stage]
+        return mine
 
     def by_stage(self) -> list[Spans]:
         """The spans of every stage; quicker than one after another."""
@@ -80,9 +82,7 @@ class Trace:
         bounds = np.searchsorted(
             self.spans["stage"], np.arange(self.shape.num_stages + 1), sorter=order
         )
-        return [
-            self.spans[order[a:b]] for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
     def actions(self, worker: int) -> Iterator[Action]:
         """What a worker did of its order, in order."""

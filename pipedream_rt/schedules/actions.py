@@ -75,29 +75,33 @@ class Action(NamedTuple):
         return Action(Kind(letter), int(index), None if stage is None else int(stage))
 
 
+# The members by themselves: to look them up in their class takes longer than to make an action.
+_F, _B, _I, _W, _S = Kind
+
+
 def forward(micro_batch: int, stage: int | None = None) -> Action:
     """``F<micro_batch>``."""
-    return Action(Kind.FORWARD, micro_batch, stage)
+    return Action(_F, micro_batch, stage)
 
 
 def backward(micro_batch: int, stage: int | None = None) -> Action:
     """``B<micro_batch>``: both halves at once."""
-    return Action(Kind.BACKWARD, micro_batch, stage)
+    return Action(_B, micro_batch, stage)
 
 
 def input_gradient(micro_batch: int, stage: int | None = None) -> Action:
     """``I<micro_batch>``: the half of the backward that the stage before waits for."""
-    return Action(Kind.INPUT, micro_batch, stage)
+    return Action(_I, micro_batch, stage)
 
 
 def weight_gradient(micro_batch: int, stage: int | None = None) -> Action:
     """``W<micro_batch>``: the other half; any time between ``I<micro_batch>`` and the step."""
-    return Action(Kind.WEIGHT, micro_batch, stage)
+    return Action(_W, micro_batch, stage)
 
 
 def step(update: int, stage: int | None = None) -> Action:
     """``S<update>``: makes weight version ``update + 1`` of ``update``."""
-    return Action(Kind.STEP, update, stage)
+    return Action(_S, update, stage)
 
 
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
@@ -127,8 +131,8 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
         if action is None:
             raise ScheduleError(f"the order ends before it has done all of {stop} micro-batches")
         kind = action.kind
-        if action.index >= (updates if kind is Kind.STEP else stop):
+        if action.index >= (updates if kind is _S else stop):
             continue
-        if kind is Kind.STEP or kind in ENDS:
+        if kind is _S or kind in ENDS:
             left -= 1
         yield action

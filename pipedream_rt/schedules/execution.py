@@ -6,10 +6,9 @@ checker puts rules on top of it, the simulator puts times on top of it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from pipedream_rt.schedules.actions import Action, Kind
 from pipedream_rt.schedules.shape import Shape
@@ -26,12 +25,8 @@ class Executable(Protocol):
         """Yield what a worker does."""
 
 
-class Done(NamedTuple):
-    """One action, executed: who, which stage, what."""
-
-    worker: int
-    stage: int
-    action: Action
+Done: TypeAlias = tuple[int, int, Action]
+"""One action, executed: worker, stage, what. A plain tuple, since there are millions."""
 
 
 class Execution:
@@ -72,21 +67,22 @@ class Execution:
     def __iter__(self) -> Iterator[Done]:
         """Execute; constant time for each action."""
         shape, orders, credits = self._shape, self._orders, self._credits
+        forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
         last, k = shape.num_stages - 1, shape.per_update
         forwards, backs = [0] * (last + 1), [0] * (last + 1)
         # Who is to be woken when the stage has gone on: nobody is -1, a stage has one neighbour.
         on_forward, on_back = [-1] * (last + 1), [-1] * (last + 1)
         held: list[Action | None] = [None] * shape.workers
-        ready = deque(range(shape.workers))
+        ready = list(range(shape.workers))
         while ready:
-            worker = ready.popleft()
+            worker = ready.pop()
             first, held[worker] = held[worker], None
             for action in chain(() if first is None else (first,), orders[worker]):
                 kind, m, stage = action
                 if stage is None:
                     stage = worker
                 # What is out of turn does not wait: the rules are the checker's business.
-                if kind is Kind.FORWARD:
+                if kind is forward:
                     if stage:
                         if forwards[stage - 1] <= m == forwards[stage]:
                             held[worker], on_forward[stage - 1] = action, worker
@@ -94,20 +90,20 @@ class Execution:
                     elif credits and forwards[last] < (m // k - credits + 1) * k:
                         held[worker], on_forward[last] = action, worker
                         break
-                    yield Done(worker, stage, action)
+                    yield worker, stage, action
                     forwards[stage] = m + 1
                     if on_forward[stage] >= 0:
                         ready.append(on_forward[stage])
                         on_forward[stage] = -1
-                elif kind is Kind.BACKWARD or kind is Kind.INPUT:
+                elif kind is backward or kind is input_half:
                     if stage < last and backs[stage + 1] <= m == backs[stage]:
                         held[worker], on_back[stage + 1] = action, worker
                         break
-                    yield Done(worker, stage, action)
+                    yield worker, stage, action
                     backs[stage] = m + 1
                     if on_back[stage] >= 0:
                         ready.append(on_back[stage])
                         on_back[stage] = -1
                 else:
-                    yield Done(worker, stage, action)
+                    yield worker, stage, action
         self.waiting = [(worker, action) for worker, action in enumerate(held) if action]

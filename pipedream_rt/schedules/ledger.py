@@ -71,13 +71,19 @@ class VersionLedger:
             )
         return self._pins[micro_batch]
 
-    def unpin(self, micro_batch: int) -> None:
-        """End the reading that `pin` began."""
+    def unpin(self, micro_batch: int) -> int:
+        """End the reading that `pin` began.
+
+        Returns:
+            The version that was read.
+        """
         version = self.pinned(micro_batch)
         del self._pins[micro_batch]
-        self._readers[version] -= 1
-        if version < self._swept and not self._readers[version] and version != self.newest:
+        readers = self._readers
+        readers[version] = left = readers[version] - 1
+        if not left and version < self._swept:
             self._to_drop.append(version)
+        return version
 
     def can_overwrite(self, next_read: int) -> bool:
         """Whether the newest version may be changed in place.
@@ -93,15 +99,19 @@ class VersionLedger:
         Returns:
             Their numbers, oldest first.
         """
+        if next_read <= self._swept and not self._to_drop:
+            return []  # most calls: one for each forward, one for each step
         dropped, self._to_drop = self._to_drop, []
-        for version in range(self._swept, min(next_read, self.newest)):
+        readers, end = self._readers, min(next_read, self.newest)
+        for version in range(self._swept, end):
             # A version that was changed in place is not there any more.
-            if self._readers.get(version) == 0:
+            if readers.get(version) == 0:
                 dropped.append(version)
-        self._swept = max(self._swept, min(next_read, self.newest))
+        self._swept = max(self._swept, end)
         for version in dropped:
-            del self._readers[version]
-        return sorted(dropped)
+            del readers[version]
+        dropped.sort()
+        return dropped
 
     def advance(self, next_read: int) -> bool:
         """Make the next version the newest.

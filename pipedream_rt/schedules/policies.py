@@ -89,7 +89,7 @@ class TwoVersions:
         return 2
 
     def require(self, shape: Shape) -> None:
-        """The micro-batches, k, must be n at least, else more than two versions are read at a time."""
+        """With less than n micro-batches more than two versions would be read at a time."""
         if shape.per_update < shape.workers:
             raise ConfigError(
                 f"2bw needs at least as many micro-batches per update as stages: micro_batches "

@@ -264,14 +264,13 @@ class Stage:
         Returns:
             The weight version that it read.
         """
-        version = self.parameters.ledger.pinned(micro_batch)
         flight = self._in_flight.pop(micro_batch)
         outputs, gradients = self._to_derive(flight, message)
         with self._busy(), self.parameters.accumulating(micro_batch):
             self._seed(micro_batch, "backward")
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-        self._end(micro_batch, flight)
+        version = self._end(micro_batch, flight)
         self._send_back(micro_batch, flight)
         return version
 
@@ -306,14 +305,12 @@ class Stage:
         Returns:
             The weight version that it read.
         """
-        version = self.parameters.ledger.pinned(micro_batch)
         flight = self._in_flight.pop(micro_batch)
         with self._busy(), self.parameters.accumulating(micro_batch):
             self._seed(micro_batch, "backward")
             if flight.split is not None:
                 flight.split.second_half()
-        self._end(micro_batch, flight)
-        return version
+        return self._end(micro_batch, flight)
 
     def _to_derive(
         self, flight: _InFlight, message: Message | None
@@ -330,11 +327,15 @@ class Stage:
         pairs = [(o, g) for o, g in zip(flight.outputs, gradients) if g is not None]
         return [o for o, _ in pairs], [g for _, g in pairs]
 
-    def _end(self, micro_batch: int, flight: _InFlight) -> None:
-        """Note that the gradients of a micro-batch are in the pending update."""
+    def _end(self, micro_batch: int, flight: _InFlight) -> int:
+        """Note that the gradients of a micro-batch are in the pending update.
+
+        Returns:
+            The weight version that it read.
+        """
         self._hyper = flight.hyper
-        self.parameters.ledger.unpin(micro_batch)
         self.ended = micro_batch + 1
+        return self.parameters.ledger.unpin(micro_batch)
 
     def _send_back(self, micro_batch: int, flight: _InFlight) -> None:
         """Send the gradients of the stage's input to the stage before."""

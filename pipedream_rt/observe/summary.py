@@ -1,0 +1,280 @@
+"""What a trace says in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipedream_rt.errors import TraceError
+from pipedream_rt.observe.recorder import NOBODY, Spans
+from pipedream_rt.observe.trace import CODES, DRAIN, Trace
+from pipedream_rt.schedules import Kind
+
+_COMPUTES = (*CODES.values(), ord("E"))
+_FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]
+
+FORWARDS = (CODES[Kind.FORWARD],)
+BACKWARDS = (CODES[Kind.BACKWARD], CODES[Kind.INPUT])
+"""What waits for the stage before, and for the stage after."""
+
+PERCENTILES = (50, 90, 99, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSummary:
+    """What one stage did.
+
+    Attributes:
+        stage: Index.
+        worker: Index.
+        busy: Seconds computed, sending included.
+        waits: Seconds waited, by the stage whose message was missing; -1 the coordinator.
+        versions: Most weight versions held at once.
+        in_flight: Most micro-batches in flight.
+        staleness: How many micro-batches had which staleness: updates between the version read and
+            the version that the gradient is applied to.
+        bytes_sent: Of tensors.
+    """
+
+    stage: int
+    worker: int
+    busy: float
+    waits: dict[int, float]
+    versions: int
+    in_flight: int
+    staleness: dict[int, int]
+    bytes_sent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run did.
+
+    Attributes:
+        makespan: Seconds from the first action to the end of the last.
+        throughput: Micro-batches per second in steady state: between the end of the first update
+            and the end of the last one on the first stage; 0.0 with fewer than two updates.
+        bubble: By worker, the share of the makespan in which it did not compute.
+        stages: Each stage.
+        hops: Seconds from the end of an action to the arrival of its message at the neighbour
+            stage, at `PERCENTILES`; empty without hops.
+        micro_batches: How many went forward on the first stage.
+    """
+
+    makespan: float
+    throughput: float
+    bubble: tuple[float, ...]
+    stages: tuple[StageSummary, ...]
+    hops: tuple[float, ...] = field(default=())
+    micro_batches: int = 0
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Of all stages together."""
+        total: dict[int, int] = {}
+        for stage in self.stages:
+            for value, count in stage.staleness.items():
+                total[value] = total.get(value, 0) + count
+        return dict(sorted(total.items()))
+
+
+def summarize(trace: Trace) -> Summary:
+    """Sum a trace up.
+
+    Args:
+        trace: Measured or simulated.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        TraceError: There is no action in it.
+    """
+    stages = trace.by_stage()
+    acting = [spans[np.isin(spans["kind"], _COMPUTES)] for spans in stages]
+    if not any(map(len, acting)):
+        raise TraceError("there is no action in the trace")
+    begin = min(int(spans["start"].min()) for spans in acting if len(spans))
+    end = max(int(spans["end"].max()) for spans in acting if len(spans))
+    busy = [int((spans["end"] - spans["start"]).sum()) for spans in acting]
+    shape = trace.shape
+    per_worker = [sum(busy[s] for s in shape.stages_of(w)) for w in range(shape.workers)]
+    makespan = max(end - begin, 1)
+    return Summary(
+        makespan=(end - begin) / 1e9,
+        throughput=throughput(trace, stages[0]),
+        bubble=tuple(1 - b / makespan for b in per_worker),
+        stages=tuple(_stage(trace, s, spans, busy[s], begin) for s, spans in enumerate(acting)),
+        hops=_percentiles(hop_latencies(stages)),
+        micro_batches=int((stages[0]["kind"] == _FORWARD).sum()),
+    )
+
+
+def throughput(trace: Trace, first_stage: Spans) -> float:
+    """Micro-batches per second between the first update and the last on the first stage.
+
+    The longest stretch without a flush counts, for what happens in a flush is no steady state.
+    """
+    stretch = longest_stretch(first_stage)
+    ends = stretch["end"][stretch["kind"] == _STEP]
+    if len(ends) < 2:
+        return 0.0
+    return float((len(ends) - 1) * trace.shape.per_update / ((ends[-1] - ends[0]) / 1e9))
+
+
+def longest_stretch(spans: Spans) -> Spans:
+    """The part of a stage's spans with most updates between two flushes."""
+    cuts = np.flatnonzero(spans["kind"] == DRAIN)
+    parts = np.split(spans, cuts)
+    found: Spans = max(parts, key=lambda part: int((part["kind"] == _STEP).sum()))
+    return found
+
+
+def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> StageSummary:
+    """Sum one stage up."""
+    # What it waited before the run began is no wait.
+    waited = np.maximum(spans["start"] - np.maximum(spans["ready"], begin), 0)
+    waits = {
+        int(cause): float(waited[spans["waited_for"] == cause].sum() / 1e9)
+        for cause in np.unique(spans["waited_for"])
+        if cause != NOBODY
+    }
+    forwards = spans[spans["kind"] == _FORWARD]
+    applied_to = forwards["index"] // trace.shape.per_update
+    staleness, counts = np.unique(
+        np.maximum(applied_to - forwards["version"], 0), return_counts=True
+    )
+    return StageSummary(
+        stage=stage,
+        worker=trace.shape.worker_of(stage),
+        busy=busy / 1e9,
+        waits=waits,
+        versions=int(spans["kept"].max(initial=0)),
+        in_flight=int(spans["in_flight"].max(initial=0)),
+        staleness=dict(zip(staleness.tolist(), counts.tolist(), strict=True)),
+        bytes_sent=int(spans["bytes"].sum()),
+    )
+
+
+def hops(sender: Spans, receiver: Spans, kinds: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Nanoseconds from the end of the sender's actions to the arrival of their messages."""
+    sent = sender[np.isin(sender["kind"], kinds)]
+    came = receiver[np.isin(receiver["kind"], kinds)]
+    _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
+    latencies: npt.NDArray[Any] = came["arrived"][j] - sent["end"][i]
+    return latencies
+
+
+def hop_latencies(stages: list[Spans]) -> npt.NDArray[Any]:
+    """The hops between all neighbour stages, in both directions."""
+    found = [np.zeros(0, np.int64)]
+    for before, after in pairwise(stages):
+        found += [hops(before, after, FORWARDS), hops(after, before, BACKWARDS)]
+    return np.concatenate(found)
+
+
+def _percentiles(nanoseconds: npt.NDArray[Any]) -> tuple[float, ...]:
+    """Seconds at `PERCENTILES`."""
+    if not len(nanoseconds):
+        return ()
+    return tuple(float(v) / 1e9 for v in np.percentile(nanoseconds, PERCENTILES))
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people: three digits and a unit."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def bytes_text(size: float) -> str:
+    """A size for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns of text, the first row being the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def describe(trace: Trace) -> str:
+    """A trace's summary as text.
+
+    Raises:
+        TraceError: There is no action in it.
+    """
+    summary = summarize(trace)
+    shape = trace.shape
+    lines = [
+        f"{'simulated' if trace.simulated else 'measured'}: {trace.schedule}, "
+        f"{shape.num_stages} stages on {shape.workers} workers, {shape.per_update} micro-batches "
+        f"per update, {summary.micro_batches} micro-batches in {seconds_text(summary.makespan)}; "
+        f"steady state {summary.throughput:.4g} micro-batches/s"
+    ]
+    head = ("stage", "worker", "busy", "bubble", "waits for", "versions", "in flight", "memory")
+    rows = [head]
+    for stage in summary.stages:
+        facts = trace.workers[stage.worker]
+        waits = ", ".join(
+            f"{'coordinator' if cause < 0 else f'stage {cause}'} {share:.1%}"
+            for cause, waited in sorted(stage.waits.items())
+            if (share := waited / summary.makespan) >= 0.001
+        )
+        rows.append(
+            (
+                str(stage.stage),
+                facts.name,
+                f"{stage.busy / summary.makespan:.1%}",
+                f"{summary.bubble[stage.worker]:.1%}",
+                waits or "nobody",
+                str(stage.versions),
+                str(stage.in_flight),
+                _memory(trace, stage),
+            )
+        )
+    lines.append(table(rows))
+    if summary.hops:
+        parts = (
+            f"{'max' if p == 100 else f'p{p}'} {seconds_text(v)}"
+            for p, v in zip(PERCENTILES, summary.hops, strict=True)
+        )
+        lines.append(f"hop latency: {', '.join(parts)}")
+    total = sum(summary.staleness.values())
+    parts = (f"{value}: {count / total:.1%}" for value, count in summary.staleness.items())
+    lines.append(f"staleness, share of micro-batches x stages: {', '.join(parts)}")
+    error = max(worker.clock_error_ns for worker in trace.workers)
+    if not trace.simulated:
+        lines.append(
+            f"clocks: within {seconds_text(error / 1e9)} of the coordinator's"
+            if error
+            else "clocks: one clock for all workers"
+        )
+    if trace.dropped:
+        lines.append(f"the oldest {trace.dropped} spans were overwritten and are not counted")
+    return "\n".join(lines)
+
+
+def _memory(trace: Trace, stage: StageSummary) -> str:
+    """Peak memory: of the process if measured, of stash and activations if the costs say."""
+    measured = trace.workers[stage.worker].peak_memory_bytes
+    if measured:
+        return bytes_text(measured)
+    if not any(trace.stage_bytes) and not any(trace.activation_bytes):
+        return "?"
+    stash = trace.stage_bytes[stage.stage] * stage.versions
+    return (
+        f"{bytes_text(stash)} + {bytes_text(trace.activation_bytes[stage.stage] * stage.in_flight)}"
+    )

@@ -1,0 +1,340 @@
+"""Draws a trace: as text, as SVG, and as Trace Event JSON for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from pipedream_rt.errors import TraceError
+from pipedream_rt.observe.recorder import NOBODY
+from pipedream_rt.observe.summary import seconds_text
+from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace
+from pipedream_rt.schedules import Kind
+
+MOST_DRAWN = 2000
+"""Actions that a picture shows if it is not told which part; more cannot be told apart."""
+
+_NAMES = {
+    CODES[Kind.FORWARD]: "forward",
+    CODES[Kind.BACKWARD]: "backward",
+    CODES[Kind.INPUT]: "backward, input half",
+    CODES[Kind.WEIGHT]: "backward, weight half",
+    CODES[Kind.STEP]: "step",
+    ord("E"): "evaluation, inference",
+}
+_COLOURS = {
+    CODES[Kind.FORWARD]: "#8ab4f8",
+    CODES[Kind.BACKWARD]: "#81c995",
+    CODES[Kind.INPUT]: "#5bb974",
+    CODES[Kind.WEIGHT]: "#b7e1c1",
+    CODES[Kind.STEP]: "#f6ae2d",
+    ord("E"): "#c8c8c8",
+}
+
+
+class Box(NamedTuple):
+    """One action, as it is drawn: times in nanoseconds from the start of the trace."""
+
+    worker: int
+    stage: int
+    kind: int
+    index: int  # type: ignore[assignment]  # nobody looks for an element of a box
+    version: int
+    start: int
+    end: int
+
+    @property
+    def label(self) -> str:
+        """As ``F3``."""
+        return f"{chr(self.kind)}{self.index}"
+
+
+class Window(NamedTuple):
+    """The part of a trace that is drawn.
+
+    Attributes:
+        boxes: Its actions, by start.
+        begin, end: In nanoseconds from the start of the trace.
+        length: Of the whole trace.
+    """
+
+    boxes: list[Box]
+    begin: int
+    end: int
+    length: int
+
+    def __str__(self) -> str:
+        """What is shown, in words."""
+        shown = f"{seconds_text(self.begin / 1e9)} to {seconds_text(self.end / 1e9)}"
+        return f"{shown} of {seconds_text(self.length / 1e9)}"
+
+
+def window(trace: Trace, begin: float | None = None, end: float | None = None) -> Window:
+    """Choose what to draw.
+
+    Args:
+        trace: Measured or simulated.
+        begin: Seconds from its start; None for the start.
+        end: The same; None for as much as can be told apart.
+
+    Raises:
+        TraceError: Nothing happened then.
+    """
+    spans = trace.spans[np.isin(trace.spans["kind"], list(_NAMES))]
+    if not len(spans):
+        raise TraceError("there is no action in the trace")
+    zero, last = int(spans["start"].min()), int(spans["end"].max())
+    first = zero + round((begin or 0.0) * 1e9)
+    spans = spans[spans["end"] > first]
+    if end is not None:
+        stop = zero + round(end * 1e9)
+        spans = spans[spans["start"] < stop]
+    spans = spans[np.argsort(spans["start"], kind="stable")]
+    if end is None:
+        spans = spans[:MOST_DRAWN]
+        stop = int(spans["end"].max(initial=first))
+    if not len(spans):
+        raise TraceError(
+            f"nothing happened between {begin or 0:g} s and {'the end' if end is None else end} "
+            f"of the trace, which is {seconds_text((last - zero) / 1e9)} long"
+        )
+    names = ("stage", "kind", "index", "version", "start", "end")
+    columns = zip(*(spans[name].tolist() for name in names), strict=True)
+    boxes = [
+        Box(trace.shape.worker_of(stage), stage, kind, index, version, start - zero, until - zero)
+        for stage, kind, index, version, start, until in columns
+    ]
+    return Window(boxes, first - zero, stop - zero, last - zero)
+
+
+# -- text ---------------------------------------------------------------------------------------
+
+
+def text(trace: Trace, view: Window, width: int = 100) -> str:
+    """Draw a row of characters for each worker: what it did for most of each column's time.
+
+    Args:
+        trace: Where the boxes are from.
+        view: What to draw.
+        width: Columns of the drawing.
+
+    Returns:
+        Lines; ``.`` is idle, letters as in `schedules.actions`.
+    """
+    name = "stage" if trace.shape.stages_per_worker == 1 else "worker"
+    lead = max(len(f"{name} {trace.shape.workers - 1}"), 4) + 2
+    columns = max(width - lead, 10)
+    scale = max(view.end - view.begin, 1) / columns
+    rows = [["."] * columns for _ in range(trace.shape.workers)]
+    filled = np.zeros((trace.shape.workers, columns))
+    for box in view.boxes:
+        first = max((box.start - view.begin) / scale, 0.0)
+        last = min((box.end - view.begin) / scale, float(columns))
+        for column in range(int(first), min(int(np.ceil(last)), columns)):
+            share = min(last, column + 1) - max(first, column)
+            # More than half of the column, or more than any other action.
+            if share > filled[box.worker, column] and share >= 0.25:
+                filled[box.worker, column] = share
+                rows[box.worker][column] = chr(box.kind)
+        cells = int(last) - int(np.ceil(first))
+        label = box.label if trace.shape.stages_per_worker == 1 else f"{box.stage}:{box.label}"
+        if cells > len(label):
+            at = int(np.ceil(first))
+            rows[box.worker][at : at + cells] = list(label.ljust(cells, "-"))
+    lines = [f"{f'{name} {w}':<{lead}}{''.join(row)}" for w, row in enumerate(rows)]
+    left, right = (seconds_text(t / 1e9) for t in (view.begin, view.end))
+    lines.append(f"{'':<{lead}}{left}{right:>{max(columns - len(left), 1)}}")
+    return "\n".join(lines)
+
+
+# -- SVG ----------------------------------------------------------------------------------------
+
+_ROW, _BAR, _LEFT, _TOP = 30, 24, 80, 40
+
+
+def svg(trace: Trace, view: Window, width: int = 1200) -> str:
+    """Draw boxes on a row for each worker, with a time axis, for a browser or a document.
+
+    Args:
+        trace: Where the boxes are from.
+        view: What to draw.
+        width: Pixels.
+
+    Returns:
+        The document; every box has a tooltip.
+    """
+    workers, shape = trace.shape.workers, trace.shape
+    bottom = _TOP + workers * _ROW
+    scale = (width - _LEFT - 20) / max(view.end - view.begin, 1)
+
+    def x(ns: int) -> float:
+        return _LEFT + (min(max(ns, view.begin), view.end) - view.begin) * scale
+
+    kind = "simulated" if trace.simulated else "measured"
+    title = (
+        f"{trace.schedule}, {shape.num_stages} stages, {shape.per_update} micro-batches per "
+        f"update ({kind}; {view})"
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 58}" '
+        f'viewBox="0 0 {width} {bottom + 58}" font-family="sans-serif" font-size="11">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{bottom + 58}" fill="white"/>',
+        f'<text x="{_LEFT}" y="22" font-size="14">{escape(title)}</text>',
+    ]
+    name = "stage" if shape.stages_per_worker == 1 else "worker"
+    for w in range(workers):
+        y = _TOP + w * _ROW
+        parts.append(
+            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end">{name} {w}</text>'
+            f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 20}" height="{_BAR}" '
+            'fill="#f1f3f4"/>'
+        )
+    parts.extend(_svg_box(trace, box, x) for box in view.boxes)
+    parts.extend(_svg_axis(view, x, bottom))
+    present = [kind for kind in _NAMES if any(box.kind == kind for box in view.boxes)]
+    at = float(_LEFT)
+    for code in present:
+        words = f"{chr(code)} {_NAMES[code]}"
+        parts.append(
+            f'<rect x="{at:.1f}" y="{bottom + 38}" width="12" height="12" '
+            f'fill="{_COLOURS[code]}"/>'
+            f'<text x="{at + 17:.1f}" y="{bottom + 48}">{words}</text>'
+        )
+        at += 17 + 6.5 * len(words) + 18
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _svg_box(trace: Trace, box: Box, x: Any) -> str:
+    """One action."""
+    left, right = x(box.start), x(box.end)
+    y = _TOP + box.worker * _ROW
+    label = box.label if trace.shape.stages_per_worker == 1 else f"{box.stage}:{box.label}"
+    tip = (
+        f"stage {box.stage} {box.label}, version {box.version}, "
+        f"{seconds_text((box.end - box.start) / 1e9)}"
+    )
+    # The stages of one worker, from the first on, in lighter shades.
+    opacity = 1 - 0.6 * (box.stage // trace.shape.workers) / trace.shape.stages_per_worker
+    words = ""
+    if right - left > 6.2 * len(label):
+        words = (
+            f'<text x="{(left + right) / 2:.2f}" y="{y + 16}" text-anchor="middle" '
+            f'pointer-events="none">{label}</text>'
+        )
+    return (
+        f'<rect x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" height="{_BAR}" '
+        f'fill="{_COLOURS[box.kind]}" fill-opacity="{opacity:.2g}" stroke="white" '
+        f'stroke-width="0.5">'
+        f"<title>{tip}</title></rect>{words}"
+    )
+
+
+def _svg_axis(view: Window, x: Any, bottom: int) -> Iterator[str]:
+    """Ticks at round times."""
+    length = max(view.end - view.begin, 1)
+    step = 10 ** int(np.floor(np.log10(length)))
+    for divisor in (1, 2, 5, 10):
+        if length / (step / divisor) >= 6:
+            step = max(int(step / divisor), 1)
+            break
+    for tick in range(-(-view.begin // step) * step, view.end + 1, step):
+        yield (
+            f'<line x1="{x(tick):.2f}" y1="{_TOP}" x2="{x(tick):.2f}" y2="{bottom + 4}" '
+            'stroke="#9aa0a6" stroke-width="0.5"/>'
+            f'<text x="{x(tick):.2f}" y="{bottom + 18}" text-anchor="middle">'
+            f"{seconds_text(tick / 1e9)}</text>"
+        )
+
+
+# -- Perfetto -----------------------------------------------------------------------------------
+
+
+def perfetto(trace: Trace) -> str:
+    """Write the whole trace as Trace Event JSON: https://ui.perfetto.dev opens it.
+
+    A process for each worker, a track for each stage with its actions, a counter of its live
+    weight versions, and for each micro-batch arrows along its way.
+
+    Returns:
+        The document. Times are microseconds, as the format has them.
+    """
+    return json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
+
+
+def _events(trace: Trace) -> Iterator[dict[str, Any]]:
+    """The events: names first, then what happened."""
+    shape = trace.shape
+    coordinator = shape.workers
+    for w, facts in enumerate(trace.workers):
+        yield _named("process_name", w, 0, f"worker {w}: {facts.name}")
+    yield _named("process_name", coordinator, 0, "coordinator")
+    for s in range(shape.num_stages):
+        yield _named("thread_name", shape.worker_of(s), s, f"stage {s}")
+    known = [*_NAMES, INJECTED, LOSS_CAME]
+    spans = trace.spans[np.isin(trace.spans["kind"], known)]
+    zero = int(spans["start"].min(initial=0)) if len(spans) else 0
+    names = (
+        "kind", "stage", "index", "version", "kept", "in_flight", "waited_for",
+        "ready", "start", "end", "bytes",
+    )  # fmt: skip
+    order = np.argsort(spans["start"], kind="stable")
+    for row in zip(*(spans[name][order].tolist() for name in names), strict=True):
+        kind, stage, index, version, kept, in_flight, waited_for, ready, start, end, size = row
+        at, duration = (start - zero) / 1e3, (end - start) / 1e3
+        if stage < 0:
+            name = f"inject {index}" if kind == INJECTED else f"loss {index}"
+            yield _complete(name, "coordinator", coordinator, 0, at, duration, {})
+            continue
+        worker = shape.worker_of(stage)
+        details = {
+            "version": version,
+            "versions held": kept,
+            "in flight": in_flight,
+            "waited us": max(start - ready, 0) / 1e3,
+            "waited for": _cause(waited_for),
+            "bytes sent": size,
+        }
+        yield _complete(f"{chr(kind)}{index}", _NAMES[kind], worker, stage, at, duration, details)
+        yield {
+            "ph": "C", "name": f"versions of stage {stage}", "pid": worker, "tid": stage,
+            "ts": end / 1e3 - zero / 1e3, "args": {"versions": kept},
+        }  # fmt: skip
+        if kind in _ON_ITS_WAY:
+            begins = kind == CODES[Kind.FORWARD] and stage == 0
+            ends = kind != CODES[Kind.FORWARD] and stage == 0
+            arrow = {
+                "ph": "s" if begins else "f" if ends else "t",
+                "name": "micro-batch", "cat": "flow", "id": index,
+                "pid": worker, "tid": stage, "ts": at + duration / 2,
+            }  # fmt: skip
+            yield {**arrow, "bp": "e"} if ends else arrow
+
+
+_ON_ITS_WAY = (CODES[Kind.FORWARD], CODES[Kind.BACKWARD], CODES[Kind.INPUT])
+
+
+def _cause(waited_for: int) -> str:
+    """Whom an action waited for."""
+    if waited_for == NOBODY:
+        return "nobody"
+    return "coordinator" if waited_for < 0 else f"stage {waited_for}"
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    """A metadata event."""
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(
+    name: str, category: str, pid: int, tid: int, at: float, duration: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    """An event with a beginning and a duration."""
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid,
+        "ts": at, "dur": duration, "args": args,
+    }  # fmt: skip

@@ -1,0 +1,289 @@
+"""What the actions and messages of a run cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pipedream_rt.errors import ConfigError
+
+Samples: TypeAlias = tuple[float, ...]
+"""Seconds that an action takes, one for each micro-batch (or update) in turn, over and over."""
+
+_PER_STAGE = ("forward", "backward", "input_gradient", "weight_gradient", "step")
+_BYTES = {
+    "activation_bytes": "sent",
+    "gradient_bytes": "sent",
+    "stash_bytes": "held",
+    "weight_bytes": "held",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Costs of a run, by stage. A tuple of one entry stands for all stages.
+
+    Attributes:
+        forward, backward, step: Seconds.
+        input_gradient, weight_gradient: Seconds of the halves of a split backward; half of
+            ``backward`` each where none are given.
+        activation_bytes: Sent to the stage after, for each micro-batch.
+        gradient_bytes: Sent to the stage before; what that one sent where none are given.
+        stash_bytes: Held for each micro-batch in flight.
+        weight_bytes: Of one weight version.
+        latency: Seconds that a message is under way, beside its transmission.
+        bandwidth: Bytes per second of each link (a pair of workers, one direction); messages of a
+            link queue. Infinite if not given.
+        overhead: Seconds that a worker spends on sending a message.
+        injection: Seconds that the coordinator spends on injecting a micro-batch.
+        turnaround: Seconds from the loss that gives a credit back to the next injection: the
+            user's loop and loader.
+        speed: By worker; 2.0 does everything in half the time. One entry stands for all.
+
+    Raises:
+        ConfigError: A value is negative, not a number, or missing.
+    """
+
+    forward: tuple[Samples, ...]
+    backward: tuple[Samples, ...] = ()
+    input_gradient: tuple[Samples, ...] = ()
+    weight_gradient: tuple[Samples, ...] = ()
+    step: tuple[Samples, ...] = ((0.0,),)
+    activation_bytes: tuple[float, ...] = (0.0,)
+    gradient_bytes: tuple[float, ...] = ()
+    stash_bytes: tuple[float, ...] = (0.0,)
+    weight_bytes: tuple[float, ...] = (0.0,)
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    overhead: float = 0.0
+    injection: float = 0.0
+    turnaround: float = 0.0
+    speed: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        for name in _PER_STAGE:
+            for samples in getattr(self, name):
+                if not samples:
+                    raise ConfigError(f"costs: {name} has an entry without a value")
+                for value in samples:
+                    _check(name, value)
+        for name in _BYTES:
+            for value in getattr(self, name):
+                _check(name, value)
+        for name in ("latency", "overhead", "injection", "turnaround"):
+            _check(name, getattr(self, name))
+        for name, values in (("bandwidth", (self.bandwidth,)), ("speed", self.speed)):
+            for value in values:
+                if not isinstance(value, int | float) or not value > 0:
+                    raise ConfigError(f"costs: {name} must be above 0, not {value!r}")
+        if not self.forward:
+            raise ConfigError("costs: forward is missing")
+        if not self.backward and not (self.input_gradient and self.weight_gradient):
+            raise ConfigError("costs: backward is missing")
+
+    def for_stages(self, num_stages: int, workers: int) -> Costs:
+        """The same costs with one entry for each stage, and everything filled in.
+
+        Raises:
+            ConfigError: There are entries, but for another number of stages or workers.
+        """
+        backward = self.backward or _added(self.input_gradient, self.weight_gradient)
+        halves = tuple(tuple(v / 2 for v in samples) for samples in backward)
+        filled = replace(
+            self,
+            backward=backward,
+            input_gradient=self.input_gradient or halves,
+            weight_gradient=self.weight_gradient or halves,
+            gradient_bytes=self.gradient_bytes,
+        )
+        spread: dict[str, Any] = {
+            name: _spread(name, getattr(filled, name), num_stages, "stages")
+            for name in (*_PER_STAGE, "activation_bytes", "stash_bytes", "weight_bytes")
+        }
+        sent = spread["activation_bytes"]
+        spread["gradient_bytes"] = (
+            _spread("gradient_bytes", self.gradient_bytes, num_stages, "stages")
+            if self.gradient_bytes
+            else (0.0, *sent[:-1])
+        )
+        return replace(filled, **spread, speed=_spread("speed", self.speed, workers, "workers"))
+
+    def cut(self, pieces: int) -> Costs:
+        """Cut every stage into several of equal cost, for interleaving.
+
+        Args:
+            pieces: Of each stage; a piece sends on what its stage sends on.
+
+        Returns:
+            Costs with one entry for each of the new stages.
+        """
+
+        def shared(by_stage: tuple[Samples, ...]) -> tuple[Samples, ...]:
+            return tuple(
+                tuple(v / pieces for v in samples) for samples in by_stage for _ in range(pieces)
+            )
+
+        def repeated(sizes: tuple[float, ...], share: float) -> tuple[float, ...]:
+            return tuple(size * share for size in sizes for _ in range(pieces))
+
+        times: dict[str, Any] = {name: shared(getattr(self, name)) for name in _PER_STAGE}
+        shares = {name: 1.0 if "sent" in _BYTES[name] else 1 / pieces for name in _BYTES}
+        sizes: dict[str, Any] = {
+            name: repeated(getattr(self, name), shares[name]) for name in _BYTES
+        }
+        return replace(self, **times, **sizes)
+
+    def changed(self, **changes: Any) -> Costs:
+        """The same costs with others in some places.
+
+        A backward that is changed as a whole changes its halves too.
+        """
+        if "backward" in changes:
+            changes = {"input_gradient": (), "weight_gradient": (), **changes}
+        return replace(self, **changes)
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file of costs (JSON, for people to edit).
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        plain = {k: v for k, v in asdict(self).items() if v != ()}
+        if math.isinf(self.bandwidth):
+            del plain["bandwidth"]
+        try:
+            Path(path).write_text(json.dumps(plain, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"costs cannot be written to {path}: {error}") from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Costs:
+        """Read a file of costs: a JSON object with the attributes of this class.
+
+        A number stands for all stages, a list has one entry for each; an entry may be a list of
+        samples. Texts may have units, as in ``"3ms"``, ``"10Gbit"``, ``"2MB"``.
+
+        Raises:
+            ConfigError: It cannot be read, or has what is no cost.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"costs cannot be read from {path}: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"costs in {path} must be a JSON object, not {found!r}")
+        return costs_of(found)
+
+
+def costs_of(found: Mapping[str, Any]) -> Costs:
+    """Make costs of plain values, as a file or a command line has them.
+
+    Raises:
+        ConfigError: A name that is no cost, or a value that is none.
+    """
+    return Costs(**{name: parsed(name, value) for name, value in found.items()})
+
+
+def parsed(name: str, value: Any) -> Any:
+    """Read the value of one attribute of `Costs`; texts may have units.
+
+    Raises:
+        ConfigError: A name that is no cost, or a value that is none.
+    """
+    known = [field.name for field in fields(Costs)]
+    if name not in known:
+        raise ConfigError(f"costs: {name!r} is none of {', '.join(known)}")
+    entries = value if isinstance(value, list | tuple) else [value]
+    if name in _PER_STAGE:
+        return tuple(
+            tuple(seconds(v) for v in (e if isinstance(e, list | tuple) else [e])) for e in entries
+        )
+    if name in _BYTES:
+        return tuple(size(entry) for entry in entries)
+    if name == "speed":
+        return tuple(_number(name, entry) for entry in entries)
+    if len(entries) != 1:
+        raise ConfigError(f"costs: {name} is one value, not {value!r}")
+    return rate(entries[0]) if name == "bandwidth" else seconds(entries[0])
+
+
+def _check(name: str, value: float) -> None:
+    """Refuse what is no cost."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"costs: {name} must be a number of at least 0, not {value!r}")
+
+
+def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Samples, ...]:
+    """Sums of samples, entry by entry."""
+    count = max(len(first), len(second))
+    pairs = zip(
+        _spread("input_gradient", first, count, "entries"),
+        _spread("weight_gradient", second, count, "entries"),
+        strict=True,
+    )
+    return tuple(tuple(a + b for a, b in zip(x, y)) for x, y in pairs)
+
+
+def _spread(name: str, entries: Sequence[Any], count: int, what: str) -> tuple[Any, ...]:
+    """One entry for each of ``count``."""
+    if len(entries) == 1:
+        return tuple(entries) * count
+    if len(entries) != count:
+        raise ConfigError(f"costs: {name} has {len(entries)} entries, there are {count} {what}")
+    return tuple(entries)
+
+
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_SIZES = {
+    "": 1.0, "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9,
+    "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
+}  # fmt: skip
+_BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
+_QUANTITY = re.compile(r"\s*([0-9.eE+-]+?)\s*([a-zA-Zµ]*)(?:/s|ps)?\s*")
+
+
+def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float:
+    """A number with a unit."""
+    if not isinstance(text, str):
+        return _number(what, text)
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in units:
+        raise ConfigError(
+            f"{text!r} is no {what}; expected a number and one of {', '.join(filter(None, units))}"
+        )
+    return _number(what, match[1]) * units[match[2]]
+
+
+def _number(what: str, value: str | float) -> float:
+    """A finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{value!r} is no {what}") from None
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ConfigError(f"{value!r} is no {what}")
+    return number
+
+
+def seconds(text: str | float) -> float:
+    """Read a time, as ``"3ms"``; a bare number is seconds."""
+    return _quantity("time", text, _SECONDS)
+
+
+def size(text: str | float) -> float:
+    """Read a size, as ``"2MB"``; a bare number is bytes."""
+    return _quantity("size", text, _SIZES)
+
+
+def rate(text: str | float) -> float:
+    """Read a bandwidth, as ``"10Gbit"`` or ``"1GB/s"``; a bare number is bytes per second."""
+    return _quantity("bandwidth", text, {**_SIZES, **_BITS})

@@ -1,0 +1,310 @@
+"""Fits costs to a trace, predicts the run from them, and answers what would be if."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipedream_rt.errors import ConfigError, TraceError
+from pipedream_rt.observe.recorder import Spans
+from pipedream_rt.observe.replay import Replay
+from pipedream_rt.observe.summary import (
+    BACKWARDS,
+    FORWARDS,
+    hop_latencies,
+    hops,
+    longest_stretch,
+    summarize,
+)
+from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
+from pipedream_rt.schedules import RECIPES, Kind, Schedule, schedule_for
+from pipedream_rt.simulation.costs import Costs, Samples, parsed
+from pipedream_rt.simulation.simulator import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What was measured, and what the simulation of the same schedule gives.
+
+    Attributes:
+        measured: Micro-batches per second in steady state.
+        predicted: The same, simulated.
+        trace: The simulated run.
+    """
+
+    measured: float
+    predicted: float
+    trace: Trace
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def schedule_of(trace: Trace) -> Schedule:
+    """Make the schedule of a trace anew: by its name, or by replaying what was done.
+
+    Raises:
+        TraceError: It has no known name and cannot be replayed.
+    """
+    shape = trace.shape
+    return schedule_for(
+        trace.schedule if trace.schedule in RECIPES else Replay(trace),
+        num_stages=shape.num_stages,
+        per_update=shape.per_update,
+        stages_per_worker=shape.stages_per_worker,
+    )
+
+
+def _stretches(trace: Trace) -> list[Spans]:
+    """Each stage's spans of the stretch without a flush that has most updates."""
+    stages = trace.by_stage()
+    first = longest_stretch(stages[0])
+    if not len(first):
+        raise TraceError("there is no action in the trace")
+    # All stages are flushed between the same micro-batches.
+    forwards = first["index"][first["kind"] == CODES[Kind.FORWARD]]
+    if not len(forwards):
+        raise TraceError("no micro-batch went forward in the trace; nothing can be fitted")
+    low, high = int(forwards.min()), int(forwards.max())
+    k = trace.shape.per_update
+    low, high = -(-low // k) * k, (high + 1) // k * k
+    found = []
+    for spans in stages:
+        step = spans["kind"] == CODES[Kind.STEP]
+        index = np.where(step, spans["index"] * k, spans["index"])
+        acts = np.isin(spans["kind"], list(CODES.values()))
+        found.append(spans[acts & (index >= low) & (index < high)])
+    return found
+
+
+def _samples(stretch: Spans, kind: Kind) -> Samples:
+    """Seconds that an action took, from when it could begin: waking up and taking count."""
+    mine = stretch[stretch["kind"] == CODES[kind]]
+    begun = np.maximum(mine["ready"], mine["arrived"])
+    return tuple((np.maximum(mine["end"] - begun, 0) / 1e9).tolist())
+
+
+def fit(trace: Trace) -> Costs:
+    """Fit costs to a trace.
+
+    Every action keeps its own measured time, in the order of the micro-batches; latencies are
+    means over the messages that were waited for.
+
+    Args:
+        trace: Measured (or simulated).
+
+    Returns:
+        The costs; their bandwidth is infinite, since what a transmission took is in the latency.
+
+    Raises:
+        TraceError: There is too little in the trace.
+    """
+    stretches = _stretches(trace)
+    made: dict[str, Any] = {}
+    for name, kind in (
+        ("forward", Kind.FORWARD),
+        ("backward", Kind.BACKWARD),
+        ("input_gradient", Kind.INPUT),
+        ("weight_gradient", Kind.WEIGHT),
+        ("step", Kind.STEP),
+    ):
+        by_stage = tuple(_samples(stretch, kind) for stretch in stretches)
+        if all(by_stage):
+            made[name] = by_stage
+    if "forward" not in made or ("backward" not in made and "input_gradient" not in made):
+        raise TraceError("some stage has done no forward or no backward; nothing can be fitted")
+    coordinator = trace.of_stage(-1)
+    injected = coordinator[coordinator["kind"] == INJECTED]
+    return Costs(
+        **made,
+        activation_bytes=_bytes(stretches, (Kind.FORWARD,)),
+        gradient_bytes=_bytes(stretches, (Kind.BACKWARD, Kind.INPUT)),
+        stash_bytes=tuple(map(float, trace.activation_bytes)) or (0.0,),
+        weight_bytes=tuple(map(float, trace.stage_bytes)) or (0.0,),
+        latency=_latency(stretches),
+        injection=_mean(injected["end"] - injected["start"]),
+        turnaround=_turnaround(trace, coordinator, injected),
+    )
+
+
+def _mean(nanoseconds: Any) -> float:
+    """Mean in seconds; nothing gives nothing."""
+    return max(float(np.mean(nanoseconds)) / 1e9, 0.0) if len(nanoseconds) else 0.0
+
+
+def _bytes(stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple[float, ...]:
+    """Mean bytes that each stage sends in an action of some kind."""
+    codes = [CODES[kind] for kind in kinds]
+    sizes = (stretch["bytes"][np.isin(stretch["kind"], codes)] for stretch in stretches)
+    return tuple(float(np.mean(size)) if len(size) else 0.0 for size in sizes)
+
+
+def _latency(stretches: list[Spans]) -> float:
+    """Mean seconds under way, of the messages that somebody waited for.
+
+    A busy receiver notes an arrival late, which costs nothing and must not count.
+    """
+    waited = [stretch[stretch["arrived"] > stretch["ready"]] for stretch in stretches]
+    found = [np.zeros(0)]
+    for s in range(len(stretches) - 1):
+        found.append(hops(stretches[s], waited[s + 1], FORWARDS))
+        found.append(hops(stretches[s + 1], waited[s], BACKWARDS))
+    latencies = np.concatenate(found)
+    return _mean(latencies) if len(latencies) else _mean(hop_latencies(stretches))
+
+
+def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
+    """Mean seconds from the loss that gives a credit back to the next injection."""
+    k, ahead = trace.shape.per_update, trace.credits * trace.shape.per_update
+    losses = coordinator[coordinator["kind"] == LOSS_CAME]
+    came = dict(zip(losses["index"].tolist(), losses["arrived"].tolist(), strict=True))
+    starts = dict(zip(injected["index"].tolist(), injected["start"].tolist(), strict=True))
+    ends = dict(zip(injected["index"].tolist(), injected["end"].tolist(), strict=True))
+    flushed = _flushed_at(trace)
+    found = [
+        max(starts[m] - max(came[m - ahead + k - 1], ends[m - 1]), 0)
+        for m in starts
+        if m % k == 0 and m not in flushed and m - 1 in ends and m - ahead + k - 1 in came
+    ]
+    return _mean(np.array(found)) if found else 0.0
+
+
+def _flushed_at(trace: Trace) -> set[int]:
+    """The first micro-batches after each flush."""
+    spans = trace.of_stage(0)
+    forwards = spans[np.isin(spans["kind"], (CODES[Kind.FORWARD], DRAIN))]
+    kinds, index = forwards["kind"].tolist(), forwards["index"].tolist()
+    return {
+        m
+        for before, kind, m in zip(kinds, kinds[1:], index[1:], strict=False)
+        if before == DRAIN and kind != DRAIN
+    }
+
+
+def predict(trace: Trace) -> Prediction:
+    """Fit costs to a trace and simulate its schedule with them.
+
+    Raises:
+        TraceError: There are fewer than two updates without a flush between them.
+    """
+    measured = summarize(trace).throughput
+    if not measured:
+        raise TraceError(
+            "there are fewer than two updates without a flush between them; record a longer run"
+        )
+    made = simulate(
+        schedule_of(trace), fit(trace), _fitted_micro_batches(trace), credits=trace.credits
+    )
+    return Prediction(measured=measured, predicted=summarize(made).throughput, trace=made)
+
+
+def _fitted_micro_batches(trace: Trace) -> int:
+    """How many there are in the stretch that is fitted."""
+    spans = _stretches(trace)[0]
+    return int((spans["kind"] == CODES[Kind.FORWARD]).sum())
+
+
+_NUMBERS = ("stages", "micro_batches", "stages_per_worker", "credits")
+_COSTS = ("bandwidth", "latency", "overhead", "speed", "injection", "turnaround")
+
+
+def changes_of(text: str) -> dict[str, Any]:
+    """Read ``"stages=8,bandwidth=100Mbit"``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    known = ("schedule", *_NUMBERS, *_COSTS)
+    changes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (p.strip() for p in part.partition("="))
+        name = name.replace("-", "_")
+        if not equals or name not in known:
+            raise ConfigError(
+                f"{part.strip()!r} is no change; write NAME=VALUE with one of {', '.join(known)}"
+            )
+        if name in _NUMBERS:
+            if not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+            changes[name] = int(value)
+        else:
+            changes[name] = value.split(":") if name == "speed" else value
+    return changes
+
+
+def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
+    """Simulate the run of a trace with something changed.
+
+    Micro-batches keep their size. With another number of stages the work of all layers is taken to
+    divide evenly, and hops to carry what the mean hop carries.
+
+    Args:
+        trace: Measured.
+        changes: As from `changes_of`.
+
+    Returns:
+        The simulated run.
+
+    Raises:
+        ConfigError: There is no such schedule or cost.
+        TraceError: The trace is too short.
+    """
+    costs, shape = fit(trace), trace.shape
+    stages = changes.get("stages", shape.num_stages)
+    per_update = changes.get("micro_batches", shape.per_update)
+    name = changes.get("schedule", trace.schedule)
+    each = changes.get("stages_per_worker")
+    if each is None and name == trace.schedule:
+        each = shape.stages_per_worker
+    if name == trace.schedule and name not in RECIPES:
+        raise ConfigError(
+            f"the schedule {name} is not one that is built in; add schedule=NAME to the changes"
+        )
+    schedule = schedule_for(name, num_stages=stages, per_update=per_update, stages_per_worker=each)
+    if stages != shape.num_stages:
+        costs = evenly(costs.for_stages(shape.num_stages, shape.workers), stages)
+    costs = replace(costs, **{k: parsed(k, v) for k, v in changes.items() if k in _COSTS})
+    same = name == trace.schedule and stages == shape.num_stages
+    credits = changes.get("credits", trace.credits if same else schedule.credits())
+    enough = max(_fitted_micro_batches(trace), 8 * stages, 8 * per_update)
+    return simulate(schedule, costs, -(-enough // per_update) * per_update, credits=credits)
+
+
+def evenly(costs: Costs, stages: int) -> Costs:
+    """Spread the work of all stages evenly over another number of them.
+
+    Args:
+        costs: With one entry for each stage.
+        stages: How many there shall be.
+
+    Returns:
+        Costs with one entry for all.
+    """
+
+    def spread(by_stage: tuple[Samples, ...]) -> tuple[Samples, ...]:
+        longest = max(map(len, by_stage))
+        sums = (sum(s[i % len(s)] for s in by_stage) / stages for i in range(longest))
+        return (tuple(sums),)
+
+    def mean(sizes: tuple[float, ...]) -> tuple[float, ...]:
+        return (sum(sizes) / max(len(sizes), 1),)
+
+    # The last stage sends nothing on, the first nothing back.
+    return replace(
+        costs,
+        forward=spread(costs.forward),
+        backward=spread(costs.backward),
+        input_gradient=spread(costs.input_gradient),
+        weight_gradient=spread(costs.weight_gradient),
+        step=spread(costs.step),
+        activation_bytes=mean(costs.activation_bytes[:-1]),
+        gradient_bytes=mean(costs.gradient_bytes[1:]),
+        stash_bytes=(sum(costs.stash_bytes) / stages,),
+        weight_bytes=(sum(costs.weight_bytes) / stages,),
+        speed=(1.0,),
+    )
