@@ -80,7 +80,6 @@ def put_together(
         credits=credits,
         simulated=False,
         workers=workers,
-        # Not left to concatenate, which would close the gaps between the fields.
-        spans=np.concatenate(parts, dtype=SPAN),
+        spans=np.concatenate(parts),
         stage_bytes=tuple(int(reply["parameter_bytes"]) for reply in recorded),
     )

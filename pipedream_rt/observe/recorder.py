@@ -13,16 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 SPAN = np.dtype(
-    {
-        "names": [
-            "kind", "stage", "index", "version", "kept", "in_flight", "waited_for",
-            "ready", "arrived", "start", "end", "bytes",
-        ],
-        "formats": ["u1", "<i4", "<i4", "<i4", "<u2", "<u2", "<i4", *["<i8"] * 5],
-        "offsets": [0, 4, 8, 12, 16, 18, 20, 24, 32, 40, 48, 56],
-        "itemsize": 64,
-    }
-)  # fmt: skip
+    [
+        ("kind", "<u2"),
+        ("kept", "<u2"),
+        ("stage", "<i4"),
+        ("index", "<i4"),
+        ("version", "<i4"),
+        ("in_flight", "<u4"),
+        ("waited_for", "<i4"),
+        ("ready", "<i8"),
+        ("arrived", "<i8"),
+        ("start", "<i8"),
+        ("end", "<i8"),
+        ("bytes", "<i8"),
+    ]
+)
 """One span: what a worker did from one instant to another.
 
 kind: letter of the action (F, B, I, W, S), E for a pass without training, C for a command, N for an
@@ -40,7 +45,7 @@ NOBODY = -2
 Spans = npt.NDArray[Any]
 """An array of `SPAN`."""
 
-_RECORD = struct.Struct("<B3xiiiHHiqqqqq")
+_RECORD = struct.Struct("<HHiiiIiqqqqq")
 
 
 class Recorder:
@@ -73,8 +78,8 @@ class Recorder:
     ) -> None:
         """Write one span; see `SPAN` for the values."""
         _RECORD.pack_into(
-            self._data, self.count % self._capacity * 64,
-            kind, stage, index, version, kept, in_flight, waited_for,
+            self._data, self.count % self._capacity * _RECORD.size,
+            kind, kept, stage, index, version, in_flight, waited_for,
             ready, arrived, start, end, size,
         )  # fmt: skip
         self.count += 1

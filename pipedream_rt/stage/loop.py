@@ -94,11 +94,14 @@ class Loop:
             if isinstance(item.payload, Command):
                 break
             self._do(stage, action, item)
-        else:
-            raise ScheduleError(
-                f"the schedule {self._schedule.name} ends with micro-batch "
-                f"{self.current.next_forward - 1}, there are more"
-            )
+        else:  # a replay ends
+            stage = next(iter(self._stages.values()))
+            item = self._next_micro_batch(stage)
+            if not isinstance(item.payload, Command):
+                raise ScheduleError(
+                    f"the schedule {self._schedule.name} ends with micro-batch "
+                    f"{stage.next_forward - 1}, there are more"
+                )
         stop, per_update = stage.next_forward, self._schedule.per_update
         left = sum(
             stop - each.ended + stop // per_update - each.parameters.ledger.newest

@@ -1,0 +1,120 @@
+import json
+import math
+
+import pytest
+from hypothesis import given
+from support.costs import random_costs
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.simulation.costs import Costs, costs_of, rate, seconds, size
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3ms", 0.003),
+        ("1.5 s", 1.5),
+        ("20us", 20e-6),
+        ("7ns", 7e-9),
+        ("2", 2.0),
+        (0.25, 0.25),
+        ("1e-3", 0.001),
+    ],
+)
+def test_times(text, value):
+    assert seconds(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("2MB", 2e6), ("1KiB", 1024), ("5", 5), (7, 7)])
+def test_sizes(text, value):
+    assert size(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("100Mbit", 12.5e6), ("10Gbit/s", 1.25e9), ("1GB/s", 1e9), ("8kbit", 1000)]
+)
+def test_rates(text, value):
+    assert rate(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ms", "3 parsecs", "--3", "1,5", None, "nan", "inf", True, [3]]
+)
+def test_what_is_no_quantity(text):
+    with pytest.raises(ConfigError, match=r"is no (time|size|bandwidth)"):
+        seconds(text)
+    with pytest.raises(ConfigError):
+        rate(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"forward": -1, "backward": 1}, "forward must be a number of at least 0, not -1"),
+        ({"forward": 1, "backward": [1, [2, -3]]}, "backward must be a number of at least 0"),
+        ({"forward": 1, "backward": 1, "latency": "-1ms"}, "latency must be"),
+        ({"forward": 1, "backward": 1, "bandwidth": 0}, "bandwidth must be above 0"),
+        ({"forward": 1, "backward": 1, "speed": [1, 0]}, "speed must be above 0"),
+        ({"forward": 1, "backward": 1, "activation_bytes": "-2MB"}, "activation_bytes must be"),
+        ({"forward": 1, "backward": 1, "latency": [1, 2]}, "latency is one value"),
+        ({"forward": 1, "backward": 1, "fwd": 1}, "'fwd' is none of forward, backward"),
+        ({"forward": [], "backward": 1}, "forward is missing"),
+        ({"forward": [[]], "backward": 1}, "an entry without a value"),
+        ({"forward": 1}, "backward is missing"),
+        ({"forward": 1, "weight_gradient": 1}, "backward is missing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        costs_of(given)
+
+
+@given(random_costs())
+def test_a_file_gives_the_same_costs(costs):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        costs.save(path)
+        assert Costs.load(path) == costs
+
+
+def test_a_file_written_by_hand(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": ["10ms", ["20ms", "25ms"]], "backward": "30ms"}))
+    costs = Costs.load(path)
+    assert costs.forward == ((0.01,), (0.02, 0.025))
+    assert costs.backward == ((0.03,),)
+    assert math.isinf(costs.bandwidth)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3", "\xff"])
+def test_a_file_that_is_none(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"costs\.json"):
+        Costs.load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Costs.load(tmp_path / "none")
+
+
+def test_one_entry_stands_for_all_stages():
+    full = costs_of({"forward": "2ms", "backward": "4ms", "activation_bytes": 8}).for_stages(3, 3)
+    assert full.forward == ((0.002,),) * 3
+    assert full.input_gradient == full.weight_gradient == ((0.002,),) * 3
+    assert full.gradient_bytes == (0.0, 8.0, 8.0)
+    assert full.speed == (1.0,) * 3
+
+
+def test_halves_make_a_whole():
+    full = costs_of({"forward": 1, "input_gradient": 1, "weight_gradient": [2, 3]}).for_stages(2, 2)
+    assert full.backward == ((3.0,), (4.0,))
+
+
+def test_a_stage_cut_in_two_costs_the_same():
+    full = costs_of({"forward": [1, 2], "backward": 4, "weight_bytes": 6, "activation_bytes": 3})
+    cut = full.for_stages(2, 2).cut(2)
+    assert cut.forward == ((0.5,), (0.5,), (1.0,), (1.0,))
+    assert cut.weight_bytes == (3.0,) * 4
+    assert cut.activation_bytes == (3.0,) * 4

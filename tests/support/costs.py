@@ -1,0 +1,37 @@
+"""Costs for tests, in whole milliseconds."""
+
+from hypothesis import strategies as st
+
+from pipedream_rt.simulation.costs import Costs
+
+
+def unit(**changes):
+    """Forward, both halves: 1 ms each; nothing else costs anything."""
+    halves = {"input_gradient": ((0.001,),), "weight_gradient": ((0.001,),)}
+    return Costs(**{"forward": ((0.001,),), "backward": ((0.001,),), **halves, **changes})
+
+
+def milliseconds(low=0):
+    return st.integers(low, 9).map(lambda n: n / 1000)
+
+
+def samples():
+    return st.lists(milliseconds(), min_size=1, max_size=3).map(tuple)
+
+
+def random_costs():
+    """Any costs, the same for all stages or not; by stage where a count is known."""
+    one = st.tuples(samples())
+    return st.builds(
+        Costs,
+        forward=one,
+        backward=one,
+        step=one,
+        activation_bytes=st.tuples(st.integers(0, 5).map(float)),
+        latency=milliseconds(),
+        bandwidth=st.sampled_from([float("inf"), 100.0, 1000.0, 5000.0]),
+        overhead=milliseconds(),
+        injection=milliseconds(),
+        turnaround=milliseconds(),
+        speed=st.tuples(st.sampled_from([0.5, 1.0, 2.0])),
+    )
