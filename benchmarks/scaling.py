@@ -21,10 +21,9 @@ from rich.table import Table
 from torch.nn.functional import mse_loss
 
 from pipedream_rt import Pipeline
-from pipedream_rt.observe.summary import summarize
+from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import schedule_for
-from pipedream_rt.simulation.costs import costs_of
-from pipedream_rt.simulation.simulator import simulate
+from pipedream_rt.simulation import costs_of, simulate
 
 FORWARD_S, BACKWARD_S = 0.020, 0.040
 SCHEDULES = ("async-1f1b", "2bw", "1f1b", "zero-bubble", "interleaved-1f1b")

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt.schedules import schedule_for
-from pipedream_rt.simulation.costs import costs_of
-from pipedream_rt.simulation.simulator import simulate
+from pipedream_rt.simulation import costs_of, simulate
 
 SIZES = ("10x4000", "100x4000", "1000x4000")
 

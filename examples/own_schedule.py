@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedream_rt import Pipeline
-from pipedream_rt.observe.summary import summarize
+from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import Action, Kind, Shape, check, schedule_for
-from pipedream_rt.simulation.costs import costs_of
-from pipedream_rt.simulation.simulator import simulate
+from pipedream_rt.simulation import costs_of, simulate
 
 STAGES, MICRO_BATCHES = 4, 16
 

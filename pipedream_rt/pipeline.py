@@ -34,6 +34,7 @@ from pipedream_rt.jobs import pickled_jobs
 from pipedream_rt.launch import Trace as TraceArgument
 from pipedream_rt.launch import Workers, start_cluster, trace_argument
 from pipedream_rt.observe.recorder import NOBODY, Recorder
+from pipedream_rt.observe.summary import table
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME, Trace
 from pipedream_rt.optimizer import (
     DistributedOptimizer,
@@ -702,13 +703,8 @@ class Pipeline:
                     f"{counters['peak_memory_bytes'] / 2**20:.0f}",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
         head = f"schedule {self.schedule.name}, {self._micro_batches} micro-batches per update"
-        return f"{head}\n{table}"
+        return f"{head}\n{table(rows)}"
 
     # -- commands and life ----------------------------------------------------------------------
 

@@ -95,7 +95,6 @@ def test_the_environment_is_read_at_the_face_alone():
     # rpc.py writes two variables, for torch alone understands them.
     assert readers == {
         "pipedream_rt.cli",
-        "pipedream_rt.cli_trace",
         "pipedream_rt.launch",
         "pipedream_rt.transport.rpc",
         "pipedream_rt.workers.command",
