@@ -24,27 +24,26 @@ def occupy(seconds: float) -> None:
 
 
 class _Timed(torch.autograd.Function):
-    """``x * w``, in the time of a layer; the backward takes its time half for each gradient."""
+    """Identity that takes a time forward and another one backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, times: tuple[float, float]) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.times = times
-        occupy(times[0])
-        return x * w
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        occupy(forward_s)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w = ctx.saved_tensors
-        for_input, for_weight, _ = ctx.needs_input_grad
-        occupy(ctx.times[1] / 2 * (for_input + for_weight))
-        to_input = gradients[0] * w if for_input else None
-        to_weight = (gradients[0] * x).sum(0) if for_weight else None
-        return to_input, to_weight, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        occupy(ctx.backward_s)
+        return gradients[0], None, None
 
 
 class EmulatedLayer(nn.Module):
-    """A layer that takes a given time.
+    """``x * w`` in a given time; half of the backward is for the input, half for the weight.
+
+    Two nodes of autograd, because a node that is written in Python computes all its gradients
+    whenever it runs. Where the input wants no gradient the weight takes the whole time, so that
+    all stages of a model are alike.
 
     Args:
         width: Of its input, (B, width), and of its weight.
@@ -54,12 +53,15 @@ class EmulatedLayer(nn.Module):
     def __init__(self, width: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(width))
-        self.times = (forward_s, backward_s)
+        self.forward_s, self.backward_s = forward_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x * w``, some time later."""
-        output: Tensor = _Timed.apply(x, self.w, self.times)  # type: ignore[no-untyped-call]
-        return output
+        half = self.backward_s / 2
+        of_weight = half if x.requires_grad else self.backward_s
+        w = _Timed.apply(self.w, 0.0, of_weight)  # type: ignore[no-untyped-call]
+        x = _Timed.apply(x, self.forward_s, half)  # type: ignore[no-untyped-call]
+        return x * w
 
 
 def emulated_model(stages: int, width: int, forward_s: float, backward_s: float) -> nn.Sequential:

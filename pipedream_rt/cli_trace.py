@@ -15,9 +15,9 @@ from pipedream_rt.observe import timeline as drawings
 from pipedream_rt.observe.replay import Replay
 from pipedream_rt.observe.summary import bytes_text, describe, seconds_text, summarize, table
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.schedules import RECIPES, Schedule, describe_schedules, schedule_for
+from pipedream_rt.schedules import RECIPES, Schedule, Shape, describe_schedules, schedule_for
 from pipedream_rt.simulation.costs import Costs, parsed
-from pipedream_rt.simulation.predict import changes_of, fit, predict
+from pipedream_rt.simulation.predict import changes_of, fit, predict, regrouped
 from pipedream_rt.simulation.predict import what_if as what_if_run
 from pipedream_rt.simulation.simulator import simulate as simulate_run
 
@@ -109,7 +109,10 @@ def simulate(
             "stages_per_worker": stages_per_worker,
         }
         if compare is not None:
-            click.echo(_comparison(compare.split(","), numbers, costs, updates, credits))
+            if replay or output is not None:
+                raise ConfigError("--compare goes with neither --replay nor --output")
+            before = trace.shape if trace else Shape(workers=numbers["num_stages"])
+            click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
             return
         if replay:
             assert trace is not None
@@ -149,24 +152,37 @@ def _costs(profile: str | None, trace: Trace | None, given: dict[str, Any]) -> C
 
 
 def _comparison(
-    names: list[str], numbers: dict[str, Any], costs: Costs, updates: int, credits: int | None
+    names: list[str],
+    numbers: dict[str, Any],
+    costs: Costs,
+    before: Shape,
+    updates: int,
+    credits: int | None,
 ) -> str:
-    """A row for each schedule, all on the same workers with the same model."""
+    """A row for each schedule, all on the same workers with the same model.
+
+    Args:
+        names: Of the schedules.
+        numbers: As the options say.
+        costs: Of the stages that the model has.
+        before: Those stages.
+        updates: How many to simulate.
+        credits: See `simulate`.
+    """
     rows: list[tuple[str, ...]] = [
         ("schedule", "makespan", "micro-batches/s", "bubble", "versions", "in flight",
          "memory", "staleness")
     ]  # fmt: skip
     notes = []
-    workers = numbers["num_stages"]
     for name in map(str.strip, names):
         each = RECIPES[name].stages_per_worker if name in RECIPES else 1
         each = numbers["stages_per_worker"] or each if each > 1 else 1
         try:
+            stages = before.workers * each
             chosen = schedule_for(
-                name, **{**numbers, "num_stages": workers * each, "stages_per_worker": each}
+                name, **{**numbers, "num_stages": stages, "stages_per_worker": each}
             )
-            cut = costs.for_stages(workers, workers).cut(each)
-            rows.append(_row(chosen, cut, updates, credits))
+            rows.append(_row(chosen, regrouped(costs, before, chosen.shape), updates, credits))
         except ConfigError as error:
             if name not in RECIPES:
                 raise
@@ -263,7 +279,7 @@ def _predictions(trace: Trace, changes: list[dict[str, Any]], texts: tuple[str, 
     """The prediction of the run itself, and the answers."""
     same = predict(trace)
     rows: list[tuple[str, ...]] = [
-        ("", "micro-batches/s", "against measured", "bubble", "versions", "staleness")
+        ("", "micro-batches/s", "against measured", "bubble", "versions", "staleness", "workers")
     ]
     rows.append(("measured", f"{same.measured:.4g}", "", *_numbers(trace)))
     rows.append(("predicted", f"{same.predicted:.4g}", f"{same.error:+.1%}", *_numbers(same.trace)))
@@ -274,13 +290,14 @@ def _predictions(trace: Trace, changes: list[dict[str, Any]], texts: tuple[str, 
     return table(rows)
 
 
-def _numbers(trace: Trace) -> tuple[str, str, str]:
-    """Mean bubble, most versions, most staleness."""
+def _numbers(trace: Trace) -> tuple[str, ...]:
+    """Mean bubble, most versions, most staleness, workers."""
     summary = summarize(trace)
     return (
         f"{sum(summary.bubble) / len(summary.bubble):.1%}",
         str(max(stage.versions for stage in summary.stages)),
         str(max(summary.staleness)),
+        str(trace.shape.workers),
     )
 
 

@@ -27,8 +27,8 @@ Workers: TypeAlias = str | Callable[..., Cluster] | None
 `Cluster` of another kind (called with the shape and the keyword arguments below)."""
 
 
-Trace: TypeAlias = str | os.PathLike[str] | bool | None
-"""See `trace_argument`."""
+TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
+"""See `trace_option`."""
 
 
 def start_cluster(
@@ -88,7 +88,7 @@ def start_cluster(
     return ProcessCluster(shape, **common)
 
 
-def trace_argument(trace: Trace) -> tuple[bool, Path | None]:
+def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     """Whether to record a trace, and where to write it.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 import threading
 import time
@@ -29,10 +30,10 @@ from pipedream_rt.errors import (
     ConfigError,
     MessageTimeout,
     PipelineClosed,
+    PipelineError,
 )
 from pipedream_rt.jobs import pickled_jobs
-from pipedream_rt.launch import Trace as TraceArgument
-from pipedream_rt.launch import Workers, start_cluster, trace_argument
+from pipedream_rt.launch import TraceOption, Workers, start_cluster, trace_option
 from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.summary import table
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME, Trace
@@ -80,6 +81,8 @@ from pipedream_rt.tracing import SPANS_KEPT, put_together
 from pipedream_rt.transport.base import sender
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _generations = itertools.count(1)
 """Groups of this process so far: torch RPC keeps counters for the life of a process too."""
@@ -208,12 +211,13 @@ class Pipeline:
         threads: int = 1,
         on_nan: str = "raise",
         credits: int | None = None,
-        trace: TraceArgument = None,
+        trace: TraceOption = None,
         timeout: timedelta = timedelta(minutes=5),
         start_timeout: timedelta = timedelta(minutes=2),
     ) -> None:
         """Check everything, then start."""
         layers = layers_of(model)
+        _check_number("credits", credits if credits is not None else 1)
         points = split_points(layers, stages)
         refuse_shared_parameters(layers, points)
         self.schedule = schedule_for(
@@ -222,12 +226,12 @@ class Pipeline:
             per_update=micro_batches,
             stages_per_worker=stages_per_worker,
             vertical_sync=vertical_sync,
+            credits=credits,
         )
         for name, value in (("timeout", timeout), ("start_timeout", start_timeout)):
             if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
         _check_number("threads", threads)
-        _check_number("credits", credits if credits is not None else 1)
         if on_nan not in ("raise", "ignore"):
             raise ConfigError(f'on_nan must be "raise" or "ignore", not {on_nan!r}')
         if loss_fn is not None and not callable(loss_fn):
@@ -238,7 +242,7 @@ class Pipeline:
         self._model = model
         self._names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
         grouped = grouped_names(optimizer, self._names)
-        traced, self._trace_path = trace_argument(trace)
+        traced, self._trace_path = trace_option(trace)
         spans = SPANS_KEPT if traced else 0
         jobs = pickled_jobs(layers, points, self.schedule, loss_fn, seed, on_nan, spans)
 
@@ -785,6 +789,7 @@ class Pipeline:
         try:
             # Not after a failure, and not where a signal interrupted a wait.
             healthy = self._inbox.reason is None and not self._inbox.busy
+            healthy = healthy and os.getpid() == self._owner_pid
             if self._trace_path is not None and healthy and not self._closed:
                 self.trace().save(self._trace_path)
         finally:
@@ -805,9 +810,15 @@ class Pipeline:
 
     def __exit__(self, exception_type: type[BaseException] | None, *exception: object) -> None:
         """Close it; after Ctrl-C and the like without waiting for anything."""
-        if exception_type is None or issubclass(exception_type, Exception):
+        if exception_type is None:
             self.close()
-        else:
+            return
+        try:
+            if issubclass(exception_type, Exception):
+                self.close()
+        except PipelineError as error:  # the caller's own error is the one to be seen
+            _log.warning("no trace is left: %s", error)
+        finally:
             self._end_all()
 
 

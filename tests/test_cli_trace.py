@@ -1,6 +1,7 @@
 """The commands around traces, as a user types them. They start no process."""
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +11,8 @@ from support.events import check_trace_events
 from pipedream_rt import Trace
 from pipedream_rt.cli import main
 from pipedream_rt.schedules import RECIPES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def call(*words, code=0):
@@ -152,3 +155,29 @@ def test_what_is_no_trace(tmp_path, trace):
     assert "cut or changed" in call("timeline", cut, code=1)
     assert "is no trace" in call("timeline", __file__, code=1)
     assert Trace.load(trace).simulated
+
+
+def test_the_picture_in_the_readme_is_made_by_the_command_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").mkdir()
+    readme = (ROOT / "README.md").read_text()
+    lines = [line for line in readme.splitlines() if "zb.trace" in line]
+    assert [line.split()[:2] for line in lines] == [
+        ["pipedream-rt", "simulate"],
+        ["pipedream-rt", "timeline"],
+    ]
+    for line in lines:
+        call(*line.split()[1:])
+    made = (tmp_path / "examples" / "zero_bubble.svg").read_text()
+    assert made == (ROOT / "examples" / "zero_bubble.svg").read_text()
+
+
+def test_what_the_readme_shows_is_what_the_commands_print():
+    """Every block that begins with a command of ours and shows its output."""
+    blocks = (ROOT / "README.md").read_text().split("```")[1::2]
+    shown = [part for block in blocks for part in block.split("$ pipedream-rt ")[1:]]
+    assert len(shown) == 3
+    for part in shown:
+        words, _, output = part.partition("\n")
+        found = call(*words.split()).strip().splitlines()
+        assert found[-len(output.strip().splitlines()) :] == output.strip().splitlines()

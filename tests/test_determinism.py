@@ -19,7 +19,7 @@ from support.oracle import assert_same, oracle
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, StageFailed
 from pipedream_rt.cluster import InProcessCluster
 
 pytestmark = pytest.mark.threads
@@ -343,8 +343,65 @@ class Recurrent(torch.nn.Module):
         return self.lstm(x[None])[0][0]
 
 
+class Draws(torch.autograd.Function):
+    """Draws random numbers in its backward, for its input and for its weight."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        noise = torch.randn_like(gradient)
+        return gradient * w + noise, (gradient * x + noise).sum(0)
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, x):
+        return Draws.apply(Draws.apply(x, self.a), self.b)
+
+
+class Reentrant(Checkpointed):
+    def __init__(self):
+        super().__init__()
+        self.before = torch.nn.Linear(8, 8)  # a reentrant one needs an input with a gradient
+
+    def forward(self, x):
+        return checkpoint(self.inner, self.before(x), use_reentrant=True)
+
+
+class HookedWeight(torch.nn.Module):
+    """A hook on a weight that is computed from another."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        w = self.w * 2
+        w.register_hook(lambda gradient: gradient * 3)
+        return x @ w
+
+
 @pytest.mark.parametrize(
-    "layer", [Tied, Checkpointed, HalfFrozen, Recurrent, Noisy, torch.nn.Identity]
+    "layer",
+    [
+        Tied,
+        Checkpointed,
+        Reentrant,
+        HalfFrozen,
+        Recurrent,
+        Noisy,
+        Drawing,
+        HookedWeight,
+        torch.nn.Identity,
+    ],
 )
 def test_a_split_backward_gives_the_bits_of_a_whole_one(layer):
     """Layers whose graphs are no chain, in every place: first, middle and last stage."""
@@ -407,3 +464,30 @@ def test_a_schedule_that_a_user_wrote():
     found, results, _ = train(3, data, schedule=LaterBackward(), micro_batches=4, shuffle=1)
     assert_same(found, expected)
     assert [loss for r in results for loss in r.losses] == losses
+
+
+class KeptElsewhere(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.kept = [self.weight]
+
+    def forward(self, x):
+        return F.linear(x, self.kept[0], self.bias)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_weight_read_past_its_module_is_an_error(schedule):
+    """Its versions could not be kept apart; it would never be trained."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), KeptElsewhere(), torch.nn.Linear(8, 8))
+    with (
+        Pipeline(
+            model,
+            stages=3,
+            loss_fn=F.mse_loss,
+            optimizer=OPTIMIZERS["sgd"],
+            schedule=schedule,
+            workers="in-process",
+        ) as pipe,
+        pytest.raises(StageFailed, match="through a reference kept elsewhere"),
+    ):
+        list(pipe.train_epoch(regression(3)))

@@ -162,6 +162,36 @@ def test_a_trace_that_can_no_longer_be_written_ends_everything_all_the_same(tmp_
     pipe.close()
 
 
+@pytest.mark.threads
+def test_the_callers_own_error_is_not_hidden(tmp_path, caplog):
+    folder = tmp_path / "soon gone"
+    folder.mkdir()
+    own = ZeroDivisionError()
+    try:
+        with open_pipe(trace=folder / "run.trace"):
+            folder.rmdir()
+            raise own
+    except ZeroDivisionError as error:
+        assert error is own
+    assert "no trace is left" in caplog.text
+
+
+@pytest.mark.threads
+def test_a_forked_child_writes_no_trace(tmp_path):
+    """It would wait for messages that go to its parent."""
+    path = tmp_path / "run.trace"
+    with open_pipe(trace=path) as pipe:
+        list(pipe.train_epoch(batches(2)))
+        child = os.fork()
+        if child == 0:
+            try:
+                pipe.close()
+            finally:
+                os._exit(7 if path.exists() else 0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert path.exists()
+
+
 @pytest.mark.parametrize(
     ("where", "words"),
     [

@@ -80,7 +80,3 @@ class ClockMap:
         offset = a.offset + np.rint(share * (b.offset - a.offset)).astype(np.int64)
         ours: npt.NDArray[np.int64] = np.where(times == 0, 0, times - offset)
         return ours
-
-
-SAME = ClockMap(Reading(0, 0, 0), Reading(0, 0, 0))
-"""Of a peer that reads the same clock."""

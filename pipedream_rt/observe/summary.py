@@ -122,7 +122,7 @@ def throughput(trace: Trace, first_stage: Spans) -> float:
     """
     stretch = longest_stretch(first_stage)
     ends = stretch["end"][stretch["kind"] == _STEP]
-    if len(ends) < 2:
+    if len(ends) < 2 or ends[-1] == ends[0]:
         return 0.0
     return float((len(ends) - 1) * trace.shape.per_update / ((ends[-1] - ends[0]) / 1e9))
 
@@ -166,7 +166,8 @@ def hops(sender: Spans, receiver: Spans, kinds: tuple[int, ...]) -> npt.NDArray[
     sent = sender[np.isin(sender["kind"], kinds)]
     came = receiver[np.isin(receiver["kind"], kinds)]
     _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
-    latencies: npt.NDArray[Any] = came["arrived"][j] - sent["end"][i]
+    # The message leaves at the very end of the action, within one process before the end is noted.
+    latencies: npt.NDArray[Any] = np.maximum(came["arrived"][j] - sent["end"][i], 0)
     return latencies
 
 
@@ -224,6 +225,7 @@ def describe(trace: Trace) -> str:
         f"per update, {summary.micro_batches} micro-batches in {seconds_text(summary.makespan)}; "
         f"steady state {summary.throughput:.4g} micro-batches/s"
     ]
+    makespan = summary.makespan or 1.0  # everything may cost nothing
     head = ("stage", "worker", "busy", "bubble", "waits for", "versions", "in flight", "memory")
     rows = [head]
     for stage in summary.stages:
@@ -231,13 +233,13 @@ def describe(trace: Trace) -> str:
         waits = ", ".join(
             f"{'coordinator' if cause < 0 else f'stage {cause}'} {share:.1%}"
             for cause, waited in sorted(stage.waits.items())
-            if (share := waited / summary.makespan) >= 0.001
+            if (share := waited / makespan) >= 0.001
         )
         rows.append(
             (
                 str(stage.stage),
                 facts.name,
-                f"{stage.busy / summary.makespan:.1%}",
+                f"{stage.busy / makespan:.1%}",
                 f"{summary.bubble[stage.worker]:.1%}",
                 waits or "nobody",
                 str(stage.versions),

@@ -179,6 +179,7 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
         f"{trace.schedule}, {shape.num_stages} stages, {shape.per_update} micro-batches per "
         f"update ({kind}; {view})"
     )
+    title = "".join(c for c in title if c.isprintable())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 58}" '
         f'viewBox="0 0 {width} {bottom + 58}" font-family="sans-serif" font-size="11">',

@@ -141,8 +141,9 @@ class Trace:
         """
         try:
             data = Path(path).read_bytes()
-        except OSError as error:
-            raise TraceError(f"the trace {path} cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a path may hold a NUL
+            reason = getattr(error, "strerror", None) or error
+            raise TraceError(f"the trace {path} cannot be read: {reason}") from error
         unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
         unpacker.feed(data)
         try:
@@ -158,7 +159,10 @@ class Trace:
         spans = memoryview(data)[unpacker.tell() :]
         if not isinstance(packed, bytes) or digest != _digest(packed, spans):
             raise TraceError(f"the trace {path} is cut or changed: its checksum does not fit")
-        return _made(msgpack.unpackb(packed), np.frombuffer(spans, dtype=SPAN))
+        try:
+            return _made(msgpack.unpackb(packed), np.frombuffer(spans, dtype=SPAN))
+        except (msgpack.UnpackException, ValueError, TypeError, KeyError) as error:
+            raise TraceError(f"the header of the trace {path} makes no sense: {error!r}") from error
 
 
 def _digest(packed: bytes, spans: memoryview) -> bytes:

@@ -123,16 +123,24 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
         The actions that remain.
 
     Raises:
-        ScheduleError: The order ends before.
+        ScheduleError: The order ends before, or goes on without ever ending these micro-batches.
     """
     updates = stop // per_update
+    patience = most_left_out = 1000 + 8 * stop
     while left:
         action = next(order, None)
         if action is None:
             raise ScheduleError(f"the order ends before it has done all of {stop} micro-batches")
         kind = action.kind
         if action.index >= (updates if kind is _S else stop):
+            patience -= 1
+            if not patience:
+                raise ScheduleError(
+                    f"the order never ends all of {stop} micro-batches: the last {most_left_out} "
+                    f"actions, up to {action}, are about later ones"
+                )
             continue
+        patience = most_left_out
         if kind is _S or kind in ENDS:
             left -= 1
         yield action

@@ -76,8 +76,9 @@ class Grid:
 class _StageState:
     """How far one stage has come: so many forwards, backwards or input halves, ends, steps."""
 
-    def __init__(self, stage: int) -> None:
-        """Nothing done yet."""
+    def __init__(self, stage: int, in_flight: int, kept: int) -> None:
+        """Nothing done yet; the two bounds are the schedule's."""
+        self.most_in_flight, self.most_kept = in_flight, kept
         self.ledger = VersionLedger(stage)
         self.forwards = self.backs = self.ends = self.steps = 0
         self.split = False
@@ -86,13 +87,22 @@ class _StageState:
 class _Checker:
     """The rules, asked of one execution."""
 
-    def __init__(self, schedule: Checkable, micro_batches: int, flushes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        schedule: Checkable,
+        micro_batches: int,
+        flushes: Sequence[int],
+        credits: int | None,
+    ) -> None:
         """Take the schedule."""
         self._schedule = schedule
         self._micro_batches = micro_batches
-        self._execution = Execution(schedule, micro_batches, flushes=flushes)
+        self._credits = credits
+        self._execution = Execution(schedule, micro_batches, flushes=flushes, credits=credits)
         shape = schedule.shape
-        self._stages = [_StageState(s) for s in range(shape.num_stages)]
+        self._stages = [
+            _StageState(s, schedule.in_flight(s), schedule.kept(s)) for s in range(shape.num_stages)
+        ]
         self._clocks = [0] * shape.workers
         # When the actions that neighbours wait for were done, until it is asked for.
         self._sent: dict[tuple[bool, int, int], int] = {}
@@ -136,9 +146,9 @@ class _Checker:
                 if m > state.forwards:
                     raise _RuleBroken(f"the next forward should be F{state.forwards}")
                 state.forwards += 1
-                in_flight, bound = state.forwards - state.ends, schedule.in_flight(stage)
-                if in_flight > bound:
-                    raise _RuleBroken(f"{in_flight} in flight, the schedule states {bound}")
+                in_flight, most = state.forwards - state.ends, state.most_in_flight
+                if in_flight > most:
+                    raise _RuleBroken(f"{in_flight} in flight, the schedule states {most}")
                 state.ledger.release(schedule.reads(stage, m))
                 state.ledger.pin(m, schedule.reads(stage, m))
             case Kind.BACKWARD | Kind.INPUT:
@@ -165,9 +175,9 @@ class _Checker:
         if action.kind in ENDS:
             state.ledger.unpin(m)
             state.ends += 1
-        kept, bound = len(state.ledger.kept), schedule.kept(stage)
-        if kept > bound:
-            raise _RuleBroken(f"{kept} versions kept, the schedule states {bound}")
+        kept = len(state.ledger.kept)
+        if kept > state.most_kept:
+            raise _RuleBroken(f"{kept} versions kept, the schedule states {state.most_kept}")
 
     def _apply_step(self, state: _StageState, stage: int, action: Action) -> None:
         """Check that an update comes in turn and has all its gradients."""
@@ -195,6 +205,8 @@ class _Checker:
             worker, action = waiting[0]
             stage = worker if action.stage is None else action.stage
             text = "deadlock: " + ", ".join(f"{name} {w} waits for {a}" for w, a in waiting)
+            if self._credits is not None:
+                text += f" (with {self._credits} mini-batches injected ahead, the credits)"
             raise self._broken(worker, stage, action, text)
         updates = self._micro_batches // self._schedule.shape.per_update
         for s, state in enumerate(self._stages):
@@ -217,13 +229,19 @@ class _RuleBroken(Exception):
     """A rule, in words; the place is added where it is known."""
 
 
-def check(schedule: Checkable, micro_batches: int, flushes: Sequence[int] = ()) -> Grid:
+def check(
+    schedule: Checkable,
+    micro_batches: int,
+    flushes: Sequence[int] = (),
+    credits: int | None = None,
+) -> Grid:
     """Prove that a schedule obeys the rules for so many micro-batches.
 
     Args:
         schedule: What to check.
         micro_batches: How many, a multiple of k.
         flushes: Multiples of k at which the pipe is flushed on the way.
+        credits: Mini-batches injected before the first loss is waited for; None for no limit.
 
     Returns:
         The drawing of the execution, unit time per action.
@@ -231,7 +249,7 @@ def check(schedule: Checkable, micro_batches: int, flushes: Sequence[int] = ()) 
     Raises:
         ScheduleError: A rule is broken; the message shows the grid with the culprit marked.
     """
-    checker = _Checker(schedule, micro_batches, flushes)
+    checker = _Checker(schedule, micro_batches, flushes, credits)
     checker.run()
     return checker.grid
 
@@ -243,6 +261,7 @@ def schedule_for(
     per_update: int = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
+    credits: int | None = None,
 ) -> Schedule:
     """Look a schedule up, or take and check one that a user wrote.
 
@@ -252,6 +271,7 @@ def schedule_for(
         per_update: Micro-batches per update.
         stages_per_worker: Model chunks on each worker; None for what the schedule has by itself.
         vertical_sync: An option of async-1f1b.
+        credits: With which a written schedule is checked too; None for its own.
 
     Returns:
         The schedule.
@@ -276,13 +296,14 @@ def schedule_for(
         per_update=per_update,
         stages_per_worker=stages_per_worker,
     )
-    _prove(made, proof_length(made.shape, schedule))
+    _prove(made, proof_length(made.shape, schedule), credits)
     return made
 
 
-def _prove(schedule: Checkable, length: int) -> None:
-    """Check warm-up, steady state and drain, and a flush on the way."""
+def _prove(schedule: Schedule, length: int, credits: int | None) -> None:
+    """Check warm-up, steady state and drain, with the credits, and with a flush on the way."""
     check(schedule, length)
+    check(schedule, length, credits=credits or schedule.credits())
     k = schedule.shape.per_update
     middle = length // 2 // k * k
     if 0 < middle < length:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules.actions import Action, until
+from pipedream_rt.errors import ConfigError, ScheduleError
+from pipedream_rt.schedules.actions import Action, Kind, until
 from pipedream_rt.schedules.orders import (
     Async1F1B,
     Flushed1F1B,
@@ -188,7 +188,7 @@ class Schedule:
         flushed anyway: then a learning rate set after a result applies to the very next
         mini-batch, as in a plain training loop.
         """
-        return 1 if self.recipe.flushes else -(-self.num_stages // self.per_update) + 1
+        return 1 if self.recipe.flushes else -(-self.in_flight(0) // self.per_update) + 1
 
 
 def schedule_named(
@@ -246,36 +246,84 @@ class _Written:
 
     def __init__(self, written: Any) -> None:
         """Args: written: The user's object."""
-        self.written = written
-        self.order = written.order
+        self._written = written
+
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """What the class yields, each one checked to be an action of this worker.
+
+        Raises:
+            ScheduleError: It is none, or the class raises.
+        """
+        where = f"the order of worker {worker}"
+        try:
+            actions = iter(self._written.order(worker, shape, start))
+        except Exception as error:  # the user's code
+            raise ScheduleError(f"{where} cannot be had: {error!r}") from error
+        while True:
+            try:
+                action = next(actions, None)
+            except Exception as error:  # as above
+                raise ScheduleError(f"{where} raised {error!r}") from error
+            if action is None:
+                return
+            self._check(where, worker, shape, action)
+            yield action
+
+    @staticmethod
+    def _check(where: str, worker: int, shape: Shape, action: Any) -> None:
+        """Refuse what the worker cannot do."""
+        if not isinstance(action, Action) or not isinstance(action.kind, Kind):
+            raise ScheduleError(f"{where} yielded {action!r}, which is no Action")
+        if type(action.index) is not int or action.index < 0:
+            raise ScheduleError(f"{where} yielded {action!r}, whose index counts nothing")
+        stage = worker if action.stage is None else action.stage
+        if stage not in shape.stages_of(worker):
+            raise ScheduleError(
+                f"{where} yielded {action}, but it hosts stages {[*shape.stages_of(worker)]}"
+            )
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """What the class says, or what is counted over enough micro-batches."""
-        if hasattr(self.written, "in_flight"):
-            return int(self.written.in_flight(stage, shape))
-        stop = proof_length(shape, self.written)
-        k = shape.per_update
-        left = shape.stages_per_worker * (stop + stop // k)
-        actions = until(self.written.order(shape.worker_of(stage), shape, 0), stop, k, left)
-        # A wrong order may be endless and never end a micro-batch.
-        return most_in_flight(islice(actions, 8 * (left + stop)), stage)
+        """What the class says, or what is counted over enough micro-batches, also after a flush."""
+        if hasattr(self._written, "in_flight"):
+            said = self._written.in_flight(stage, shape)
+            if type(said) is not int:
+                raise ScheduleError(f"in_flight of the schedule returned {said!r}, no integer")
+            return said
+        stop, k = proof_length(shape, self._written), shape.per_update
+        most = 0
+        for start in {0, stop // 2 // k * k}:
+            left = shape.stages_per_worker * (stop - start + (stop - start) // k)
+            order = self.order(shape.worker_of(stage), shape, start)
+            # A wrong order may be endless and never end a micro-batch.
+            actions = islice(until(order, stop, k, left), 8 * (left + stop))
+            most = max(most, most_in_flight(actions, stage))
+        return most
 
     def require(self, shape: Shape) -> None:
         """What the class says, if anything."""
-        if hasattr(self.written, "require"):
-            self.written.require(shape)
+        if hasattr(self._written, "require"):
+            self._written.require(shape)
 
 
-def proof_length(shape: Shape, written: object = None) -> int:
+def proof_length(shape: Shape, written: object) -> int:
     """How many micro-batches show a schedule's warm-up, steady state and drain.
 
     Args:
         shape: Of the schedule.
         written: A user's schedule, which may have an end: ``micro_batches``.
+
+    Raises:
+        ConfigError: It ends before its first update.
     """
     k = shape.per_update
     enough = k * max(3, -(-4 * shape.num_stages // k))
-    return min(enough, getattr(written, "micro_batches", enough) // k * k)
+    end = getattr(written, "micro_batches", enough)
+    if type(end) is not int or end < k:
+        raise ConfigError(
+            f"a written schedule must do one update at least, {k} micro-batches; "
+            f"its micro_batches is {end!r}"
+        )
+    return min(enough, end // k * k)
 
 
 def schedule_written(
@@ -297,12 +345,18 @@ def schedule_written(
     Raises:
         ConfigError: It has no method ``order``, or does not want this shape.
     """
-    if not callable(getattr(written, "order", None)):
+    if isinstance(written, type) or not callable(getattr(written, "order", None)):
         raise ConfigError(
             "schedule must be a name or an object with a method order(worker, shape, start), not "
             f"{written!r}; the names are\n{describe_schedules()}"
         )
     versions = getattr(written, "versions", None) or Flushed()
+    methods = ("reads", "kept", "require")
+    if isinstance(versions, type) or not all(hasattr(versions, name) for name in methods):
+        raise ConfigError(
+            f"versions of a schedule must be an object with {', '.join(methods)}, as the policies "
+            f"in pipedream_rt.schedules.policies, not {versions!r}"
+        )
     recipe = Recipe(
         order=_Written(written),
         versions=versions,
@@ -313,4 +367,5 @@ def schedule_written(
         staleness_text="?",
     )
     name = str(getattr(written, "name", type(written).__name__))
+    proof_length(Shape(workers=1, per_update=per_update), written)
     return _fitted(name, recipe, num_stages, per_update, stages_per_worker)

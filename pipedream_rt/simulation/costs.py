@@ -16,6 +16,9 @@ from pipedream_rt.errors import ConfigError
 Samples: TypeAlias = tuple[float, ...]
 """Seconds that an action takes, one for each micro-batch (or update) in turn, over and over."""
 
+_MOST = 1e15
+"""No time, size or speed is above, or it is a mistake; keeps nanoseconds within 64 bits."""
+
 _PER_STAGE = ("forward", "backward", "input_gradient", "weight_gradient", "step")
 _BYTES = {
     "activation_bytes": "sent",
@@ -81,7 +84,7 @@ class Costs:
             _check(name, getattr(self, name))
         for name, values in (("bandwidth", (self.bandwidth,)), ("speed", self.speed)):
             for value in values:
-                if not isinstance(value, int | float) or not value > 0:
+                if not isinstance(value, int | float) or not value > 1 / _MOST:
                     raise ConfigError(f"costs: {name} must be above 0, not {value!r}")
         if not self.forward:
             raise ConfigError("costs: forward is missing")
@@ -101,7 +104,6 @@ class Costs:
             backward=backward,
             input_gradient=self.input_gradient or halves,
             weight_gradient=self.weight_gradient or halves,
-            gradient_bytes=self.gradient_bytes,
         )
         spread: dict[str, Any] = {
             name: _spread(name, getattr(filled, name), num_stages, "stages")
@@ -177,7 +179,7 @@ class Costs:
         """
         try:
             found = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"costs cannot be read from {path}: {error}") from error
         if not isinstance(found, dict):
             raise ConfigError(f"costs in {path} must be a JSON object, not {found!r}")
@@ -218,8 +220,10 @@ def parsed(name: str, value: Any) -> Any:
 
 def _check(name: str, value: float) -> None:
     """Refuse what is no cost."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"costs: {name} must be a number of at least 0, not {value!r}")
+    if value > _MOST:
+        raise ConfigError(f"costs: {name} is {value:g}, more than {_MOST:g}; mind the units")
 
 
 def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Samples, ...]:
@@ -267,8 +271,8 @@ def _number(what: str, value: str | float) -> float:
     """A finite number."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{value!r} is no {what}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{str(value)[:40]!r} is no {what}") from None
     if isinstance(value, bool) or not math.isfinite(number):
         raise ConfigError(f"{value!r} is no {what}")
     return number

@@ -20,7 +20,7 @@ from pipedream_rt.observe.summary import (
     summarize,
 )
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
-from pipedream_rt.schedules import RECIPES, Kind, Schedule, schedule_for
+from pipedream_rt.schedules import RECIPES, Kind, Schedule, Shape, schedule_for
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
 
@@ -229,7 +229,7 @@ def changes_of(text: str) -> dict[str, Any]:
                 f"{part.strip()!r} is no change; write NAME=VALUE with one of {', '.join(known)}"
             )
         if name in _NUMBERS:
-            if not value.isdigit() or int(value) < 1:
+            if not (value.isascii() and value.isdecimal()) or int(value) < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
             changes[name] = int(value)
         else:
@@ -240,8 +240,9 @@ def changes_of(text: str) -> dict[str, Any]:
 def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
     """Simulate the run of a trace with something changed.
 
-    Micro-batches keep their size. With another number of stages the work of all layers is taken to
-    divide evenly, and hops to carry what the mean hop carries.
+    Micro-batches keep their size, and the workers their number, unless ``stages`` says otherwise: a
+    schedule that interleaves cuts the stage of each worker. With another number of stages the work
+    of all layers is taken to divide evenly, and hops to carry what the mean hop carries.
 
     Args:
         trace: Measured.
@@ -254,25 +255,50 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
         ConfigError: There is no such schedule or cost.
         TraceError: The trace is too short.
     """
-    costs, shape = fit(trace), trace.shape
-    stages = changes.get("stages", shape.num_stages)
-    per_update = changes.get("micro_batches", shape.per_update)
+    shape = trace.shape
     name = changes.get("schedule", trace.schedule)
-    each = changes.get("stages_per_worker")
-    if each is None and name == trace.schedule:
-        each = shape.stages_per_worker
-    if name == trace.schedule and name not in RECIPES:
+    if name not in RECIPES and "schedule" not in changes:
         raise ConfigError(
             f"the schedule {name} is not one that is built in; add schedule=NAME to the changes"
         )
-    schedule = schedule_for(name, num_stages=stages, per_update=per_update, stages_per_worker=each)
-    if stages != shape.num_stages:
-        costs = evenly(costs.for_stages(shape.num_stages, shape.workers), stages)
+    each = changes.get("stages_per_worker")
+    if each is None:
+        same = name == trace.schedule or name not in RECIPES
+        each = shape.stages_per_worker if same else RECIPES[name].stages_per_worker
+    stages = changes.get("stages", shape.workers * each)
+    schedule = schedule_for(
+        name,
+        num_stages=stages,
+        per_update=changes.get("micro_batches", shape.per_update),
+        stages_per_worker=each,
+    )
+    costs = regrouped(fit(trace), shape, schedule.shape)
     costs = replace(costs, **{k: parsed(k, v) for k, v in changes.items() if k in _COSTS})
-    same = name == trace.schedule and stages == shape.num_stages
-    credits = changes.get("credits", trace.credits if same else schedule.credits())
-    enough = max(_fitted_micro_batches(trace), 8 * stages, 8 * per_update)
-    return simulate(schedule, costs, -(-enough // per_update) * per_update, credits=credits)
+    as_it_was = name == trace.schedule and schedule.shape.workers == shape.workers
+    credits = changes.get("credits", trace.credits if as_it_was else schedule.credits())
+    k = schedule.per_update
+    enough = max(_fitted_micro_batches(trace), 8 * stages, 8 * k)
+    return simulate(schedule, costs, -(-enough // k) * k, credits=credits)
+
+
+def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
+    """Costs of the same model, in other stages.
+
+    Args:
+        costs: Of the stages before.
+        before: Their shape.
+        after: The shape wanted. On the same workers, each of one stage before, a stage is cut into
+            equal parts; else the whole work is spread evenly.
+
+    Returns:
+        Costs for the stages after.
+    """
+    if before.num_stages == after.num_stages and before.workers == after.workers:
+        return costs
+    full = costs.for_stages(before.num_stages, before.workers)
+    if before.workers == after.workers == before.num_stages:
+        return full.cut(after.stages_per_worker)
+    return evenly(full, after.num_stages)
 
 
 def evenly(costs: Costs, stages: int) -> Costs:

@@ -10,6 +10,7 @@ an action), O(V) without it. Times are whole nanoseconds: no rounding depends on
 from __future__ import annotations
 
 import math
+import struct
 from collections import deque
 
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -48,8 +49,11 @@ def simulate(
         )
     full = costs.for_stages(shape.num_stages, shape.workers)
     credits = schedule.credits() if credits is None else credits
-    run = _Run(schedule, full, micro_batches, credits)
-    run.execute()
+    try:
+        run = _Run(schedule, full, micro_batches, credits)
+        run.execute()
+    except (struct.error, OverflowError) as error:
+        raise ConfigError("the simulated time exceeds 292 years; mind the units") from error
     return Trace(
         schedule=schedule.name,
         shape=shape,
@@ -137,9 +141,13 @@ class _Run:
         self.recorder = Recorder(actions * shape.num_stages + 2 * micro_batches)
 
     def _splits(self) -> bool:
-        """Whether the schedule splits backwards."""
-        order = self._schedule.order(0, 0, self._schedule.per_update)
-        return any(action.kind is Kind.INPUT for action in order)
+        """Whether the schedule splits backwards, on any worker."""
+        k = self._schedule.per_update
+        return any(
+            action.kind is Kind.INPUT
+            for worker in range(self._schedule.shape.workers)
+            for action in self._schedule.order(worker, 0, k)
+        )
 
     @staticmethod
     def _transmission(size: float, costs: Costs) -> int:

@@ -22,7 +22,7 @@ from pipedream_rt.errors import ScheduleError
 from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, DRAIN
 from pipedream_rt.schedules import Action, Kind, Schedule
-from pipedream_rt.schedules.actions import SENDS_BACK, until
+from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, until
 from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.messages import (
     Channel,
@@ -194,6 +194,11 @@ class Loop:
         elif kind in SENDS_BACK and not stage.is_last:
             item = self._take(Channel.GRADIENT, m, stage)
             arrived, waited_for = self._inbox.arrived_ns, item.sender
+        # Gradients are summed in the order of the micro-batches: a written schedule was checked for
+        # a while only.
+        due = stage.parameters.ledger.newest if kind is Kind.STEP else stage.ended
+        if (kind is Kind.STEP or kind in ENDS) and m != due:
+            raise ScheduleError(f"stage {stage.index}: {action} comes before {kind.value}{due}")
         asked, held_up = time.monotonic_ns(), stage.held_up_ns
         version = 0
         match kind:

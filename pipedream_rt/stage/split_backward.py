@@ -6,14 +6,18 @@ The graph between the outputs and the inputs of a stage, with P the nodes that l
               │     │     │                   and notes what gradient came to each of them
               w3    w2    w1                  second half: runs each p again, for its weights alone
 
-A node computes only the gradients that are asked for, so nothing is computed twice: a linear layer
-does one of its two matrix products in each half. The second half ends with one call of autograd
-that adds to the weights as a whole backward does: same kernels, same order of sums, same bits.
+torch's own nodes compute only the gradients that are asked for, so nothing is computed twice: a
+linear layer does one of its two matrix products in each half. The second half ends with one call of
+autograd that adds to the weights as a whole backward does: same kernels, same order of sums, same
+bits. Nodes off the path between output and input (P's weights may be computed from other weights)
+run in the second half alone. Hooks on nodes of P run in both halves; what they change is taken from
+the first.
 
-Nodes off the path between output and input (P's weights may be computed from other weights) run in
-the second half. Hooks on the nodes of P run in both halves; what they change is taken from the
-first. Where a weight is used several times in a stage, or no input wants a gradient, the second
-half is a whole backward: as right, but the path is then computed twice.
+Some graphs cannot be cut so. Where no input wants a gradient, all is done in the second half. Where
+a weight is used several times, or a node is an autograd Function in Python (which computes all its
+gradients whenever it runs, may draw random numbers, may not run twice, or run a backward inside;
+compiled layers and reentrant checkpoints are such), all is computed in the first half, and added to
+the pending update in the second. The bits are right either way; what is lost is the filled bubble.
 
 torch's own helpers (``torch.distributed.pipelining``) are private, and apply a tensor hook on the
 output of a layer twice (2.13).
@@ -28,32 +32,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True)
+class _Replay:
+    """A node that runs in both halves, or gets in the second what came to it in the first.
+
+    A prehook of the node, after all of the user's: what these have made of the gradients is noted
+    while ``noting``, and put in the place of what they make of them again afterwards.
+
+    Attributes:
+        came: The gradients, by output of the node; None until any came.
+        noting: Whether to note, or to replace.
+    """
+
+    came: list[Tensor | None] | None = None
+    noting: bool = True
+
+    def hook(self, gradients: Gradients) -> Gradients | None:
+        """Note or replace."""
+        if self.noting:
+            self.came = list(gradients)
+            return None
+        came = self.came or []
+        kept = (came[i] if i < len(came) else None for i in range(len(gradients)))
+        return tuple(g if k is None else k for g, k in zip(gradients, kept, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class _OnPath:
     """A node of P that has weights to serve.
 
     Attributes:
         node: The node.
         edges: Where its gradients for weights go.
-        arrived: The gradients that came to it, after its hooks.
+        replay: What comes to it.
     """
 
     node: Node
     edges: list[GradientEdge]
-    arrived: list[Gradients] = field(default_factory=list)
-    replaying: bool = False
-
-    def hook(self, gradients: Gradients) -> Gradients | None:
-        """Note what arrives; the second time, put that in its place, whatever hooks did."""
-        if self.replaying:
-            return self.arrived[0]
-        self.arrived.append(tuple(gradients))
-        return None
+    replay: _Replay = field(default_factory=_Replay)
 
 
 class SplitBackward:
@@ -80,11 +102,15 @@ class SplitBackward:
         ]
         self._inputs = set(inputs)
         self._weights = weights
-        nodes = _nodes_under(self._roots)
-        self._path = _leading_to(nodes, self._inputs)
-        self._whole = not self._path or self._has_shared_weights(nodes)
+        self._found: list[Tensor | None] = []
         self._on_path: list[_OnPath] = []
         self._handles: list[Any] = []
+        nodes = _nodes_under(self._roots)
+        self._path = _leading_to(nodes, self._inputs)
+        self._together = bool(self._path) and (
+            any(_is_python(n) and n not in self._inputs for n in nodes)
+            or self._has_shared_weights(nodes)
+        )
 
     def _has_shared_weights(self, nodes: Sequence[Node]) -> bool:
         """Whether a node off the path has several users, one of them on the path.
@@ -104,18 +130,19 @@ class SplitBackward:
 
     def first_half(self) -> None:
         """Find the gradients of the inputs, which autograd brings to the nodes of the inputs."""
+        if self._together:
+            torch.autograd.backward(self._roots, self._gradients)
+            self._found = [weight.grad for weight in self._weights]
+            for weight in self._weights:
+                weight.grad = None
+            self._roots = []
+            return
         if not self._path:
             return
-        if not self._whole:
-            self._watch_path()
+        self._watch_path()
         on_path = [edge.node in self._path for edge in self._roots]
         # To the leaves under the nodes of the inputs, so that these nodes themselves run.
-        leaves = [
-            GradientEdge(following, number)
-            for node in self._inputs
-            for following, number in node.next_functions
-            if following is not None
-        ]
+        leaves = [edge for node in self._inputs for edge in _edges_of(node)]
         torch.autograd.grad(
             [edge for edge, there in zip(self._roots, on_path, strict=True) if there],
             leaves,
@@ -127,24 +154,22 @@ class SplitBackward:
     def _watch_path(self) -> None:
         """Have what comes to the nodes of the path noted, where they have weights."""
         for node in self._path:
-            weights = [
-                GradientEdge(following, number)
-                for following, number in node.next_functions
-                if following is not None and following not in self._path
-            ]
+            weights = [edge for edge in _edges_of(node) if edge.node not in self._path]
             if weights and node not in self._inputs:
                 place = _OnPath(node, weights)
                 self._on_path.append(place)
-                self._handles.append(node.register_prehook(place.hook))
+                self._handles.append(node.register_prehook(place.replay.hook))
 
     def second_half(self) -> None:
         """Add the gradients of the weights to the ``grad`` of their leaves; frees the graph."""
-        if self._whole:
-            edges, gradients = list(self._roots), list(self._gradients)
-        else:
-            edges, gradients = self._off_path()
-        if edges and self._weights:
-            torch.autograd.backward(edges, gradients, inputs=self._weights)
+        if self._together:
+            for weight, found in zip(self._weights, self._found, strict=True):
+                if found is not None:
+                    weight.grad = found if weight.grad is None else weight.grad + found
+            return
+        edges, gradients = self._off_path()
+        if edges:
+            torch.autograd.backward(edges, gradients)
         for handle in self._handles:
             handle.remove()
         self._roots, self._on_path, self._path = [], [], {}
@@ -157,10 +182,10 @@ class SplitBackward:
                 edges.append(edge)
                 gradients.append(gradient)
         for place in self._on_path:
-            if not place.arrived:
+            if place.replay.came is None:
                 continue  # no gradient came this way
-            place.replaying = True
-            came = [(i, g) for i, g in enumerate(place.arrived[0]) if g is not None]
+            place.replay.noting = False
+            came = [(i, g) for i, g in enumerate(place.replay.came) if g is not None]
             found = torch.autograd.grad(
                 [GradientEdge(place.node, i) for i, _ in came],
                 place.edges,
@@ -172,7 +197,25 @@ class SplitBackward:
                 if part is not None:
                     edges.append(edge)
                     gradients.append(part)
+                    self._keep(edge, part)
         return edges, gradients
+
+    def _keep(self, edge: GradientEdge, gradient: Tensor) -> None:
+        """Have a node off the path run with what its hooks have made already, not hooked twice."""
+        if not hasattr(edge.node, "variable"):  # a leaf is ours, and has no hooks
+            only = [gradient if i == edge.output_nr else None for i in range(edge.output_nr + 1)]
+            replay = _Replay(only, noting=False)
+            self._handles.append(edge.node.register_prehook(replay.hook))
+
+
+def _is_python(node: Any) -> bool:
+    """Whether a node is an autograd Function in Python."""
+    return isinstance(node, BackwardCFunction)
+
+
+def _edges_of(node: Node) -> list[GradientEdge]:
+    """Where the gradients of a node go."""
+    return [GradientEdge(n, number) for n, number in node.next_functions if n is not None]
 
 
 def _nodes_under(roots: Sequence[GradientEdge]) -> list[Node]:

@@ -63,6 +63,7 @@ def test_svg():
     words = [t.text for t in root.iter(f"{space}text")]
     assert {"stage 0", "F0", "B7", "F forward", "0 s", "20 ms"} <= set(words)
     assert "<script" not in timeline.svg(_named(trace, "<script>"), timeline.window(trace))
+    ElementTree.fromstring(timeline.svg(_named(trace, "a\x07b"), timeline.window(trace)))
 
 
 def _named(trace, name):

@@ -127,3 +127,16 @@ def test_spans_by_stage():
     for stage, spans in enumerate(trace.by_stage()):
         assert (spans == trace.of_stage(stage)).all()
         assert (np.diff(spans["start"]) >= 0).all()
+
+
+def test_a_whole_file_with_a_header_that_makes_no_sense(tmp_path):
+    from pipedream_rt.observe import trace as module
+
+    for header in ({}, [], {"schedule": 1}, {"shape": {"workers": 0}}):
+        packed = msgpack.packb(header)
+        head = ["pipedream-rt trace", 1, packed, module._digest(packed, memoryview(b""))]
+        (tmp_path / "odd").write_bytes(msgpack.packb(head))
+        with pytest.raises(TraceError, match="makes no sense"):
+            Trace.load(tmp_path / "odd")
+    with pytest.raises(TraceError, match="cannot be read"):
+        Trace.load("a\0b")

@@ -58,6 +58,9 @@ def test_what_is_no_quantity(text):
         ({"forward": 1, "backward": 1, "activation_bytes": "-2MB"}, "activation_bytes must be"),
         ({"forward": 1, "backward": 1, "latency": [1, 2]}, "latency is one value"),
         ({"forward": 1, "backward": 1, "fwd": 1}, "'fwd' is none of forward, backward"),
+        ({"forward": 1e300, "backward": 1}, "mind the units"),
+        ({"forward": 10**400, "backward": 1}, "is no time"),
+        ({"forward": 1, "backward": 1, "speed": 1e-300}, "speed must be above 0"),
         ({"forward": [], "backward": 1}, "forward is missing"),
         ({"forward": [[]], "backward": 1}, "an entry without a value"),
         ({"forward": 1}, "backward is missing"),
@@ -89,7 +92,7 @@ def test_a_file_written_by_hand(tmp_path):
     assert math.isinf(costs.bandwidth)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "3", "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "3", "\xff", "[" * 100_000])
 def test_a_file_that_is_none(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_bytes(text.encode("latin-1"))

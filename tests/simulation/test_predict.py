@@ -84,7 +84,12 @@ def test_what_if():
     assert rate("latency=50ms") < 0.8 * base
     assert rate("speed=2") > 1.8 * base
     assert rate("speed=1:1:0.5:1") < 0.7 * base
-    assert rate("schedule=interleaved-1f1b,stages=8,micro_batches=8") > 1.1 * base
+    assert rate("schedule=interleaved-1f1b,micro_batches=8") > 1.1 * base
+    # The workers stay as many.
+    assert what_if(run(), {"schedule": "interleaved-1f1b"}).shape.workers == 4
+    interleaved = schedule_named("interleaved-1f1b", num_stages=4, per_update=4)
+    back = what_if(simulate(interleaved, COSTS, 40), {"schedule": "1f1b"})
+    assert back.shape.workers == 2
     same = what_if(run("async-1f1b"), {})
     assert same.credits == run("async-1f1b").credits
 
@@ -96,6 +101,7 @@ def test_what_if():
         ("colour=red", "is no change"),
         ("stages=0", "at least 1"),
         ("stages=many", "at least 1"),
+        ("stages=²", "at least 1"),
         ("", "is no change"),
     ],
 )

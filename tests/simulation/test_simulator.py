@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +8,7 @@ from support.shapes import made, schedules
 from support.slow_simulator import slow_simulation
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.observe.summary import summarize
+from pipedream_rt.observe import describe, summarize
 from pipedream_rt.schedules import Action, Kind, schedule_for, schedule_named
 from pipedream_rt.simulation.costs import Costs
 from pipedream_rt.simulation.simulator import simulate
@@ -236,6 +238,40 @@ def test_a_schedule_that_a_user_wrote_can_be_simulated():
 def test_a_count_that_is_no_multiple_is_refused(count):
     with pytest.raises(ConfigError, match="must be a multiple of 4"):
         simulate(schedule_named("gpipe", num_stages=2, per_update=4), plain(), count)
+
+
+def test_times_beyond_all_measure():
+    costs = plain(forward=((1e14,),), speed=(1e-9,))
+    with pytest.raises(ConfigError, match="exceeds 292 years"):
+        simulate(schedule_named("async-1f1b", num_stages=1), costs, 1)
+    costs = plain(activation_bytes=(1e15,), bandwidth=1e-14)
+    with pytest.raises(ConfigError, match="exceeds 292 years"):
+        simulate(schedule_named("async-1f1b", num_stages=2), costs, 1)
+
+
+def test_what_costs_nothing():
+    costs = Costs(forward=((0.0,),), backward=((0.0,),))
+    trace = simulate(schedule_named("1f1b", num_stages=2, per_update=2), costs, 4)
+    assert summarize(trace).makespan == summarize(trace).throughput == 0
+    assert "0 s" in describe(trace)
+
+
+class HalfSplit:
+    """1F1B whose backward is split on worker 1 alone."""
+
+    def order(self, worker, shape, start):
+        for first in itertools.count(start, shape.per_update):
+            for m in range(first, first + shape.per_update):
+                yield Action(Kind.FORWARD, m)
+            for m in range(first, first + shape.per_update):
+                for kind in (Kind.INPUT, Kind.WEIGHT) if worker else (Kind.BACKWARD,):
+                    yield Action(kind, m)
+            yield Action(Kind.STEP, first // shape.per_update)
+
+
+def test_no_span_is_lost_where_some_workers_split():
+    trace = simulate(schedule_for(HalfSplit(), num_stages=2, per_update=4), unit(), 40)
+    assert [len(spans) for spans in trace.by_stage()] == [90, 130]
 
 
 def test_costs_of_other_stages_are_refused():
