@@ -354,7 +354,7 @@ class Draws(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, w = ctx.saved_tensors
-        noise = torch.randn_like(gradient)
+        noise = torch.randn_like(gradient) / 100
         return gradient * w + noise, (gradient * x + noise).sum(0)
 
 
