@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand; a thread cannot be killed."""
 
+_LOOK_S = 0.1
+"""How often a stage that waits for its turn looks whether the pipeline is closing."""
+
 Fail = Callable[[BaseException], object]
 """Told once that the cluster cannot go on. Called from any thread."""
 
@@ -90,12 +93,28 @@ class _Baton:
         self._lock = threading.Lock()
         self._lock.acquire()
         self._given_away = False
+        self._closing = False
+
+    def close(self) -> None:
+        """Let no stage compute any more."""
+        self._closing = True
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Hold the baton, on a stage's thread."""
-        with self._lock, kept_generator_state():
-            yield
+        """Hold the baton, on a stage's thread.
+
+        Raises:
+            PipelineClosed: The pipeline is closing. Looked for now and then while waiting: a signal
+                handler may close it at the instant at which the coordinator has the baton back.
+        """
+        while not self._lock.acquire(timeout=_LOOK_S):
+            if self._closing:
+                raise PipelineClosed("the pipeline was closed")
+        try:
+            with kept_generator_state():
+                yield
+        finally:
+            self._lock.release()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -231,6 +250,7 @@ class InProcessCluster:
         if self._closed:
             return
         self._closed = True
+        self._baton.close()
         for host in self._hosts:
             host.inbox.close(PipelineClosed("the pipeline was closed"))
         deadline = Deadline(_STOP_TIMEOUT)
