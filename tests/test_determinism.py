@@ -389,6 +389,34 @@ class HookedWeight(torch.nn.Module):
         return x @ w
 
 
+class RunsBackwardInside(torch.nn.Module):
+    """As reversible layers do: its weights get their gradients past the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Inside.apply(x, self.inner) if x.requires_grad else self.inner(x)
+
+
+class Inside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(x)
+        torch.autograd.backward(output, gradient)
+        return x.grad, None
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -400,6 +428,7 @@ class HookedWeight(torch.nn.Module):
         Noisy,
         Drawing,
         HookedWeight,
+        RunsBackwardInside,
         torch.nn.Identity,
     ],
 )
@@ -464,6 +493,41 @@ def test_a_schedule_that_a_user_wrote():
     found, results, _ = train(3, data, schedule=LaterBackward(), micro_batches=4, shuffle=1)
     assert_same(found, expected)
     assert [loss for r in results for loss in r.losses] == losses
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + torch.randn_like(gradient)
+
+
+class NoisyEverywhere(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        return F.linear(Noise.apply(x), Noise.apply(self.weight), self.bias)
+
+
+def test_random_numbers_in_both_halves_are_refused():
+    """On the first stage all is one half; on the others the order of the draws would differ."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), NoisyEverywhere(), torch.nn.Linear(8, 8))
+    with (
+        Pipeline(
+            model,
+            stages=3,
+            loss_fn=F.mse_loss,
+            optimizer=OPTIMIZERS["sgd"],
+            schedule="zero-bubble",
+            workers="in-process",
+        ) as pipe,
+        pytest.raises(StageFailed, match="draws random numbers for its input and for its"),
+    ):
+        list(pipe.train_epoch(regression(3)))
 
 
 class KeptElsewhere(torch.nn.Linear):

@@ -14,10 +14,12 @@ run in the second half alone. Hooks on nodes of P run in both halves; what they 
 the first.
 
 Some graphs cannot be cut so. Where no input wants a gradient, all is done in the second half. Where
-a weight is used several times, or a node is an autograd Function in Python (which computes all its
-gradients whenever it runs, may draw random numbers, may not run twice, or run a backward inside;
-compiled layers and reentrant checkpoints are such), all is computed in the first half, and added to
-the pending update in the second. The bits are right either way; what is lost is the filled bubble.
+a weight is used several times, a node of P with weights is an autograd Function in Python (which
+computes all its gradients whenever it runs, and need not bear to run twice; compiled layers are
+such), or a checkpoint is reentrant, all is computed in the first half, and added to the pending
+update in the second. The bits are right either way; what is lost is the filled bubble. One thing is
+refused: a backward that draws random numbers on P and off it. Cut in two, it would draw them in
+another order.
 
 torch's own helpers (``torch.distributed.pipelining``) are private, and apply a tensor hook on the
 output of a layer twice (2.13).
@@ -28,12 +30,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+
+from pipedream_rt.errors import ConfigError
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -105,12 +109,22 @@ class SplitBackward:
         self._found: list[Tensor | None] = []
         self._on_path: list[_OnPath] = []
         self._handles: list[Any] = []
+        self._drew = False
         nodes = _nodes_under(self._roots)
         self._path = _leading_to(nodes, self._inputs)
         self._together = bool(self._path) and (
-            any(_is_python(n) and n not in self._inputs for n in nodes)
-            or self._has_shared_weights(nodes)
+            any(self._runs_once(node) for node in self._path) or self._has_shared_weights(nodes)
         )
+
+    def _runs_once(self, node: Node) -> bool:
+        """Whether a node of the path cannot run in both halves, or not within a part of a graph."""
+        if node in self._inputs or not isinstance(cast(object, node), BackwardCFunction):
+            return False
+        return bool(self._weights_of(node)) or type(node).__name__ == "CheckpointFunctionBackward"
+
+    def _weights_of(self, node: Node) -> list[GradientEdge]:
+        """Where the gradients of a node leave the path."""
+        return [edge for edge in _edges_of(node) if edge.node not in self._path]
 
     def _has_shared_weights(self, nodes: Sequence[Node]) -> bool:
         """Whether a node off the path has several users, one of them on the path.
@@ -130,16 +144,21 @@ class SplitBackward:
 
     def first_half(self) -> None:
         """Find the gradients of the inputs, which autograd brings to the nodes of the inputs."""
+        seeded = torch.get_rng_state()
         if self._together:
             torch.autograd.backward(self._roots, self._gradients)
-            self._found = [weight.grad for weight in self._weights]
-            for weight in self._weights:
-                weight.grad = None
             self._roots = []
-            return
-        if not self._path:
-            return
-        self._watch_path()
+        elif self._path:
+            self._watch_path()
+            self._run_path()
+        self._drew = not torch.equal(seeded, torch.get_rng_state())
+        # All of them, or what a Function with a backward inside has found.
+        self._found = [weight.grad for weight in self._weights]
+        for weight in self._weights:
+            weight.grad = None
+
+    def _run_path(self) -> None:
+        """Run the nodes of the path for the inputs alone."""
         on_path = [edge.node in self._path for edge in self._roots]
         # To the leaves under the nodes of the inputs, so that these nodes themselves run.
         leaves = [edge for node in self._inputs for edge in _edges_of(node)]
@@ -154,22 +173,33 @@ class SplitBackward:
     def _watch_path(self) -> None:
         """Have what comes to the nodes of the path noted, where they have weights."""
         for node in self._path:
-            weights = [edge for edge in _edges_of(node) if edge.node not in self._path]
+            weights = self._weights_of(node)
             if weights and node not in self._inputs:
                 place = _OnPath(node, weights)
                 self._on_path.append(place)
                 self._handles.append(node.register_prehook(place.replay.hook))
 
     def second_half(self) -> None:
-        """Add the gradients of the weights to the ``grad`` of their leaves; frees the graph."""
+        """Add the gradients of the weights to the ``grad`` of their leaves; frees the graph.
+
+        Raises:
+            ConfigError: Random numbers are drawn on the path and off it.
+        """
+        for weight, found in zip(self._weights, self._found, strict=True):
+            if found is not None:
+                weight.grad = found if weight.grad is None else weight.grad + found
         if self._together:
-            for weight, found in zip(self._weights, self._found, strict=True):
-                if found is not None:
-                    weight.grad = found if weight.grad is None else weight.grad + found
             return
+        seeded = torch.get_rng_state()
         edges, gradients = self._off_path()
+        torch.set_rng_state(seeded)  # hooks that ran again may have drawn
         if edges:
             torch.autograd.backward(edges, gradients)
+        if self._drew and not torch.equal(seeded, torch.get_rng_state()):
+            raise ConfigError(
+                "the backward of this stage draws random numbers for its input and for its weights "
+                "apart, which a split backward would draw in another order; use another schedule"
+            )
         for handle in self._handles:
             handle.remove()
         self._roots, self._on_path, self._path = [], [], {}
@@ -206,11 +236,6 @@ class SplitBackward:
             only = [gradient if i == edge.output_nr else None for i in range(edge.output_nr + 1)]
             replay = _Replay(only, noting=False)
             self._handles.append(edge.node.register_prehook(replay.hook))
-
-
-def _is_python(node: Any) -> bool:
-    """Whether a node is an autograd Function in Python."""
-    return isinstance(node, BackwardCFunction)
 
 
 def _edges_of(node: Node) -> list[GradientEdge]:
