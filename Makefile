@@ -32,6 +32,10 @@ stress: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/async_vs_sync.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/tracing.py
+	$(BIN)/python benchmarks/simulator.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
