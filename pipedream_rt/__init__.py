@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipedream_rt.errors import (
+        CheckpointError,
         ConfigError,
         MessageTimeout,
         NonFiniteLoss,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DistributedOptimizer",
     "MessageTimeout",

@@ -15,6 +15,7 @@ from types import FrameType
 import click
 
 from pipedream_rt import __version__
+from pipedream_rt.cli_checkpoint import checkpoint
 from pipedream_rt.cli_trace import simulate, timeline
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
@@ -121,6 +122,7 @@ def _children() -> Iterator[list[subprocess.Popen[bytes]]]:
         end_processes(children, Deadline(_END_TIMEOUT))
 
 
+main.add_command(checkpoint)
 main.add_command(simulate)
 main.add_command(timeline)
 

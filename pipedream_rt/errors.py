@@ -11,6 +11,7 @@ The tree::
     │   ├── MessageTimeout              an awaited message did not come in time
     │   └── PeerLost                    the other end of a link is gone
     ├── TraceError (also ValueError)    a trace file cannot be written or read, or not be used
+    ├── CheckpointError                 a checkpoint cannot be written, or is not whole
     ├── WorkerLost                      a worker process died or was cut off
     ├── StageFailed                     an action raised on a stage; __cause__ is its error
     │   └── NonFiniteLoss               the loss became NaN or infinite
@@ -81,6 +82,10 @@ class PeerLost(TransportError):
 
 class TraceError(PipelineError, ValueError):
     """A trace cannot be written, is cut or foreign, or does not hold what is asked of it."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint cannot be written, is not whole, or is of another model."""
 
 
 class WorkerLost(PipelineError):

@@ -18,15 +18,25 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.checkpoint import (
+    Manifest,
+    committing,
+    newest_good,
+    prune,
+    shapes,
+    write_manifest,
+)
 from pipedream_rt.cluster import Cluster, Reference
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
+    CheckpointError,
     ConfigError,
     MessageTimeout,
     PipelineClosed,
@@ -582,6 +592,110 @@ class Pipeline:
         )
         whole.load_state_dict(self.state_dict())
         return whole
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save(
+        self, folder: str | os.PathLike[str], *, keep: int | None = None, extra: Any = None
+    ) -> Path:
+        """Write a checkpoint, from which `load` goes on with the same bits. Flushes the pipe.
+
+        The flush changes nothing else, so a run that is saved now and then is the same run. Each
+        worker writes its own part; all must share the folder. Other tools read the weights: they
+        are safetensors under the keys of the unsplit model, with a Hugging Face index.
+
+        Args:
+            folder: Of the run; a folder ``step-00000100`` is made in it.
+            keep: Remove all but so many of the newest checkpoints there afterwards.
+            extra: Of your own, as a scheduler's ``state_dict``: numbers, texts, lists, dicts.
+
+        Returns:
+            The folder of the checkpoint. It is whole, or it is not there.
+
+        Raises:
+            CheckpointError: It cannot be written. The pipeline goes on.
+        """
+        if keep is not None:
+            _check_number("keep", keep)
+        self.flush()
+        shape, root = self.schedule.shape, Path(folder).absolute()
+        with committing(root, self._step) as part:
+            files: dict[str, list[Any]] = {}
+            plain: dict[str, dict[str, Any]] = {}
+            for written in self._command(CommandName.SAVE, str(part)):
+                if isinstance(written, str):
+                    raise CheckpointError(written)
+                found, rest = written
+                files.update(found)
+                for name, values in rest.items():
+                    plain.setdefault(name, {}).update(values)
+            manifest = Manifest(
+                step=self._step,
+                schedule=self.schedule.name,
+                workers=shape.workers,
+                stages_per_worker=shape.stages_per_worker,
+                per_update=shape.per_update,
+                groups=self._optimizer.hyper() if self._optimizer else [],
+                files=files,
+                plain=plain,
+                extra=extra,
+            )
+            write_manifest(part, manifest)
+        if keep is not None:
+            prune(root, keep)
+        return root / f"step-{self._step:08d}"
+
+    def load(self, folder: str | os.PathLike[str]) -> Manifest:
+        """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
+
+        With the same schedule and number of stages the run that follows gives the bits of a run
+        that never stopped; with another number of stages or another split too, in schedules that
+        flush. In asynchronous ones the first micro-batches then read the newest weights in the
+        place of older ones, and a warning says so. The loader is yours to bring to the place:
+        the next mini-batch is number ``step`` of what this returns.
+
+        Args:
+            folder: Of a checkpoint, or of a run: then its newest one that is whole.
+
+        Returns:
+            What the checkpoint says of itself; ``extra`` is what `save` was given.
+
+        Raises:
+            CheckpointError: None is whole, or it is of another model; nothing was changed.
+        """
+        self._check_usable()
+        found, manifest = newest_good(Path(folder).absolute())
+        if manifest.per_update != self._micro_batches:
+            raise CheckpointError(
+                f"{found} was made with {manifest.per_update} micro-batches per update, this "
+                f"pipeline has {self._micro_batches}; which micro-batch comes next would differ"
+            )
+        groups = self._optimizer.param_groups if self._optimizer else []
+        if self._optimizer and len(groups) != len(manifest.groups):
+            raise CheckpointError(
+                f"{found} has {len(manifest.groups)} parameter groups, the optimizer {len(groups)}"
+            )
+        expected = {k: tuple(v.shape) for k, v in self._whole.state_dict().items()}
+        if differing := sorted(shapes(found).items() ^ expected.items()):
+            key = differing[0][0]
+            raise CheckpointError(
+                f"{found} is of another model: {key} has the shape {shapes(found).get(key)} there, "
+                f"{expected.get(key)} here"
+            )
+        self.flush()
+        argument = {"folder": str(found), "step": manifest.step, "plain": manifest.plain}
+        exact = all(self._command(CommandName.LOAD, argument))
+        self.flush()  # the stages begin their orders anew, from that step
+        if not exact:
+            _log.warning(
+                "%s has not all weight versions that this split reads: the first micro-batches "
+                "read newer ones",
+                found,
+            )
+        for group, saved in zip(groups, manifest.groups):
+            group.update((k, tuple(v) if isinstance(v, list) else v) for k, v in saved.items())
+        self._step = manifest.step
+        return manifest
 
     # -- optimizer ------------------------------------------------------------------------------
 

@@ -298,5 +298,5 @@ def test_the_schedule_command_draws():
 
 def test_help_names_every_verb():
     done = CliRunner().invoke(main, ["--help"])
-    for verb in ("run", "worker", "schedule", "simulate", "timeline"):
+    for verb in ("run", "worker", "schedule", "simulate", "timeline", "checkpoint"):
         assert verb in done.output

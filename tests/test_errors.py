@@ -15,6 +15,7 @@ SAMPLES = [
     errors.MessageTimeout("m"),
     errors.PeerLost("m", peer="w"),
     errors.TraceError("m"),
+    errors.CheckpointError("m"),
     errors.WorkerLost("m", worker="w", stage=1),
     errors.StageFailed("m", stage=1, action="F3", trace="t"),
     errors.NonFiniteLoss("m", stage=1, action="F3"),

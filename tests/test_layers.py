@@ -14,7 +14,7 @@ LAYERS = [
     {"pipedream_rt.schedules"},
     {"pipedream_rt.observe"},
     {"pipedream_rt.simulation"},
-    {"pipedream_rt.planning"},
+    {"pipedream_rt.planning", "pipedream_rt.checkpoint"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},
     {
@@ -30,6 +30,7 @@ LAYERS = [
         "pipedream_rt.optimizer",
         "pipedream_rt.pipeline",
         "pipedream_rt.cli",
+        "pipedream_rt.cli_checkpoint",
         "pipedream_rt.cli_trace",
     },
     {"pipedream_rt.workers"},

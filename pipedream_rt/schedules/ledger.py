@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from pipedream_rt.errors import VersionError
 
@@ -126,6 +126,23 @@ class VersionLedger:
         self._readers[self.newest] = 0
         self.kept_most = max(self.kept_most, len(self._readers))
         return in_place
+
+    def restore(self, newest: int, older: Iterable[int]) -> None:
+        """Begin with versions that were kept before, as when a run goes on from a checkpoint.
+
+        Args:
+            newest: Updates done.
+            older: Versions before it that are there.
+
+        Raises:
+            VersionError: A micro-batch is in flight.
+        """
+        self.reset()
+        kept = sorted({newest, *older})
+        self.newest = newest
+        self.floor = self._swept = kept[0]
+        self._readers = dict.fromkeys(kept, 0)
+        self.kept_most = max(self.kept_most, len(kept))
 
     def reset(self) -> list[int]:
         """Forget every version but the newest, which becomes the floor (weights were loaded).

@@ -192,7 +192,7 @@ class Loop:
             if stage.is_last and isinstance(item.payload, MicroBatch) and not item.payload.empty:
                 target = self._take(Channel.TARGET, item.index, stage)
         elif kind in SENDS_BACK and not stage.is_last:
-            item = self._take(Channel.GRADIENT, m, stage)
+            item = self._take(Channel.GRADIENT, stage.position_of(m), stage)
             arrived, waited_for = self._inbox.arrived_ns, item.sender
         # Gradients are summed in the order of the micro-batches: a written schedule was checked for
         # a while only.

@@ -51,6 +51,8 @@ class CommandName(Enum):
     TRAINING = "training"
     STATISTICS = "statistics"
     TRACE = "trace"
+    SAVE = "save"
+    LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,8 @@ class Message:
     Attributes:
         to: Stage index, or `COORDINATOR`.
         sender: The same.
-        index: Position in the feed; micro-batch for a gradient.
+        index: Position in the feed. Not the micro-batch, which comes again when a run goes back to
+            a checkpoint.
         generation: Life of the group that it belongs to; others are refused.
         payload: What it says.
         tensors: What it carries. The sender does not change them any more.

@@ -194,6 +194,38 @@ class VersionedParameters:
         self._recycle(self.ledger.reset())
         load()
 
+    def older(self) -> dict[int, dict[str, Tensor]]:
+        """The versions kept before the newest, by name; to be copied, not kept."""
+        return {
+            version: dict(zip(self._names, kept.buffers, strict=True))
+            for version, kept in self._versions.items()
+            if version != self.ledger.newest
+        }
+
+    def restore(
+        self, newest: int, older: dict[int, dict[str, Tensor]], load: Callable[[], None]
+    ) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            newest: Number of the version that ``load`` writes.
+            older: Versions before it, of every trainable parameter.
+            load: Writes the module's Parameters in place.
+
+        Raises:
+            VersionError: A micro-batch is in flight.
+        """
+        current = self.ledger.newest
+        self._recycle(self.ledger.reset())
+        load()
+        whole = self._versions.pop(current)
+        self.ledger.restore(newest, older)
+        self._versions[newest] = whole
+        for version, named in older.items():
+            self._versions[version] = kept = self._take_free(whole)
+            for name, buffer in zip(self._names, kept.buffers, strict=True):
+                buffer.copy_(named[name])
+
     def _recycle(self, versions: list[int]) -> None:
         """Keep the buffers of dropped versions for later ones."""
         self._free.extend(self._versions.pop(version) for version in versions)

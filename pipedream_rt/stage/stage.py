@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
+from pipedream_rt.checkpoint import StageState, read_stage, write_stage
+from pipedream_rt.errors import CheckpointError, ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.stage.job import StageJob
 from pipedream_rt.stage.messages import (
     COORDINATOR,
@@ -72,6 +73,7 @@ class _InFlight:
     """What backward needs of a forward.
 
     Attributes:
+        position: Of its feed.
         caught: For each input tensor that wants a gradient, the list that it will come to.
         entrances: The autograd nodes at which they are caught.
         outputs: Output tensors that require a gradient; the weighted loss on the last stage.
@@ -79,6 +81,7 @@ class _InFlight:
         split: Its backward, when half of it is done; None where nothing is left to do.
     """
 
+    position: int
     hyper: list[Hyper]
     caught: list[list[Tensor]] = field(default_factory=list)
     entrances: list[Node] = field(default_factory=list)
@@ -153,7 +156,9 @@ class Stage:
         self.parameters.release(version)
         self.parameters.ledger.pin(micro_batch, version)
         self.next_forward = micro_batch + 1
-        flight = self._in_flight[micro_batch] = _InFlight(hyper=feed.hyper or [])
+        flight = self._in_flight[micro_batch] = _InFlight(
+            position=item.index, hyper=feed.hyper or []
+        )
         if feed.empty:
             self._send_forward(item, feed, version, None)
             return version
@@ -271,7 +276,7 @@ class Stage:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         version = self._end(micro_batch, flight)
-        self._send_back(micro_batch, flight)
+        self._send_back(flight)
         return version
 
     def backward_input(self, micro_batch: int, message: Message | None) -> int:
@@ -293,7 +298,7 @@ class Stage:
                 self._seed(micro_batch, "backward")
                 flight.split.first_half()
         flight.outputs = []
-        self._send_back(micro_batch, flight)
+        self._send_back(flight)
         return self.parameters.ledger.pinned(micro_batch)
 
     def backward_weight(self, micro_batch: int) -> int:
@@ -337,12 +342,26 @@ class Stage:
         self.ended = micro_batch + 1
         return self.parameters.ledger.unpin(micro_batch)
 
-    def _send_back(self, micro_batch: int, flight: _InFlight) -> None:
+    def position_of(self, micro_batch: int) -> int:
+        """Return the position of the feed at which a micro-batch in flight came.
+
+        Raises:
+            ScheduleError: It is not in flight.
+        """
+        flight = self._in_flight.get(micro_batch)
+        if flight is None:
+            raise ScheduleError(
+                f"stage {self.index}: the order wants the backward of micro-batch {micro_batch}; "
+                f"in flight are {list(self._in_flight)}"
+            )
+        return flight.position
+
+    def _send_back(self, flight: _InFlight) -> None:
         """Send the gradients of the stage's input to the stage before."""
         if self.index > 0:
             self._send(
                 self.index - 1,
-                micro_batch,
+                flight.position,
                 Gradient(present=[bool(c) for c in flight.caught]),
                 tuple(own(gradient) for c in flight.caught for gradient in c),
             )
@@ -425,6 +444,10 @@ class Stage:
                 self.module.train(argument)
             case CommandName.STATISTICS:
                 return self.statistics()
+            case CommandName.SAVE:
+                return self.save(Path(argument))
+            case CommandName.LOAD:
+                return self.load(Path(argument["folder"]), argument["step"], argument["plain"])
             case CommandName.FLUSH | CommandName.TRACE:
                 raise ScheduleError(f"stage {self.index}: {name.value} is the loop's to obey")
         return None
@@ -432,6 +455,47 @@ class Stage:
     def _load_state(self, state: dict[str, Tensor]) -> None:
         """Load weights and buffers; versions before the newest are forgotten."""
         self.parameters.reset(lambda: _load(self.module, state))
+
+    def save(self, folder: Path) -> list[Any] | str:
+        """Write this stage's files of a checkpoint. Nothing must be in flight.
+
+        Returns:
+            What `write_stage` returns; why it could not, which must not end the training.
+        """
+        state = StageState(
+            weights=dict(self.module.state_dict()),
+            optimizer=self.optimizer.state() if self.optimizer else {},
+            versions=self.parameters.older(),
+        )
+        try:
+            return list(write_stage(folder, self.index, self._schedule.num_stages, state))
+        except CheckpointError as error:
+            return str(error)
+
+    def load(self, folder: Path, step: int, plain: dict[str, Any]) -> bool:
+        """Go on from a checkpoint that was verified. Nothing must be in flight.
+
+        Args:
+            folder: Of the checkpoint.
+            step: Updates done.
+            plain: What of the optimizer state is no tensor.
+
+        Returns:
+            Whether every version is there that a micro-batch to come reads; else the newest is read
+            in the place of those before it.
+        """
+        first = step * self._schedule.per_update
+        read = self._schedule.reads(self.index, first)
+        names = list(self.parameters.named)
+        state = read_stage(folder, list(self.module.state_dict()), names, plain)
+        needed = range(read, step) if names else range(0)
+        whole = all(version in state.versions for version in needed)
+        older = {version: state.versions[version] for version in needed} if whole else {}
+        self.parameters.restore(step, older, lambda: _load(self.module, state.weights))
+        self.next_forward = self.ended = first
+        if self.optimizer is not None:
+            self.optimizer.load_state(state.optimizer)
+        return whole
 
     def set_optimizer(self, pickled: bytes) -> None:
         """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""

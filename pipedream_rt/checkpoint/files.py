@@ -1,0 +1,362 @@
+"""The files of a checkpoint.
+
+A run's folder holds a folder for each checkpoint::
+
+    run/step-00000100/
+        model-00001-of-00004.safetensors ...    weights and buffers, keys of the unsplit model
+        model.safetensors.index.json            which key is where, as Hugging Face has it
+        optimizer-00001-of-00004.safetensors    ...  "PARAMETER/NAME" of each tensor of its state
+        versions-00001-of-00004.safetensors     ...  "VERSION/PARAMETER": what later micro-batches
+                                                still read in an asynchronous schedule
+        manifest.msgpack                        everything else, and a checksum of each file
+
+Each worker writes the files of its stages; the coordinator writes manifest and index last, into a
+folder with another name, which gets its own by one rename when all is on the disk. So there is
+either a whole checkpoint of a name, or none. Nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipedream_rt.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = "pipedream-rt checkpoint"
+_FORMAT = 1
+_MANIFEST = "manifest.msgpack"
+_INDEX = "model.safetensors.index.json"
+_NAME = "step-{:08d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """What a stage has, between two micro-batches, with nothing in flight.
+
+    Attributes:
+        weights: Its state dict, newest version, under the keys of the unsplit model.
+        optimizer: State of each parameter, by name.
+        versions: Older weight versions that micro-batches to come read: trainable weights by name.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    versions: dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: Updates done; the next mini-batch has this number.
+        schedule: Name.
+        workers, stages_per_worker, per_update: Its shape.
+        groups: Plain hyper-parameters of each parameter group.
+        files: Size and checksum of each file, by name.
+        plain: By parameter, what of its optimizer state is no tensor.
+        extra: The user's own.
+    """
+
+    step: int
+    schedule: str
+    workers: int
+    stages_per_worker: int
+    per_update: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, list[Any]] = field(default_factory=dict)
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    extra: Any = None
+
+
+# -- writing ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def committing(root: Path, step: int) -> Iterator[Path]:
+    """Make a checkpoint's folder: the body fills it, then it appears under its name, whole.
+
+    Args:
+        root: Folder of the run; made if it is not there.
+        step: Of the checkpoint; one of the same step is replaced.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        CheckpointError: The disk is full, the folder read-only; what was there before stays.
+    """
+    final = root / _NAME.format(step)
+    part = root / f".{final.name}.{os.getpid()}.part"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".step-*.part"):
+            shutil.rmtree(left, ignore_errors=True)  # of a run that died while it wrote
+        part.mkdir()
+        yield part
+        _sync(part)
+        if final.exists():
+            old = root / f".{final.name}.old.part"
+            final.rename(old)
+            part.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            part.rename(final)
+        _sync(root)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_stage(
+    folder: Path, stage: int, num_stages: int, state: StageState
+) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]]]:
+    """Write the files of one stage, to the disk.
+
+    Args:
+        folder: Of the checkpoint; there already.
+        stage: Index.
+        num_stages: How many there are.
+        state: What to write.
+
+    Returns:
+        Size and checksum of each file by name; what of the optimizer state is no tensor.
+
+    Raises:
+        CheckpointError: It cannot be written, or holds what has no place in such a file.
+    """
+    plain: dict[str, dict[str, Any]] = {}
+    moments: dict[str, Tensor] = {}
+    for parameter, values in state.optimizer.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                moments[f"{parameter}/{name}"] = value
+            elif _is_plain(value):
+                plain.setdefault(parameter, {})[name] = value
+            else:
+                raise CheckpointError(
+                    f"the optimizer state {name!r} of {parameter} is a {type(value).__name__}; "
+                    "tensors, numbers, texts and lists of them can be saved"
+                )
+    older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
+    found = {}
+    for kind, tensors in (("model", state.weights), ("optimizer", moments), ("versions", older)):
+        if not tensors:
+            continue
+        name = f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+        # Copies: keys may share storage, as tied weights do, which the format does not know.
+        whole = {key: t.detach().contiguous().clone() for key, t in tensors.items()}
+        try:
+            save_file(whole, folder / name, metadata={"format": "pt"})
+            _sync(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} cannot be written: {error}") from error
+        found[name] = [(folder / name).stat().st_size, _digest(folder / name)]
+        if kind == "model":
+            plain.setdefault("", {})[name] = {k: t.nbytes for k, t in whole.items()}
+    return found, plain
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and index; ``manifest.plain[""]`` says which file has which weight.
+
+    Raises:
+        CheckpointError: Some of the files are not there, or ``extra`` cannot be written.
+    """
+    missing = [name for name in manifest.files if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]} was written by its worker, but is not in {folder}; the folder must be "
+            "one that all workers and the coordinator share"
+        )
+    where = manifest.plain.pop("", {})
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in where.values())},
+        "weight_map": {key: name for name, sizes in where.items() for key in sizes},
+    }
+    (folder / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+    manifest.files[_INDEX] = [(folder / _INDEX).stat().st_size, _digest(folder / _INDEX)]
+    try:
+        packed = msgpack.packb(asdict(manifest))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"extra can hold numbers, texts, bytes, lists and dicts: {error}"
+        ) from error
+    seal = blake2b(packed, digest_size=16).digest()
+    (folder / _MANIFEST).write_bytes(msgpack.packb([_MAGIC, _FORMAT, packed, seal]))
+    _sync(folder / _INDEX)
+    _sync(folder / _MANIFEST)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints of a run."""
+    for folder in checkpoints(root)[keep:]:
+        # Renamed first: what is half removed must not look like a checkpoint.
+        gone = folder.with_name(f".{folder.name}.gone.part")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The checkpoints of a run, newest first; not verified."""
+    return sorted(root.glob("step-[0-9]*"), key=lambda folder: folder.name, reverse=True)
+
+
+def newest_good(path: Path) -> tuple[Path, Manifest]:
+    """Find what to load: the checkpoint itself, or the newest of a run that is whole.
+
+    Args:
+        path: Folder of a checkpoint or of a run.
+
+    Raises:
+        CheckpointError: There is none, or none is whole.
+    """
+    if (path / _MANIFEST).exists() or path.name.startswith("step-"):
+        return path, verify(path)
+    reasons = []
+    for folder in checkpoints(path):
+        try:
+            return folder, verify(folder)
+        except CheckpointError as error:
+            _log.warning("%s; trying the one before", error)
+            reasons.append(str(error))
+    raise CheckpointError(
+        f"there is no whole checkpoint in {path}" + "".join(f"; {reason}" for reason in reasons)
+    )
+
+
+def verify(folder: Path) -> Manifest:
+    """Check every byte of a checkpoint against its checksums.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CheckpointError: It is not whole; the message says what is wrong.
+    """
+    try:
+        magic, version, packed, seal = msgpack.unpackb((folder / _MANIFEST).read_bytes())
+        if magic != _MAGIC:
+            raise ValueError("it is no manifest of pipedream-rt")
+        if version != _FORMAT:
+            raise CheckpointError(
+                f"{folder} is a checkpoint of format {version}, this version reads {_FORMAT}"
+            )
+        if blake2b(packed, digest_size=16).digest() != seal:
+            raise ValueError("its checksum does not fit")
+        manifest = Manifest(**msgpack.unpackb(packed))
+    except (OSError, ValueError, TypeError, msgpack.UnpackException) as error:
+        raise CheckpointError(f"the manifest of {folder} cannot be used: {error}") from error
+    for name, (size, digest) in manifest.files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            if found != size:
+                raise CheckpointError(f"{path} has {found} bytes, it was written with {size}")
+            if _digest(path) != digest:
+                raise CheckpointError(f"{path} was changed: its checksum does not fit")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return manifest
+
+
+def read_stage(
+    folder: Path, weights: Sequence[str], parameters: Sequence[str], plain: dict[str, Any]
+) -> StageState:
+    """Read what a stage needs, whichever files it is in.
+
+    Args:
+        folder: Of a checkpoint that was verified.
+        weights: Keys of its state dict.
+        parameters: Names of its trainable parameters.
+        plain: Of the manifest.
+
+    Returns:
+        The state; versions are there only if all of the stage's parameters are.
+
+    Raises:
+        CheckpointError: A weight is missing.
+    """
+    mine = set(parameters)
+    state = StageState(
+        weights=_tensors(folder, "model", set(weights).__contains__),
+        optimizer={name: dict(plain[name]) for name in parameters if name in plain},
+        versions={},
+    )
+    missing = [key for key in weights if key not in state.weights]
+    if missing:
+        raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
+    moments = _tensors(folder, "optimizer", lambda key: key.rpartition("/")[0] in mine)
+    for key, tensor in moments.items():
+        parameter, _, name = key.rpartition("/")
+        state.optimizer.setdefault(parameter, {})[name] = tensor
+    older = _tensors(folder, "versions", lambda key: key.partition("/")[2] in mine)
+    for key, tensor in older.items():
+        version, _, name = key.partition("/")
+        state.versions.setdefault(int(version), {})[name] = tensor
+    for number in [v for v, named in state.versions.items() if named.keys() != mine]:
+        del state.versions[number]
+    return state
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight in a checkpoint that was verified."""
+    found = {}
+    for path in sorted(folder.glob("model-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no dict
+                found[key] = tuple(file.get_slice(key).get_shape())
+    return found
+
+
+def _tensors(folder: Path, kind: str, wanted: Any) -> dict[str, Tensor]:
+    """The tensors of one kind of file whose keys are wanted."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob(f"{kind}-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({key: file.get_tensor(key) for key in file.keys() if wanted(key)})  # noqa: SIM118
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether msgpack gives a value back as it was."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _digest(path: Path) -> bytes:
+    """Checksum of a file."""
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a folder on the disk before going on."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

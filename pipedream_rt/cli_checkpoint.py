@@ -1,0 +1,59 @@
+"""The command ``checkpoint``: looks at checkpoints, starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipedream_rt.errors import CheckpointError
+from pipedream_rt.observe.summary import bytes_text, table
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at checkpoints."""
+
+
+@checkpoint.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify(folder: Path) -> None:
+    """Check every byte of a checkpoint, or of all checkpoints of a run."""
+    # Here, for these import torch.
+    from pipedream_rt.checkpoint import checkpoints
+    from pipedream_rt.checkpoint import verify as verified
+
+    damaged = 0
+    for each in checkpoints(folder) or [folder]:
+        try:
+            click.echo(f"{each}: whole, step {verified(each).step}")
+        except CheckpointError as error:
+            damaged += 1
+            click.echo(f"{each}: damaged: {error}")
+    if damaged:
+        raise click.ClickException(f"{damaged} damaged")
+
+
+@checkpoint.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def inspect(folder: Path) -> None:
+    """Show what a checkpoint says of itself; of a run, its newest whole one."""
+    from pipedream_rt.checkpoint import newest_good
+
+    try:
+        found, manifest = newest_good(folder)
+    except CheckpointError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(
+        f"{found}: step {manifest.step}, {manifest.schedule}, "
+        f"{manifest.workers * manifest.stages_per_worker} stages on {manifest.workers} workers, "
+        f"{manifest.per_update} micro-batches per update"
+    )
+    for number, group in enumerate(manifest.groups):
+        values = ", ".join(f"{name} {value}" for name, value in group.items())
+        click.echo(f"parameter group {number}: {values}")
+    if manifest.extra is not None:
+        click.echo(f"extra: {manifest.extra}")
+    rows = [("file", "size")]
+    rows += [(name, bytes_text(size)) for name, (size, _) in sorted(manifest.files.items())]
+    click.echo(table(rows))

@@ -1,0 +1,169 @@
+import contextlib
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipedream_rt import CheckpointError
+from pipedream_rt.checkpoint import (
+    Manifest,
+    StageState,
+    checkpoints,
+    committing,
+    newest_good,
+    prune,
+    read_stage,
+    shapes,
+    verify,
+    write_manifest,
+    write_stage,
+)
+
+SHARED = torch.arange(6.0).view(2, 3)
+
+
+def state(stage, step):
+    names = (f"{stage}.weight", f"{stage}.bias")
+    return StageState(
+        weights={
+            names[0]: SHARED.t() + step, names[1]: torch.zeros(0), f"{stage}.n": torch.tensor(step)
+        },
+        optimizer={names[0]: {"m": SHARED * 2, "on": True, "none": None}},
+        versions={step - 1: {name: torch.ones(2) for name in names}},
+    )  # fmt: skip
+
+
+def write(root, step=7, stages=2, **changes):
+    with committing(root, step) as part:
+        files, plain = {}, {}
+        for stage in range(stages):
+            found, rest = write_stage(part, stage, stages, state(stage, step))
+            files.update(found)
+            for name, values in rest.items():
+                plain.setdefault(name, {}).update(values)
+        about = {"schedule": "async-1f1b", "workers": 2, "stages_per_worker": 1, "per_update": 1}
+        write_manifest(part, Manifest(step=step, files=files, plain=plain, **about, **changes))
+    return checkpoints(root)[0]
+
+
+def test_what_is_written_is_read(tmp_path):
+    folder = write(tmp_path, groups=[{"lr": 0.1}], extra={"epoch": 3, "names": ["a"]})
+    assert os.listdir(tmp_path) == ["step-00000007"]
+    manifest = verify(folder)
+    assert (manifest.step, manifest.groups) == (7, [{"lr": 0.1}])
+    assert manifest.extra == {"epoch": 3, "names": ["a"]}
+    found = read_stage(
+        folder, ["1.weight", "1.bias", "1.n"], ["1.weight", "1.bias"], manifest.plain
+    )
+    expected = state(1, 7)
+    for key, tensor in expected.weights.items():
+        assert torch.equal(found.weights[key], tensor)
+    assert found.optimizer["1.weight"]["on"] is True
+    assert found.optimizer["1.weight"]["none"] is None
+    assert torch.equal(found.optimizer["1.weight"]["m"], SHARED * 2)
+    assert found.versions.keys() == {6}
+    # Of a stage that has a parameter whose older version is not there.
+    assert not read_stage(folder, ["1.n"], ["1.weight", "9.w"], manifest.plain).versions
+
+
+def test_other_tools_find_the_weights(tmp_path):
+    folder = write(tmp_path)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    whole = {}
+    for name in set(index["weight_map"].values()):
+        whole.update(load_file(folder / name))
+    assert whole.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    assert shapes(folder)["0.weight"] == (3, 2)
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "emptied", "removed"])
+def test_a_damaged_file_is_never_loaded(tmp_path, how):
+    """At every 64 bytes of every file; the checkpoint before is found instead."""
+    before = write(tmp_path, step=6)
+    folder = write(tmp_path, step=7)
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        for place in range(0, len(data), 64):
+            if how == "cut":
+                path.write_bytes(data[:place])
+            elif how == "flipped":
+                path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            elif how == "emptied":
+                path.write_bytes(b"")
+            else:
+                path.unlink()
+            with pytest.raises(CheckpointError):
+                verify(folder)
+            found, manifest = newest_good(tmp_path)
+            assert (found, manifest.step) == (before, 6)
+            if how in ("emptied", "removed"):
+                break
+        path.write_bytes(data)
+    assert newest_good(tmp_path)[0] == folder
+
+
+def test_what_was_not_finished_is_not_there(tmp_path):
+    write(tmp_path, step=6)
+    with contextlib.suppress(ZeroDivisionError), committing(tmp_path, 7) as part:
+        write_stage(part, 0, 1, state(0, 7))
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == ["step-00000006"]
+    # A process that was killed leaves a part, which the next one removes.
+    (tmp_path / ".step-00000008.1.part").mkdir()
+    assert newest_good(tmp_path)[1].step == 6
+    write(tmp_path, step=9)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000006", "step-00000009"]
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    write(tmp_path, extra=1)
+    assert verify(write(tmp_path, extra=2)).extra == 2
+    assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    for step in (5, 100, 20, 3):
+        write(tmp_path, step=step)
+    prune(tmp_path, 2)
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["step-00000100", "step-00000020"]
+
+
+def test_there_is_none(tmp_path):
+    for path in (tmp_path, tmp_path / "none", tmp_path / "step-00000001"):
+        with pytest.raises(CheckpointError, match=r"no whole checkpoint|cannot be used"):
+            newest_good(path)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    odd = StageState(weights={}, optimizer={"w": {"fn": print}}, versions={})
+    with pytest.raises(CheckpointError, match="optimizer state 'fn' of w is a builtin"):
+        write_stage(tmp_path, 0, 1, odd)
+    with pytest.raises(CheckpointError, match="extra can hold"):
+        write(tmp_path, extra=object())
+    with pytest.raises(CheckpointError, match="that all workers and the coordinator share"):
+        write_manifest(tmp_path, Manifest(step=1, schedule="", workers=1, stages_per_worker=1,
+                                          per_update=1, files={"gone": [1, b""]}))  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_stage(tmp_path / "none", 0, 1, state(0, 1))
+
+
+def test_a_checkpoint_of_a_later_format(tmp_path):
+    import msgpack
+
+    folder = write(tmp_path)
+    (folder / "manifest.msgpack").write_bytes(
+        msgpack.packb(["pipedream-rt checkpoint", 9, b"", b""])
+    )
+    with pytest.raises(CheckpointError, match="of format 9, this version reads 1"):
+        verify(folder)
+    shutil.rmtree(folder)
