@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
 from support.oracle import assert_same
 
-from pipedream_rt import CheckpointError, ConfigError, Pipeline
+from pipedream_rt import CheckpointError, ConfigError, Pipeline, WorkerLost
 from pipedream_rt.cli import main
 from pipedream_rt.cluster import InProcessCluster
 
@@ -217,3 +218,19 @@ def test_on_processes(tmp_path):
         pipe.load(tmp_path)
         assert begun + losses(pipe, DATA[6:]) == expected
         assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_before_its_part_is_written(tmp_path):
+    """No half checkpoint; the one before is loaded."""
+    pipe = open_pipe(workers="local")
+    begun = losses(pipe, DATA[:4])
+    pipe.save(tmp_path)
+    losses(pipe, DATA[4:6])
+    os.kill(pipe._cluster._local.processes["worker-2"].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="worker-2"):
+        pipe.save(tmp_path)
+    assert os.listdir(tmp_path) == ["step-00000004"]
+    with open_pipe(workers="local") as again:
+        again.load(tmp_path)
+        assert begun + losses(again, DATA[4:]) == undisturbed(4, "adamw", ())[0]

@@ -42,6 +42,7 @@ _FORMAT = 1
 _MANIFEST = "manifest.msgpack"
 _INDEX = "model.safetensors.index.json"
 _NAME = "step-{:08d}"
+_OLD = ".old.part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +106,12 @@ def committing(root: Path, step: int) -> Iterator[Path]:
     part = root / f".{final.name}.{os.getpid()}.part"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".step-*.part"):
-            shutil.rmtree(left, ignore_errors=True)  # of a run that died while it wrote
+        _tidy(root)
         part.mkdir()
         yield part
         _sync(part)
         if final.exists():
-            old = root / f".{final.name}.old.part"
+            old = root / f".{final.name}{_OLD}"
             final.rename(old)
             part.rename(final)
             shutil.rmtree(old, ignore_errors=True)
@@ -122,6 +122,16 @@ def committing(root: Path, step: int) -> Iterator[Path]:
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _tidy(root: Path) -> None:
+    """Remove what a run left that died while it wrote; give back what it was replacing."""
+    for left in root.glob(".step-*.part"):
+        name = left.name.removeprefix(".").removesuffix(_OLD)
+        if left.name.endswith(_OLD) and not (root / name).exists():
+            left.rename(root / name)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_stage(
@@ -230,6 +240,11 @@ def newest_good(path: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: There is none, or none is whole.
     """
+    for left in path.glob(f".step-*{_OLD}"):
+        if not (path / left.name[1 : -len(_OLD)]).exists():
+            _log.warning(
+                "%s was being replaced when the run died; saving again gives it back", left
+            )
     if (path / _MANIFEST).exists() or path.name.startswith("step-"):
         return path, verify(path)
     reasons = []

@@ -125,6 +125,16 @@ def test_the_same_step_is_replaced(tmp_path):
     assert os.listdir(tmp_path) == ["step-00000007"]
 
 
+def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path, caplog):
+    """The process died between the two renames."""
+    write(tmp_path, step=6)
+    write(tmp_path, step=7).rename(tmp_path / ".step-00000007.old.part")
+    assert newest_good(tmp_path)[1].step == 6
+    assert "was being replaced" in caplog.text
+    write(tmp_path, step=8)
+    assert [f.name for f in checkpoints(tmp_path)] == [f"step-0000000{n}" for n in (8, 7, 6)]
+
+
 def test_pruning_keeps_the_newest(tmp_path):
     for step in (5, 100, 20, 3):
         write(tmp_path, step=step)
