@@ -289,7 +289,7 @@ def test_a_stall_is_an_error_that_tells_who_waits_for_what():
     assert str(e.value) == (
         "the coordinator waited 0.3 s for loss 3, which did not come; the inbox holds nothing; "
         "waiting for loss 3; last actions: none\n"
-        "stage 0: waiting for gradient 1; last actions: optimizer F0 F1 B0 S0 F2 B1\n"
+        "stage 0: waiting for gradient 3; last actions: optimizer F0 F1 B0 S0 F2 B1\n"
         "stage 1: waiting for feed 3; last actions: optimizer F0 B0 S0"
     )
 
