@@ -25,7 +25,18 @@ from pipedream_rt.spawn import LISTEN_FD, NPROC, TRACE, end_processes, start_wor
 _END_TIMEOUT = timedelta(seconds=5)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands; errors of the library are errors of the command."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except PipelineError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
     """Asynchronous pipeline-parallel training for PyTorch."""
@@ -147,16 +158,13 @@ def schedule(
     if name == "help":
         click.echo(describe_schedules())
         return
-    try:
-        chosen = schedule_named(
-            name,
-            num_stages=stages,
-            per_update=micro_batches,
-            vertical_sync=vertical_sync,
-            stages_per_worker=stages_per_worker,
-        )
-        grid = check(chosen, updates * micro_batches)
-    except PipelineError as error:
-        raise click.ClickException(str(error)) from error
+    chosen = schedule_named(
+        name,
+        num_stages=stages,
+        per_update=micro_batches,
+        vertical_sync=vertical_sync,
+        stages_per_worker=stages_per_worker,
+    )
+    grid = check(chosen, updates * micro_batches)
     click.echo(f"{name}: {chosen.recipe.line()}")
     click.echo(grid.render())

@@ -40,10 +40,7 @@ def inspect(folder: Path) -> None:
     """Show what a checkpoint says of itself; of a run, its newest whole one."""
     from pipedream_rt.checkpoint import newest_good
 
-    try:
-        found, manifest = newest_good(folder)
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from error
+    found, manifest = newest_good(folder)
     click.echo(
         f"{found}: step {manifest.step}, {manifest.schedule}, "
         f"{manifest.workers * manifest.stages_per_worker} stages on {manifest.workers} workers, "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe import timeline as drawings
 from pipedream_rt.observe.replay import Replay
 from pipedream_rt.observe.summary import bytes_text, describe, seconds_text, summarize, table
@@ -20,15 +18,6 @@ from pipedream_rt.simulation.costs import Costs, parsed
 from pipedream_rt.simulation.predict import changes_of, fit, predict, regrouped
 from pipedream_rt.simulation.predict import what_if as what_if_run
 from pipedream_rt.simulation.simulator import simulate as simulate_run
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Errors of the library as errors of the command."""
-    try:
-        yield
-    except PipelineError as error:
-        raise click.ClickException(str(error)) from error
 
 
 def _several(context: click.Context, option: click.Parameter, text: str | None) -> Any:
@@ -98,37 +87,36 @@ def simulate(
     if schedule == "help":
         click.echo(describe_schedules())
         return
-    with _told():
-        trace = None if from_trace is None else Trace.load(from_trace)
-        if replay and trace is None:
-            raise ConfigError("--replay needs --from-trace")
-        costs = _costs(profile, trace, given)
-        numbers: dict[str, Any] = {
-            "num_stages": stages or (trace.shape.num_stages if trace else 4),
-            "per_update": micro_batches or (trace.shape.per_update if trace else 1),
-            "stages_per_worker": stages_per_worker,
-        }
-        if compare is not None:
-            if replay or output is not None:
-                raise ConfigError("--compare goes with neither --replay nor --output")
-            before = trace.shape if trace else Shape(workers=numbers["num_stages"])
-            click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
-            return
-        if replay:
-            assert trace is not None
-            again = Replay(trace)
-            numbers["stages_per_worker"] = trace.shape.stages_per_worker
-            chosen = schedule_for(again, **numbers)
-            count = again.micro_batches
-            credits = credits or trace.credits
-        else:
-            chosen = schedule_for(schedule, **numbers)
-            count = updates * chosen.per_update
-        made = simulate_run(chosen, costs, count, credits=credits)
-        click.echo(describe(made))
-        click.echo(_drawn(made, None, None, None))
-        if output is not None:
-            made.save(output)
+    trace = None if from_trace is None else Trace.load(from_trace)
+    if replay and trace is None:
+        raise ConfigError("--replay needs --from-trace")
+    costs = _costs(profile, trace, given)
+    numbers: dict[str, Any] = {
+        "num_stages": stages or (trace.shape.num_stages if trace else 4),
+        "per_update": micro_batches or (trace.shape.per_update if trace else 1),
+        "stages_per_worker": stages_per_worker,
+    }
+    if compare is not None:
+        if replay or output is not None:
+            raise ConfigError("--compare goes with neither --replay nor --output")
+        before = trace.shape if trace else Shape(workers=numbers["num_stages"])
+        click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
+        return
+    if replay:
+        assert trace is not None
+        again = Replay(trace)
+        numbers["stages_per_worker"] = trace.shape.stages_per_worker
+        chosen = schedule_for(again, **numbers)
+        count = again.micro_batches
+        credits = credits or trace.credits
+    else:
+        chosen = schedule_for(schedule, **numbers)
+        count = updates * chosen.per_update
+    made = simulate_run(chosen, costs, count, credits=credits)
+    click.echo(describe(made))
+    click.echo(_drawn(made, None, None, None))
+    if output is not None:
+        made.save(output)
 
 
 def _costs(profile: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
@@ -227,8 +215,7 @@ def _drawn(trace: Trace, begin: float | None, end: float | None, width: int | No
 
 def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
     """An option that is a time."""
-    with _told():
-        return None if text is None else float(parsed("latency", text))
+    return None if text is None else float(parsed("latency", text))
 
 
 @click.command()
@@ -256,23 +243,22 @@ def timeline(
     save_costs: str | None,
 ) -> None:
     """Sum up and draw the trace in FILE, measured or simulated."""
-    with _told():
-        changes = [changes_of(text) for text in what_if]
-        trace = Trace.load(file)
-        click.echo(describe(trace))
-        if svg is not None:
-            view = drawings.window(trace, begin, end)
-            _write(svg, drawings.svg(trace, view, width or 1200))
-            click.echo(f"{svg}: {view}")
-        if perfetto is not None:
-            _write(perfetto, drawings.perfetto(trace))
-            click.echo(f"{perfetto}: open it in https://ui.perfetto.dev or chrome://tracing")
-        if svg is None and perfetto is None:
-            click.echo(_drawn(trace, begin, end, width))
-        if save_costs is not None:
-            fit(trace).save(save_costs)
-        if predicted or changes:
-            click.echo(_predictions(trace, changes, what_if))
+    changes = [changes_of(text) for text in what_if]
+    trace = Trace.load(file)
+    click.echo(describe(trace))
+    if svg is not None:
+        view = drawings.window(trace, begin, end)
+        _write(svg, drawings.svg(trace, view, width or 1200))
+        click.echo(f"{svg}: {view}")
+    if perfetto is not None:
+        _write(perfetto, drawings.perfetto(trace))
+        click.echo(f"{perfetto}: open it in https://ui.perfetto.dev or chrome://tracing")
+    if svg is None and perfetto is None:
+        click.echo(_drawn(trace, begin, end, width))
+    if save_costs is not None:
+        fit(trace).save(save_costs)
+    if predicted or changes:
+        click.echo(_predictions(trace, changes, what_if))
 
 
 def _predictions(trace: Trace, changes: list[dict[str, Any]], texts: tuple[str, ...]) -> str:

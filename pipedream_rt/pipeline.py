@@ -77,7 +77,7 @@ from pipedream_rt.stage.messages import (
     Reply,
     Target,
 )
-from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.tree import (
     Structure,
     batch_size,
@@ -622,13 +622,14 @@ class Pipeline:
         with committing(root, self._step) as part:
             files: dict[str, list[Any]] = {}
             plain: dict[str, dict[str, Any]] = {}
+            weights: dict[str, dict[str, int]] = {}
             for written in self._command(CommandName.SAVE, str(part)):
                 if isinstance(written, str):
                     raise CheckpointError(written)
-                found, rest = written
-                files.update(found)
-                for name, values in rest.items():
-                    plain.setdefault(name, {}).update(values)
+                of_stage, rest, sizes = written
+                files.update(of_stage)
+                plain.update(rest)
+                weights.update(sizes)
             manifest = Manifest(
                 step=self._step,
                 schedule=self.schedule.name,
@@ -640,7 +641,7 @@ class Pipeline:
                 plain=plain,
                 extra=extra,
             )
-            write_manifest(part, manifest)
+            write_manifest(part, manifest, weights)
         if keep is not None:
             prune(root, keep)
         return root / f"step-{self._step:08d}"
@@ -676,10 +677,11 @@ class Pipeline:
                 f"{found} has {len(manifest.groups)} parameter groups, the optimizer {len(groups)}"
             )
         expected = {k: tuple(v.shape) for k, v in self._whole.state_dict().items()}
-        if differing := sorted(shapes(found).items() ^ expected.items()):
+        there = shapes(found)
+        if differing := sorted(there.items() ^ expected.items()):
             key = differing[0][0]
             raise CheckpointError(
-                f"{found} is of another model: {key} has the shape {shapes(found).get(key)} there, "
+                f"{found} is of another model: {key} has the shape {there.get(key)} there, "
                 f"{expected.get(key)} here"
             )
         self.flush()
@@ -693,7 +695,7 @@ class Pipeline:
                 found,
             )
         for group, saved in zip(groups, manifest.groups):
-            group.update((k, tuple(v) if isinstance(v, list) else v) for k, v in saved.items())
+            set_hyper(group, saved)
         self._step = manifest.step
         return manifest
 

@@ -136,7 +136,7 @@ def _tidy(root: Path) -> None:
 
 def write_stage(
     folder: Path, stage: int, num_stages: int, state: StageState
-) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
     """Write the files of one stage, to the disk.
 
     Args:
@@ -146,7 +146,8 @@ def write_stage(
         state: What to write.
 
     Returns:
-        Size and checksum of each file by name; what of the optimizer state is no tensor.
+        Size and checksum of each file by name; what of the optimizer state is no tensor; the bytes
+        of each weight, by file and key.
 
     Raises:
         CheckpointError: It cannot be written, or holds what has no place in such a file.
@@ -165,7 +166,7 @@ def write_stage(
                     "tensors, numbers, texts and lists of them can be saved"
                 )
     older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
-    found = {}
+    found, weights = {}, {}
     for kind, tensors in (("model", state.weights), ("optimizer", moments), ("versions", older)):
         if not tensors:
             continue
@@ -179,12 +180,17 @@ def write_stage(
             raise CheckpointError(f"{folder / name} cannot be written: {error}") from error
         found[name] = [(folder / name).stat().st_size, _digest(folder / name)]
         if kind == "model":
-            plain.setdefault("", {})[name] = {k: t.nbytes for k, t in whole.items()}
-    return found, plain
+            weights[name] = {key: t.nbytes for key, t in whole.items()}
+    return found, plain, weights
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest and index; ``manifest.plain[""]`` says which file has which weight.
+def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str, int]]) -> None:
+    """Write manifest and index.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Without the index among its files, which is added.
+        weights: Bytes of each weight, by file and key.
 
     Raises:
         CheckpointError: Some of the files are not there, or ``extra`` cannot be written.
@@ -195,10 +201,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             f"{missing[0]} was written by its worker, but is not in {folder}; the folder must be "
             "one that all workers and the coordinator share"
         )
-    where = manifest.plain.pop("", {})
     index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in where.values())},
-        "weight_map": {key: name for name, sizes in where.items() for key in sizes},
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in weights.values())},
+        "weight_map": {key: name for name, sizes in weights.items() for key in sizes},
     }
     (folder / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     manifest.files[_INDEX] = [(folder / _INDEX).stat().st_size, _digest(folder / _INDEX)]

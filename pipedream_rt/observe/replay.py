@@ -30,7 +30,7 @@ class Replay:
         self.name = f"replay of {trace.schedule}"
         self._shape = trace.shape
         self._orders = [list(trace.actions(w)) for w in range(trace.shape.workers)]
-        self._reads = []
+        reads, kept = [], []
         for stage, spans in enumerate(trace.by_stage()):
             forwards = spans[spans["kind"] == CODES[Kind.FORWARD]]
             if not len(forwards) or forwards["index"].tolist() != list(range(len(forwards))):
@@ -38,10 +38,10 @@ class Replay:
                     f"the trace cannot be replayed: the forwards of stage {stage} do not count "
                     "from 0 on without a gap"
                 )
-            self._reads.append(forwards["version"].tolist())
-        self.micro_batches = min(map(len, self._reads))
-        self._kept = [int(spans["kept"].max()) for spans in trace.by_stage()]
-        self.versions = _Recorded(self._reads, self._kept)
+            reads.append(forwards["version"].tolist())
+            kept.append(int(spans["kept"].max()))
+        self.micro_batches = min(map(len, reads))
+        self.versions = _Recorded(reads, kept)
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
         """See `Order.order`."""

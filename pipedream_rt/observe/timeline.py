@@ -13,7 +13,7 @@ from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.recorder import NOBODY
 from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace
-from pipedream_rt.schedules import Kind
+from pipedream_rt.schedules import Kind, Shape
 
 MOST_DRAWN = 2000
 """Actions that a picture shows if it is not told which part; more cannot be told apart."""
@@ -26,14 +26,9 @@ _NAMES = {
     CODES[Kind.STEP]: "step",
     ord("E"): "evaluation, inference",
 }
-_COLOURS = {
-    CODES[Kind.FORWARD]: "#8ab4f8",
-    CODES[Kind.BACKWARD]: "#81c995",
-    CODES[Kind.INPUT]: "#5bb974",
-    CODES[Kind.WEIGHT]: "#b7e1c1",
-    CODES[Kind.STEP]: "#f6ae2d",
-    ord("E"): "#c8c8c8",
-}
+_COLOURS = dict(
+    zip(_NAMES, ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#c8c8c8"), strict=True)
+)
 
 
 class Box(NamedTuple):
@@ -125,30 +120,35 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
     Returns:
         Lines; ``.`` is idle, letters as in `schedules.actions`.
     """
-    name = "stage" if trace.shape.stages_per_worker == 1 else "worker"
-    lead = max(len(f"{name} {trace.shape.workers - 1}"), 4) + 2
+    shape = trace.shape
+    lead = len(shape.name_of(shape.workers - 1)) + 2
     columns = max(width - lead, 10)
     scale = max(view.end - view.begin, 1) / columns
-    rows = [["."] * columns for _ in range(trace.shape.workers)]
-    filled = np.zeros((trace.shape.workers, columns))
+    rows = [["."] * columns for _ in range(shape.workers)]
+    filled = np.zeros((shape.workers, columns))
     for box in view.boxes:
         first = max((box.start - view.begin) / scale, 0.0)
         last = min((box.end - view.begin) / scale, float(columns))
         for column in range(int(first), min(int(np.ceil(last)), columns)):
             share = min(last, column + 1) - max(first, column)
-            # More than half of the column, or more than any other action.
+            # More of the column than any other action, and a quarter at least.
             if share > filled[box.worker, column] and share >= 0.25:
                 filled[box.worker, column] = share
                 rows[box.worker][column] = chr(box.kind)
         cells = int(last) - int(np.ceil(first))
-        label = box.label if trace.shape.stages_per_worker == 1 else f"{box.stage}:{box.label}"
+        label = _full_label(shape, box)
         if cells > len(label):
             at = int(np.ceil(first))
             rows[box.worker][at : at + cells] = list(label.ljust(cells, "-"))
-    lines = [f"{f'{name} {w}':<{lead}}{''.join(row)}" for w, row in enumerate(rows)]
+    lines = [f"{shape.name_of(w):<{lead}}{''.join(row)}" for w, row in enumerate(rows)]
     left, right = (seconds_text(t / 1e9) for t in (view.begin, view.end))
     lines.append(f"{'':<{lead}}{left}{right:>{max(columns - len(left), 1)}}")
     return "\n".join(lines)
+
+
+def _full_label(shape: Shape, box: Box) -> str:
+    """As ``F3``, or ``2:F3`` where workers host several stages."""
+    return box.label if shape.stages_per_worker == 1 else f"{box.stage}:{box.label}"
 
 
 # -- SVG ----------------------------------------------------------------------------------------
@@ -187,11 +187,10 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
         f'<rect width="{width}" height="{bottom + 58}" fill="white"/>',
         f'<text x="{_LEFT}" y="22" font-size="14">{escape(title)}</text>',
     ]
-    name = "stage" if shape.stages_per_worker == 1 else "worker"
     for w in range(workers):
         y = _TOP + w * _ROW
         parts.append(
-            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end">{name} {w}</text>'
+            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end">{shape.name_of(w)}</text>'
             f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 20}" height="{_BAR}" '
             'fill="#f1f3f4"/>'
         )
@@ -214,7 +213,7 @@ def _svg_box(trace: Trace, box: Box, x: Any) -> str:
     """One action."""
     left, right = x(box.start), x(box.end)
     y = _TOP + box.worker * _ROW
-    label = box.label if trace.shape.stages_per_worker == 1 else f"{box.stage}:{box.label}"
+    label = _full_label(trace.shape, box)
     tip = (
         f"stage {box.stage} {box.label}, version {box.version}, "
         f"{seconds_text((box.end - box.start) / 1e9)}"

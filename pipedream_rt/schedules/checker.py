@@ -49,7 +49,7 @@ class Grid:
 
     def __init__(self, shape: Shape) -> None:
         """Start empty."""
-        self._name = "stage" if shape.stages_per_worker == 1 else "worker"
+        self._shape = shape
         self._rows: list[dict[int, str]] = [{} for _ in range(shape.workers)]
 
     def place(self, worker: int, time: int, text: str) -> None:
@@ -68,8 +68,9 @@ class Grid:
         width = max((len(cell) for row in cells for cell in row), default=1)
         lead = "... " if begin else ""
         return "\n".join(
-            f"{self._name} {s}  {lead}" + " ".join(cell.ljust(width) for cell in row).rstrip()
-            for s, row in enumerate(cells)
+            f"{self._shape.name_of(w)}  {lead}"
+            + " ".join(cell.ljust(width) for cell in row).rstrip()
+            for w, row in enumerate(cells)
         )
 
 
@@ -199,12 +200,12 @@ class _Checker:
 
     def _finish(self) -> None:
         """Check that nothing is left: neither a worker that waits nor an action never done."""
-        name = "stage" if self._schedule.shape.stages_per_worker == 1 else "worker"
+        name_of = self._schedule.shape.name_of
         waiting = self._execution.waiting
         if waiting:
             worker, action = waiting[0]
             stage = worker if action.stage is None else action.stage
-            text = "deadlock: " + ", ".join(f"{name} {w} waits for {a}" for w, a in waiting)
+            text = "deadlock: " + ", ".join(f"{name_of(w)} waits for {a}" for w, a in waiting)
             if self._credits is not None:
                 text += f" (with {self._credits} mini-batches injected ahead, the credits)"
             raise self._broken(worker, stage, action, text)

@@ -367,5 +367,4 @@ def schedule_written(
         staleness_text="?",
     )
     name = str(getattr(written, "name", type(written).__name__))
-    proof_length(Shape(workers=1, per_update=per_update), written)
     return _fitted(name, recipe, num_stages, per_update, stages_per_worker)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from pipedream_rt.errors import ConfigError
 
+COORDINATOR = -1
+"""Stands where a stage would: as an address, in a span. Stages have theirs from 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -42,6 +45,10 @@ class Shape:
     def num_stages(self) -> int:
         """Stages of the model, n v."""
         return self.workers * self.stages_per_worker
+
+    def name_of(self, worker: int) -> str:
+        """``"stage 2"``, or ``"worker 1"`` where workers host several stages."""
+        return f"{'stage' if self.stages_per_worker == 1 else 'worker'} {worker}"
 
     def worker_of(self, stage: int) -> int:
         """Return the worker that hosts a stage."""

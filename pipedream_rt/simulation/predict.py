@@ -21,6 +21,7 @@ from pipedream_rt.observe.summary import (
 )
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
 from pipedream_rt.schedules import RECIPES, Kind, Schedule, Shape, schedule_for
+from pipedream_rt.schedules.shape import COORDINATOR
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
 
@@ -118,7 +119,7 @@ def fit(trace: Trace) -> Costs:
             made[name] = by_stage
     if "forward" not in made or ("backward" not in made and "input_gradient" not in made):
         raise TraceError("some stage has done no forward or no backward; nothing can be fitted")
-    coordinator = trace.of_stage(-1)
+    coordinator = trace.of_stage(COORDINATOR)
     injected = coordinator[coordinator["kind"] == INJECTED]
     return Costs(
         **made,
@@ -171,7 +172,7 @@ def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
         for m in starts
         if m % k == 0 and m not in flushed and m - 1 in ends and m - ahead + k - 1 in came
     ]
-    return _mean(np.array(found)) if found else 0.0
+    return _mean(found)
 
 
 def _flushed_at(trace: Trace) -> set[int]:
@@ -197,16 +198,10 @@ def predict(trace: Trace) -> Prediction:
         raise TraceError(
             "there are fewer than two updates without a flush between them; record a longer run"
         )
-    made = simulate(
-        schedule_of(trace), fit(trace), _fitted_micro_batches(trace), credits=trace.credits
-    )
+    costs = fit(trace)
+    # As many micro-batches as were fitted: each has its sample.
+    made = simulate(schedule_of(trace), costs, len(costs.forward[0]), credits=trace.credits)
     return Prediction(measured=measured, predicted=summarize(made).throughput, trace=made)
-
-
-def _fitted_micro_batches(trace: Trace) -> int:
-    """How many there are in the stretch that is fitted."""
-    spans = _stretches(trace)[0]
-    return int((spans["kind"] == CODES[Kind.FORWARD]).sum())
 
 
 _NUMBERS = ("stages", "micro_batches", "stages_per_worker", "credits")
@@ -272,12 +267,13 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
         per_update=changes.get("micro_batches", shape.per_update),
         stages_per_worker=each,
     )
-    costs = regrouped(fit(trace), shape, schedule.shape)
+    fitted = fit(trace)
+    costs = regrouped(fitted, shape, schedule.shape)
     costs = replace(costs, **{k: parsed(k, v) for k, v in changes.items() if k in _COSTS})
     as_it_was = name == trace.schedule and schedule.shape.workers == shape.workers
     credits = changes.get("credits", trace.credits if as_it_was else schedule.credits())
     k = schedule.per_update
-    enough = max(_fitted_micro_batches(trace), 8 * stages, 8 * k)
+    enough = max(len(fitted.forward[0]), 8 * stages, 8 * k)
     return simulate(schedule, costs, -(-enough // k) * k, credits=credits)
 
 

@@ -18,9 +18,8 @@ from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace, WorkerFacts
 from pipedream_rt.schedules import Kind, Schedule, VersionLedger
 from pipedream_rt.schedules.execution import Execution
+from pipedream_rt.schedules.shape import COORDINATOR
 from pipedream_rt.simulation.costs import Costs, Samples
-
-_COORDINATOR = -1
 
 
 def simulate(
@@ -101,25 +100,20 @@ class _Run:
         self._last = shape.num_stages - 1
         overhead = costs.overhead
 
-        def scaled(
-            by_stage: tuple[Samples, ...], sends: bool, sends_at_0: bool
-        ) -> list[tuple[int, ...]]:
-            """Nanoseconds by stage, on its worker, with what sending costs."""
+        def scaled(by_stage: tuple[Samples, ...], senders: range) -> list[tuple[int, ...]]:
+            """Nanoseconds by stage, on its worker, with what sending costs those who send."""
             return [
-                tuple(
-                    _ns((v + (overhead if sends and (s or sends_at_0) else 0.0)) / speed)
-                    for v in by_stage[s]
-                )
+                tuple(_ns((v + overhead * (s in senders)) / speed) for v in by_stage[s])
                 for s in stages
                 for speed in (costs.speed[shape.worker_of(s)],)
             ]
 
         self._durations = {
-            Kind.FORWARD: scaled(costs.forward, True, True),
-            Kind.BACKWARD: scaled(costs.backward, True, False),
-            Kind.INPUT: scaled(costs.input_gradient, True, False),
-            Kind.WEIGHT: scaled(costs.weight_gradient, False, False),
-            Kind.STEP: scaled(costs.step, False, False),
+            Kind.FORWARD: scaled(costs.forward, stages),
+            Kind.BACKWARD: scaled(costs.backward, stages[1:]),
+            Kind.INPUT: scaled(costs.input_gradient, stages[1:]),
+            Kind.WEIGHT: scaled(costs.weight_gradient, range(0)),
+            Kind.STEP: scaled(costs.step, range(0)),
         }
         self._latency = _ns(costs.latency)
         self._injection = _ns(costs.injection)
@@ -191,10 +185,8 @@ class _Run:
                         given_back = max(losses.popleft() for _ in range(k))
                         injection = max(injection, given_back) + self._turnaround
                     begun, injection = injection, injection + self._injection
-                    record(
-                        INJECTED, _COORDINATOR, m, 0, 0, 0, NOBODY, begun, 0, begun, injection, 0
-                    )
-                    arrived, waited_for = injection + latency, _COORDINATOR
+                    record(INJECTED, COORDINATOR, m, 0, 0, 0, NOBODY, begun, 0, begun, injection, 0)
+                    arrived, waited_for = injection + latency, COORDINATOR
                 version = reads(stage, shape, m)
                 ledger.release(version)
                 ledger.pin(m, version)
@@ -232,7 +224,7 @@ class _Run:
                 else:
                     came = end + latency
                     losses.append(came)
-                    record(LOSS_CAME, _COORDINATOR, m, 0, 0, 0, last, came, came, came, came, 0)
+                    record(LOSS_CAME, COORDINATOR, m, 0, 0, 0, last, came, came, came, came, 0)
             elif stage and code in (code_b, code_i):
                 size = self._bytes_back[stage]
                 link, transmission = self._link_back[stage], self._back_wire[stage]

@@ -13,10 +13,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from pipedream_rt.schedules.shape import COORDINATOR as COORDINATOR
 from pipedream_rt.stage.tree import Structure
-
-COORDINATOR = -1
-"""Address of the coordinator; stages have theirs from 0."""
 
 
 class Channel(Enum):

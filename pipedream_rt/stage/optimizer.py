@@ -54,6 +54,11 @@ def plain_hyper(group: dict[str, Any]) -> Hyper:
     return hyper
 
 
+def set_hyper(group: dict[str, Any], hyper: Hyper) -> None:
+    """Set what `plain_hyper` gave, after a way on which tuples became lists."""
+    group.update((k, tuple(v) if isinstance(v, list) else v) for k, v in hyper.items())
+
+
 class StageOptimizer:
     """The optimizer of one stage, with its state under the names of the unsplit model.
 
@@ -88,9 +93,7 @@ class StageOptimizer:
         for number, group in zip(
             self._group_numbers, self.torch_optimizer.param_groups, strict=True
         ):
-            group.update(
-                (k, tuple(v) if isinstance(v, list) else v) for k, v in hyper[number].items()
-            )
+            set_hyper(group, hyper[number])
         self.torch_optimizer.step()
 
     def state(self) -> dict[str, dict[str, Any]]:

@@ -38,14 +38,14 @@ def state(stage, step):
 
 def write(root, step=7, stages=2, **changes):
     with committing(root, step) as part:
-        files, plain = {}, {}
+        files, plain, weights = {}, {}, {}
         for stage in range(stages):
-            found, rest = write_stage(part, stage, stages, state(stage, step))
-            files.update(found)
-            for name, values in rest.items():
-                plain.setdefault(name, {}).update(values)
+            written = write_stage(part, stage, stages, state(stage, step))
+            for whole, of_stage in zip((files, plain, weights), written):
+                whole.update(of_stage)
         about = {"schedule": "async-1f1b", "workers": 2, "stages_per_worker": 1, "per_update": 1}
-        write_manifest(part, Manifest(step=step, files=files, plain=plain, **about, **changes))
+        manifest = Manifest(step=step, files=files, plain=plain, **about, **changes)
+        write_manifest(part, manifest, weights)
     return checkpoints(root)[0]
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         write(tmp_path, extra=object())
     with pytest.raises(CheckpointError, match="that all workers and the coordinator share"):
         write_manifest(tmp_path, Manifest(step=1, schedule="", workers=1, stages_per_worker=1,
-                                          per_update=1, files={"gone": [1, b""]}))  # fmt: skip
+                                          per_update=1, files={"gone": [1, b""]}), {})  # fmt: skip
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
