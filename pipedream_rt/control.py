@@ -8,8 +8,11 @@ process dies, however, its end closes and the other side reads the end of file a
                     <- hello        name, pid, host, boot, version
                     <- ready        has imported torch
     refused reason  ->                                          or
-    welcome         ->              rank, names, store, ...; both join the RPC group
+    welcome         ->              rank, names, ...; both build their RPC agent
+                    <- address      where it listens
+    addresses       ->              of all; every process calls every other
                     <- joined
+    shield          ->              all have joined: it listens no more
     ...training, over RPC...
     story           ->              in a stall
                     <- story        what its stage waits for, and did last
@@ -34,7 +37,7 @@ import msgpack
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, TransportError
 
-VERSION = 2
+VERSION = 3
 """Of this protocol; the two ends must agree."""
 
 EXIT_FAILED = 1

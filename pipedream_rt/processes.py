@@ -13,12 +13,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from pipedream_rt.cluster import Fail, Reference
 from pipedream_rt.control import VERSION, Control, boot_id, interface_of
@@ -36,7 +35,7 @@ from pipedream_rt.schedules import Shape
 from pipedream_rt.spawn import end_processes, start_worker
 from pipedream_rt.stage.messages import COORDINATOR
 from pipedream_rt.transport.base import Receive, Transport
-from pipedream_rt.transport.rpc import RpcGroup, RpcTransport, refuse_second
+from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport, refuse_second
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +156,6 @@ class ProcessCluster:
         self._fail = fail
         self._closed = self._closing = False
         self._timeout = timeout
-        self._store: dist.TCPStore | None = None
         self._rpc: RpcTransport | None = None
         self._members: list[_Member] = []
         self._monitor: threading.Thread | None = None
@@ -213,7 +211,7 @@ class ProcessCluster:
         self.names = tuple(member.name for member in self._members)
 
     def _expect_ready(self, member: _Member, deadline: Deadline) -> None:
-        """Wait until a member has imported torch: what follows, init_rpc, cannot be ended early."""
+        """Wait until a member has imported torch: what follows should take no time."""
         try:
             record = member.control.receive(deadline)
         except MessageTimeout:
@@ -293,19 +291,8 @@ class ProcessCluster:
         )
 
     def _form_group(self, receive: Receive, deadline: Deadline) -> None:
-        """Make the store, tell the members, join the RPC group with them."""
+        """Tell the members, join the RPC group with them."""
         host = self._meeting_host()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            # TCPStore alone would listen on every interface.
-            master_listen_fd=listener.detach(),
-        )
         names = ("coordinator", *self.names)
         for worker, member in enumerate(self._members):
             member.control.send(
@@ -314,7 +301,7 @@ class ProcessCluster:
                     "rank": worker + 1,
                     "stages": list(member.stages),
                     "names": list(names),
-                    "store": [host, port],
+                    "host": host,
                     "generation": self.generation,
                     "timeout_s": self._timeout.total_seconds(),
                     "start_timeout_s": deadline.remaining_s(),
@@ -332,7 +319,9 @@ class ProcessCluster:
         )
         self.transport: Transport = self._rpc
         self._rpc.open(COORDINATOR, receive, self._peer_lost)
-        self._join(self._rpc, self._store, deadline)
+        self._join(self._rpc, deadline)
+        self._rpc.shield()
+        self._tell({"type": "shield"})
         self._monitor = threading.Thread(target=self._watch, name="control", daemon=True)
         self._monitor.start()
 
@@ -341,26 +330,55 @@ class ProcessCluster:
         hosts = [member.control.local_host for member in self._members]
         return next((h for h in hosts if not ipaddress.ip_address(h).is_loopback), hosts[0])
 
-    def _join(self, transport: RpcTransport, store: dist.Store, deadline: Deadline) -> None:
-        """Join the RPC group while watching the members; init_rpc itself has no deadline.
+    def _join(self, transport: RpcTransport, deadline: Deadline) -> None:
+        """Join the RPC group, which waits for the members, while watching them.
 
-        It runs in a thread of its own, so that a worker that dies meanwhile ends the wait. That
-        thread alone may stay behind then, inside torch, as a daemon.
+        Joining runs in a thread of its own, so that a worker that dies meanwhile ends it.
         """
-        outcome: list[BaseException] = []
         ours, theirs = socket.socketpair()
+        addresses: Future[dict[str, str]] = Future()
+        found: dict[str, str] = {}
+
+        def publish(address: str) -> None:
+            found["coordinator"] = address
+            theirs.send(b"x")
 
         def join() -> None:
-            try:
-                transport.join(store)
-            except BaseException as error:  # carried to the waiting thread
-                outcome.append(error)
-            finally:
-                theirs.close()
+            with theirs:
+                directory = Directory(("coordinator", *self.names), publish, addresses.result)
+                transport.join(directory, deadline)
 
-        threading.Thread(target=join, name="init-rpc", daemon=True).start()
-        with ours, selectors.DefaultSelector() as selector:
-            selector.register(ours, selectors.EVENT_READ)
+        with ours, ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
+            joining = thread.submit(join)
+            try:
+                self._exchange(ours, found, addresses, deadline)
+            except BaseException as error:
+                if not addresses.done():
+                    addresses.set_exception(error)
+                transport.close()  # ends calls to peers
+                raise
+            try:
+                joining.result()
+            except RuntimeError as error:
+                raise TransportError(f"joining the RPC group failed: {error}") from error
+
+    def _exchange(
+        self,
+        joining: socket.socket,
+        found: dict[str, str],
+        addresses: Future[dict[str, str]],
+        deadline: Deadline,
+    ) -> None:
+        """Gather the addresses of all, hand them out, wait until all have joined.
+
+        Args:
+            joining: Readable when this process has published its address; closed when it is done.
+            found: Where it publishes.
+            addresses: To be filled in.
+            deadline: For all of it.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(joining, selectors.EVENT_READ)
             for member in self._members:
                 selector.register(member.control, selectors.EVENT_READ, member)
             waiting = 1 + len(self._members)
@@ -372,25 +390,38 @@ class ProcessCluster:
                         "in time; can they reach each other and the coordinator on any port?"
                     )
                 for key, _ in ready:
-                    selector.unregister(key.fileobj)
-                    waiting -= 1
-                    if key.data is not None:
-                        self._expect_joined(key.data)
-        if outcome:
-            raise TransportError(f"joining the RPC group failed: {outcome[0]}") from outcome[0]
+                    done = (
+                        self._hear_joining(key.data, found)
+                        if key.data is not None
+                        else not joining.recv(1)
+                    )
+                    if done:
+                        selector.unregister(key.fileobj)
+                        waiting -= 1
+                if len(found) == 1 + len(self._members) and not addresses.done():
+                    addresses.set_result(found)
+                    self._tell({"type": "addresses", "by_name": found})
 
-    def _expect_joined(self, member: _Member) -> None:
-        """Read a member's word that it is in the group."""
+    def _hear_joining(self, member: _Member, found: dict[str, str]) -> bool:
+        """Read a member's address, or its word that it is in the group.
+
+        Returns:
+            Whether it is.
+        """
         try:
-            record = member.control.receive(Deadline(timedelta(seconds=5)))
+            records = member.control.receive_all(Deadline(timedelta(seconds=5)))
         except PeerLost as error:
             raise self._lost(member) from error
-        if record["type"] != "joined":
-            raise WorkerLost(
-                f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
-                worker=member.name,
-                stage=member.stages[0],
-            )
+        for record in records:
+            if record["type"] == "address":
+                found[member.name] = str(record["address"])
+            elif record["type"] != "joined":
+                raise WorkerLost(
+                    f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
+                    worker=member.name,
+                    stage=member.stages[0],
+                )
+        return bool(records[-1]["type"] == "joined")
 
     # -- while it runs --------------------------------------------------------------------------
 
@@ -543,7 +574,6 @@ class ProcessCluster:
                 steps.callback(self._wake.send, b"x")
                 steps.callback(lambda: self._all_stopped.wait(_STOP_TIMEOUT.total_seconds()))
             steps.callback(self._tell, {"type": "stop"})
-        self._store = None
 
     def _tell(self, record: dict[str, Any]) -> None:
         """Send a record to every member that is still there."""

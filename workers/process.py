@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 import threading
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
 
 from pipedream_rt.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, Control, Record, interface_of
 from pipedream_rt.deadline import Deadline
@@ -18,7 +15,7 @@ from pipedream_rt.errors import PeerLost, PipelineClosed, PipelineError
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.transport.base import sender
-from pipedream_rt.transport.rpc import RpcGroup, RpcTransport
+from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -69,24 +66,32 @@ def host_stage(control: Control, welcome: Record, threads: int) -> int:
 
 
 def _join(control: Control, welcome: Record, timeout: timedelta) -> RpcTransport:
-    """Connect to the store and to the group, with a watchdog: init_rpc has no deadline."""
-    watchdog = threading.Timer(welcome["start_timeout_s"] or 300, os._exit, (EXIT_FAILED,))
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        host, port = welcome["store"]
-        group = RpcGroup(
+    """Connect to the group, whose addresses come over the control connection."""
+    deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
+    names = tuple(welcome["names"])
+
+    def gather() -> dict[str, str]:
+        record = control.receive(deadline)
+        if record["type"] != "addresses":
+            raise PeerLost("the coordinator gave up joining", peer="the coordinator")
+        return dict(record["by_name"])
+
+    transport = RpcTransport(
+        RpcGroup(
             generation=welcome["generation"],
             rank=welcome["rank"],
-            names=tuple(welcome["names"]),
-            interface=interface_of(host if control.is_local else control.local_host),
+            names=names,
+            interface=interface_of(welcome["host"] if control.is_local else control.local_host),
             timeout=timeout,
         )
-        transport = RpcTransport(group)
-        transport.join(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
-        return transport
-    finally:
-        watchdog.cancel()
+    )
+    transport.join(
+        Directory(
+            names, lambda address: control.send({"type": "address", "address": address}), gather
+        ),
+        deadline,
+    )
+    return transport
 
 
 def _until_exit(
@@ -113,6 +118,8 @@ def _until_exit(
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": inbox.story()})
+            case "shield":
+                transport.shield()
             case "clock":
                 control.send({"type": "clock", "ns": time.monotonic_ns()})
             case "exit":

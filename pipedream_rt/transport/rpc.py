@@ -13,8 +13,12 @@ How torch RPC is used, and why (measured; ``benchmarks/transports.py`` prints th
       uv                  0.49 ms                  0.75 ms                              0.0002
       shm                 0.38 ms                  3.1 ms                               1.99
       shm + cma           0.41 ms                  4.9 ms                               1.99
-- Static group, one per generation. The process-wide counters that torch keeps for its store keys
-  are set to the generation, since a coordinator may open many groups and its workers but one.
+- The group is formed without ``init_rpc``, which can neither be interrupted nor given a deadline,
+  pickles over unsigned sockets, and needs a store that listens for whoever comes. The agent is
+  built over a `Directory` instead: the coordinator knows all names, gathers the addresses over the
+  control connections and hands them out.
+- When every process has called every other, nobody has to connect any more and the port closes
+  (`RpcTransport.shield`). TensorPipe dies of bytes that it does not understand.
 - Never a graceful shutdown: it waits without a deadline for peers that may be gone.
 """
 
@@ -23,9 +27,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import socket
+import stat
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,25 +39,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import (
+    ConfigError,
+    PeerLost,
+    PipelineError,
+    RendezvousTimeout,
+    TransportError,
+)
 from pipedream_rt.stage.messages import COORDINATOR, Message
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 
-_SCHEME = "pipedream-rt"
 _THREADS = 4
 """Of the RPC pool. Handlers only fill inboxes; 1 to 16 made no difference to the latency."""
-
-_LAST_JOIN_S = 5.0
-"""For an attempt to join that was given up to end inside torch; its workers are dead by then."""
-
-_joining: threading.Thread | None = None
-"""The thread that is inside init_rpc: it changes what is global in torch, so one at a time."""
 
 _current: RpcTransport | None = None
 """Where `_deliver` finds the inboxes: torch allows one RPC agent in a process."""
@@ -84,20 +90,58 @@ class RpcGroup:
         return self.names[1 + address % workers]
 
 
+class Directory(dist.Store):
+    """Stands where torch wants a store: names and addresses of a group, nothing that listens.
+
+    Args:
+        names: RPC names by rank.
+        publish: Takes the address of this process.
+        gather: Waits for the addresses of all, by name; raises to give up joining.
+
+    Attributes:
+        port: At which this process listens, once its address is published.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        publish: Callable[[str], None],
+        gather: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """Nothing is known but the names."""
+        super().__init__()
+        self._names = {f"names/{rank}": name for rank, name in enumerate(names)}
+        self._publish = publish
+        self._gather = gather
+        self._addresses: Mapping[str, str] | None = None
+        self.port = 0
+
+    def set(self, key: str, value: Any) -> None:
+        """Take a name, which is known, or the address."""
+        if key.startswith("addrs/"):
+            address = bytes(value).decode()
+            self.port = int(address.rpartition(":")[2])
+            self._publish(address)
+
+    def get(self, key: str) -> bytes:
+        """Return a name or an address, when it is known."""
+        if key in self._names:
+            return self._names[key].encode()
+        if self._addresses is None:
+            self._addresses = self._gather()
+        return self._addresses[key.removeprefix("addrs/")].encode()
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
+        """Whether the group is static; it is."""
+        return desired
+
+
 def refuse_second() -> None:
     """Refuse a second transport while one is open; to be asked before anything is started.
 
     Raises:
         ConfigError: One is open.
     """
-    joining = _joining
-    if joining is not None:
-        joining.join(_LAST_JOIN_S)
-        if joining.is_alive():
-            raise ConfigError(
-                "an earlier attempt to form a group of workers still hangs inside torch, which "
-                "cannot be interrupted; start the script anew"
-            )
     if _current is not None:
         raise ConfigError(
             "this process has an open pipeline on worker processes already, and torch RPC "
@@ -124,6 +168,7 @@ class RpcTransport:
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._parts: dict[int, Callable[[str], Any]] = {}
         self._closed = False
+        self._directory: Directory | None = None
         self._lock = threading.Lock()
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
@@ -139,52 +184,73 @@ class RpcTransport:
         """
         self._parts[address] = part
 
-    def join(self, store: dist.Store) -> None:
-        """Connect to the group. Blocks until every rank has; the caller watches the time.
-
-        init_rpc can neither be interrupted nor given a deadline, hence rendezvous comes before.
+    def join(self, directory: Directory, deadline: Deadline) -> None:
+        """Connect to the group; returns when this process has called every other.
 
         Args:
-            store: Where the ranks find each other; kept alive by torch until `close`.
+            directory: Where the ranks find each other.
+            deadline: For all of it.
+
+        Raises:
+            RendezvousTimeout: A peer did not answer.
+            PipelineError: The directory was abandoned.
         """
         group = self._group
-        global _joining
-        _joining = threading.current_thread()
-        # torch 2.6 to 2.13 count init_rpc calls per process and put the number into the store
-        # keys, so a fresh process and one with a history never meet; likewise for all_gather.
-        rpc._init_counter = group.generation
-        rpc.api._all_gather_sequence_id.clear()
-        rpc.api._all_gather_sequence_id_to_states.clear()
-        _stores[group.generation] = store
-        try:
-            with warnings.catch_warnings():
-                # init_rpc calls a deprecated part of torch itself.
-                warnings.filterwarnings("ignore", message="You are using a Backend")
-                with _listening_on(group.interface):
-                    self._init_rpc(group)
-        finally:
-            del _stores[group.generation]
-            with self._lock:
-                late = self._closed
-            if late:  # given up meanwhile: leave nothing behind
-                self._shut_down()
-            _joining = None
-
-    @staticmethod
-    def _init_rpc(group: RpcGroup) -> None:
-        """The call itself."""
-        rpc.init_rpc(
-            group.names[group.rank],
-            rank=group.rank,
-            world_size=len(group.names),
-            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                num_worker_threads=_THREADS,
-                rpc_timeout=group.timeout.total_seconds(),
-                init_method=f"{_SCHEME}://generation/{group.generation}",
-                _transports=["uv"],
-                _channels=["basic"],
-            ),
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=_THREADS,
+            rpc_timeout=group.timeout.total_seconds(),
+            init_method="unused://",
+            _transports=["uv"],
+            _channels=["basic"],
         )
+        world = len(group.names)
+        # torch's engine asks it for a context of every hand-over.
+        dist_autograd._init(group.rank)
+        with _listening_on(group.interface):
+            agent = rpc.TensorPipeAgent(
+                directory, group.names[group.rank], group.rank, world, options, {}, []
+            )
+        with self._lock:
+            if self._closed:  # given up meanwhile: leave nothing behind
+                raise PipelineError("joining was given up")
+            # The agent calls into it for as long as it lives.
+            self._directory = directory
+            rpc.api._init_rpc_states(agent)
+        self._call_everybody(deadline)
+
+    def _call_everybody(self, deadline: Deadline) -> None:
+        """Open the pipes to all peers."""
+        names, mine = self._group.names, self._group.names[self._group.rank]
+        seconds = max(0.01, deadline.remaining_s() or 0.0)
+        calls = [
+            (name, rpc.rpc_async(name, _answer, timeout=seconds)) for name in names if name != mine
+        ]
+        for name, call in calls:
+            try:
+                call.wait()
+            except RuntimeError as error:
+                raise RendezvousTimeout(
+                    f"{mine!r} cannot reach {name!r}: {str(error).splitlines()[0]}; all workers "
+                    "must reach each other and the coordinator on any port",
+                    missing=1,
+                ) from error
+
+    def shield(self) -> None:
+        """Stop listening: every peer has connected. Existing connections stay.
+
+        The listening socket is inside TensorPipe, which has no call for this. Another file takes
+        its number, whereupon the kernel closes it and polls it no more. (``shutdown`` would close
+        the port too, but leaves a descriptor that is ready for ever, which costs a whole core.)
+        """
+        with self._lock:
+            if self._closed or self._directory is None:
+                return
+            for fd in _listeners_at(self._directory.port):
+                nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.dup2(nothing, fd, inheritable=False)
+                finally:
+                    os.close(nothing)
 
     def send(self, message: Message) -> None:
         """See `Transport.send`."""
@@ -273,8 +339,6 @@ class RpcTransport:
                 return
             self._closed = True
         self._shut_down()
-        # torch would keep the store open until the next group.
-        rpc.rendezvous_iterator = iter(())  # type: ignore[assignment]  # any iterator will do
         _current = None
 
     @staticmethod
@@ -322,6 +386,29 @@ def _quiet() -> Iterator[None]:
         level.value = before
 
 
+def _listeners_at(port: int) -> list[int]:
+    """Descriptors of this process that listen at a TCP port."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            probe = socket.socket(fileno=fd)
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            listens = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and probe.family != socket.AF_UNIX and probe.getsockname()[1] == port:
+                found.append(fd)
+        finally:
+            probe.detach()  # it is not ours
+    return found
+
+
+def _answer() -> None:
+    """Called by peers to open their pipe."""
+
+
 def _deliver(data: bytes, tensors: list[Tensor]) -> str | None:
     """Receive a message; called by peers. Errors are data: torch loses the types of exceptions."""
     transport = _current
@@ -338,15 +425,3 @@ def _part(address: int, part: str) -> Any:
 def _parameters(address: int) -> list[rpc.RRef[nn.Parameter]]:
     """Return RRefs to the trainable parameters of a stage; called by peers."""
     return [rpc.RRef(p) for p in _part(address, "module").parameters() if p.requires_grad]
-
-
-_stores: dict[int, dist.Store] = {}
-
-
-def _rendezvous(url: str, **kwargs: Any) -> Any:
-    """Hand init_rpc the store that our own rendezvous agreed on."""
-    generation = int(url.split("?")[0].rsplit("/", 1)[1])
-    yield _stores[generation], -1, -1
-
-
-dist.register_rendezvous_handler(_SCHEME, _rendezvous)

@@ -1,27 +1,22 @@
 """What every transport must do, asked of each."""
 
 import queue
-import socket
 from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.stage.messages import COORDINATOR, Gradient, Message
 from pipedream_rt.transport.memory import MemoryTransport
-from pipedream_rt.transport.rpc import RpcGroup, RpcTransport
+from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 
 generations = iter(range(10_000, 20_000))
 
 
 def rpc_transport():
     """A group of one: torch RPC calls itself through the same code as a peer."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                          master_listen_fd=listener.detach())  # fmt: skip
     group = RpcGroup(
         generation=next(generations),
         rank=0,
@@ -29,12 +24,16 @@ def rpc_transport():
         interface="lo",
         timeout=timedelta(seconds=20),
     )
-    return group, RpcTransport(group), store
+    found = {}
+    directory = Directory(
+        group.names, lambda address: found.update(coordinator=address), lambda: found
+    )
+    return group, RpcTransport(group), directory
 
 
 def joined_rpc_transport():
-    group, transport, store = rpc_transport()
-    transport.join(store)
+    group, transport, directory = rpc_transport()
+    transport.join(directory, Deadline(timedelta(seconds=20)))
     # The stages of this group of one live in the same process.
     object.__setattr__(group, "names", ("coordinator",) * 4)
     return transport
