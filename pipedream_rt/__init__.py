@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PeerLost,
         PipelineClosed,
         PipelineError,
+        PoisonedMicroBatch,
         RendezvousTimeout,
         ScheduleError,
         StageFailed,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.optimizer import DistributedOptimizer
     from pipedream_rt.pipeline import Pipeline
+    from pipedream_rt.recovery import Restart
     from pipedream_rt.results import PendingStep, StepResult
 
 __version__ = "0.1.0"
@@ -45,8 +47,10 @@ __all__ = [
     "Pipeline",
     "PipelineClosed",
     "PipelineError",
+    "PoisonedMicroBatch",
     "RendezvousTimeout",
     "Replay",
+    "Restart",
     "ScheduleError",
     "StageFailed",
     "StepResult",
@@ -62,6 +66,7 @@ _HOMES = {
     "PendingStep": "pipedream_rt.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Replay": "pipedream_rt.observe.replay",
+    "Restart": "pipedream_rt.recovery",
     "Trace": "pipedream_rt.observe.trace",
     "StepResult": "pipedream_rt.results",
 }

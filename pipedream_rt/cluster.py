@@ -78,6 +78,9 @@ class Cluster(Protocol):
     def close(self) -> None:
         """End everything that was started. Idempotent."""
 
+    def kill(self) -> None:
+        """The same at once: what the workers know is not wanted any more."""
+
 
 class _Baton:
     """Lets one thread of the process run at a time: the user's own, or a stage that computes.
@@ -261,3 +264,7 @@ class InProcessCluster:
                     _log.warning("%s computes without end and is left behind", thread.name)
             self.transport.close()
         torch.set_num_threads(self._torch_threads)
+
+    def kill(self) -> None:
+        """See `Cluster.kill`; a thread can only be asked."""
+        self.close()

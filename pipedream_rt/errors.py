@@ -15,6 +15,7 @@ The tree::
     ├── WorkerLost                      a worker process died or was cut off
     ├── StageFailed                     an action raised on a stage; __cause__ is its error
     │   └── NonFiniteLoss               the loss became NaN or infinite
+    ├── PoisonedMicroBatch              the same micro-batch ended its worker again and again
     └── PipelineClosed                  used after close, or after a failure
 
 A message says where (stage, action, worker), what was expected, what was found and what to do.
@@ -89,13 +90,20 @@ class CheckpointError(PipelineError):
 
 
 class WorkerLost(PipelineError):
-    """A worker process died or was cut off. ``worker`` is its name, ``stage`` what it hosted."""
+    """A worker process died or was cut off.
 
-    def __init__(self, message: str, *, worker: str, stage: int | None) -> None:
-        """Args: message: What happened. worker: Its name. stage: The stage that it hosted."""
+    Attributes:
+        worker: Its name.
+        stage: What it hosted, the first of several.
+        doing: Text form of the action at hand, as ``"2:F3"``; empty where it is not known.
+    """
+
+    def __init__(self, message: str, *, worker: str, stage: int | None, doing: str = "") -> None:
+        """Args: message: What happened. worker, stage, doing: Where."""
         super().__init__(message)
         self.worker = worker
         self.stage = stage
+        self.doing = doing
 
 
 class StageFailed(PipelineError):
@@ -119,6 +127,23 @@ class StageFailed(PipelineError):
 
 class NonFiniteLoss(StageFailed):
     """The loss of a micro-batch is NaN or infinite (``on_nan="raise"``)."""
+
+
+class PoisonedMicroBatch(PipelineError):
+    """The same micro-batch ended its worker again and again.
+
+    Attributes:
+        micro_batch: Its number among those trained on, 0-based.
+        stage: Where.
+
+    ``__cause__`` is the last failure.
+    """
+
+    def __init__(self, message: str, *, micro_batch: int, stage: int) -> None:
+        """Args: message: What happened. micro_batch, stage: Where."""
+        super().__init__(message)
+        self.micro_batch = micro_batch
+        self.stage = stage
 
 
 class RemoteError(PipelineError):

@@ -7,7 +7,6 @@ feeds, micro-batches and commands, with one counter (see `stage.messages`).
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 import threading
@@ -33,17 +32,17 @@ from pipedream_rt.checkpoint import (
     shapes,
     write_manifest,
 )
-from pipedream_rt.cluster import Cluster, Reference
-from pipedream_rt.deadline import Deadline
+from pipedream_rt.cluster import Cluster, Fail, Reference
 from pipedream_rt.errors import (
     CheckpointError,
     ConfigError,
-    MessageTimeout,
     PipelineClosed,
     PipelineError,
 )
+from pipedream_rt.group import WorkerGroup
 from pipedream_rt.jobs import pickled_jobs
 from pipedream_rt.launch import TraceOption, Workers, start_cluster, trace_option
+from pipedream_rt.observe.clock import Reading
 from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.summary import table
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME, Trace
@@ -58,17 +57,15 @@ from pipedream_rt.planning.split import (
     refuse_shared_parameters,
     split_points,
 )
-from pipedream_rt.reception import Reception
+from pipedream_rt.recovery import Failures, Restart
 from pipedream_rt.results import PendingStep, StepResult
 from pipedream_rt.schedules import schedule_for
-from pipedream_rt.stage.host import READY
 from pipedream_rt.stage.job import LossFunction
 from pipedream_rt.stage.messages import (
     COORDINATOR,
     Channel,
     Command,
     CommandName,
-    Job,
     Key,
     Loss,
     Message,
@@ -88,14 +85,11 @@ from pipedream_rt.stage.tree import (
     unflatten,
 )
 from pipedream_rt.tracing import SPANS_KEPT, put_together
-from pipedream_rt.transport.base import sender
+from pipedream_rt.transport.base import Receive
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-_generations = itertools.count(1)
-"""Groups of this process so far: torch RPC keeps counters for the life of a process too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +98,17 @@ class StageHandle:
 
     Attributes:
         index: 0-based.
-        worker: Name of the worker that hosts it.
         layers: Names of its layers in the unsplit model.
     """
 
     index: int
-    worker: str
     layers: tuple[str, ...]
     _pipeline: Pipeline
+
+    @property
+    def worker(self) -> str:
+        """Name of the worker that hosts it now."""
+        return self._pipeline._worker_of(self.index)
 
     @property
     def rref(self) -> Reference:
@@ -221,6 +218,7 @@ class Pipeline:
         threads: int = 1,
         on_nan: str = "raise",
         credits: int | None = None,
+        max_restarts: int | None = None,
         trace: TraceOption = None,
         timeout: timedelta = timedelta(minutes=5),
         start_timeout: timedelta = timedelta(minutes=2),
@@ -260,44 +258,41 @@ class Pipeline:
         self._micro_batches = micro_batches
         self._credits = credits or self.schedule.credits()
         self._timeout = timeout
-        self._position = 0
         self._step = 0
         self._pending: deque[PendingStep] = deque()
         self._optimizer: DistributedOptimizer | None = None
-        self._named_references: list[tuple[Reference, str]] | None = None
+        self._named_references: dict[int, list[tuple[Reference, str]]] = {}
         self._recorder = Recorder(spans) if traced else None
         self._closed = False
-        reception = Reception(generation := next(_generations))
-        self._inbox = reception.inbox
-        self._cluster: Cluster = start_cluster(
-            workers,
-            shape=self.schedule.shape,
-            receive=reception.receive,
-            fail=reception.fail,
-            generation=generation,
-            timeout=timeout,
-            start_timeout=start_timeout,
-            threads=threads,
-        )
-        reception.cluster = self._cluster
+        self._failure: BaseException | None = None
+        shape = self.schedule.shape
+
+        def start(receive: Receive, fail: Fail, generation: int) -> Cluster:
+            return start_cluster(
+                workers,
+                shape=shape,
+                receive=receive,
+                fail=fail,
+                generation=generation,
+                timeout=timeout,
+                start_timeout=start_timeout,
+                threads=threads,
+            )
+
+        self._group = WorkerGroup(start, jobs, timeout, Failures(max_restarts or 0, micro_batches))
         # Ends the workers also when a pipeline is dropped, or the interpreter ends, without close.
         self._owner_pid = os.getpid()
-        self._end = weakref.finalize(self, _close_here, self._cluster, self._owner_pid)
-        self._send = sender(self._cluster.transport, COORDINATOR, generation)
+        self._end = weakref.finalize(self, _close_here, self._group, self._owner_pid)
         bounds = [*points, len(layers)]
         names = list(layers)
         self.stages = [
-            StageHandle(
-                s,
-                self._cluster.names[self.schedule.shape.worker_of(s)],
-                tuple(names[bounds[s] : bounds[s + 1]]),
-                self,
-            )
+            StageHandle(s, tuple(names[bounds[s] : bounds[s + 1]]), self)
             for s in range(len(points))
         ]
         with self._closing_on_error():
-            self._start_stages(jobs)
-            self._clocks = self._cluster.clocks() if traced else []
+            self._clocks: dict[int, list[Reading]] = {}
+            if traced:
+                self._read_clocks()
             if grouped is not None:
                 self._build_optimizer(*grouped)
                 self.scatter_optimizer_state(state_by_name(optimizer, self._names))
@@ -357,7 +352,7 @@ class Pipeline:
         while len(self._pending) >= self._credits:
             self.collect_oldest()
         hyper = self._optimizer.hyper()
-        pending = PendingStep(self, self._step, self._position, sizes)
+        pending = PendingStep(self, self._step, self._group.position, sizes)
         with self._closing_on_error():  # a mini-batch is injected whole or ends the pipeline
             for i, part in enumerate(parts):
                 number = self._step * self._micro_batches + i
@@ -404,13 +399,13 @@ class Pipeline:
             requires_grad=[False] * len(tensors),
         )
         with self._closing_on_error():  # a position must never be used half
-            self._send(0, self._position, feed, tensors)
+            self._group.feed(0, feed, tensors)
             if part is not None and mode is not Mode.INFER:
                 structure, tensors = part.y
                 target = Target(structure=structure, share=share)
                 last = len(self.stages) - 1
-                self._send(last, self._position, target, tensors)
-            self._position += 1
+                self._group.feed(last, target, tensors)
+            self._group.advance()
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way."""
@@ -421,6 +416,7 @@ class Pipeline:
             for i in range(len(pending.sizes)):
                 taken.append(self._take_loss(pending.first + i)[0])
                 number, last = pending.step * self._micro_batches + i, len(self.stages) - 1
+                self._group.next_loss = number + 1
                 self._record(LOSS_CAME, number, last, asked, time.monotonic_ns())
         losses = [loss.loss for loss in taken]
         total = sum(pending.sizes)
@@ -446,7 +442,7 @@ class Pipeline:
     def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
         """Write a span of the coordinator, which ends now."""
         if self._recorder is not None:
-            arrived = 0 if waited_for == NOBODY else self._inbox.arrived_ns
+            arrived = 0 if waited_for == NOBODY else self._group.inbox.arrived_ns
             self._recorder.record(
                 kind, COORDINATOR, number, 0, 0, 0,
                 waited_for, ready, arrived, start, time.monotonic_ns(), 0,
@@ -462,7 +458,7 @@ class Pipeline:
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
         positions = range(pending.first, pending.first + len(pending.sizes))
-        return all(self._inbox.holds(self._loss_key(p)) for p in positions)
+        return all(self._group.inbox.holds(self._loss_key(p)) for p in positions)
 
     def _loss_key(self, position: int) -> Key:
         """Where what the last stage says of a position waits."""
@@ -512,8 +508,8 @@ class Pipeline:
                 parts, sizes = self._parts(*_pair(item))
                 for part, size in zip(parts, sizes, strict=True):
                     if part is not None:
-                        ahead_of.append((self._position, size))
-                        self._feed(Mode.EVALUATE, self._position, part)
+                        ahead_of.append((self._group.position, size))
+                        self._feed(Mode.EVALUATE, self._group.position, part)
                 while len(ahead_of) > 2 * len(self.stages):
                     collect()
         finally:
@@ -533,8 +529,8 @@ class Pipeline:
             Output of the last layer.
         """
         self.flush()
-        self._feed(Mode.INFER, self._position, _part(x, None))
-        return self._take_loss(self._position - 1)[1]
+        self._feed(Mode.INFER, self._group.position, _part(x, None))
+        return self._take_loss(self._group.position - 1)[1]
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set training mode on every module, as `nn.Module.train`. Flushes the pipe."""
@@ -720,7 +716,10 @@ class Pipeline:
                 "assign a DistributedOptimizer over pipe.parameter_rrefs(), not a "
                 f"{type(optimizer).__name__}"
             )
-        names = {id(reference): name for reference, name in self._references()}
+        # Those of earlier generations too: the optimizer may have been made before a recovery.
+        self._references()
+        every = self._named_references.values()
+        names = {id(reference): name for named in every for reference, name in named}
         try:
             spec = optimizer.spec(lambda reference: names[id(reference)])
         except KeyError:
@@ -737,14 +736,19 @@ class Pipeline:
     def _references(self) -> list[tuple[Reference, str]]:
         """References with names; made once, since they are compared by identity."""
         self._check_usable()
-        if self._named_references is None:
-            with self._cluster.waiting():
-                references = [
-                    r for s in self.stages for r in self._cluster.parameter_references(s.index)
-                ]
+        with self._closing_on_error():
+            references = self._group.call(
+                lambda cluster: (
+                    [r for s in self.stages for r in cluster.parameter_references(s.index)]
+                    if self._group.generation not in self._named_references
+                    else []
+                )
+            )
+        generation = self._group.generation
+        if generation not in self._named_references:
             names = list(self._names.values())
-            self._named_references = list(zip(references, names, strict=True))
-        return self._named_references
+            self._named_references[generation] = list(zip(references, names, strict=True))
+        return self._named_references[generation]
 
     def _build_optimizer(
         self,
@@ -801,10 +805,25 @@ class Pipeline:
         self.flush()
         recorded = self._command(CommandName.TRACE)
         with self._closing_on_error():
-            clocks = list(zip(self._clocks, self._cluster.clocks(), strict=True))
+            before = self._read_clocks()
+            clocks = list(
+                zip(before, self._group.call(lambda cluster: cluster.clocks()), strict=True)
+            )
         return put_together(
-            self.schedule, self._credits, self._cluster.names, recorded, self._recorder, clocks
+            self.schedule,
+            self._credits,
+            self._group.cluster.names,
+            recorded,
+            self._recorder,
+            clocks,
         )
+
+    def _read_clocks(self) -> list[Reading]:
+        """The clocks of the workers of now, as they were when first asked for."""
+        generation = self._group.generation
+        if generation not in self._clocks:
+            self._clocks[generation] = self._group.call(lambda cluster: cluster.clocks())
+        return self._clocks[generation]
 
     def explain(self) -> str:
         """Describe the split, the versions and the memory, as a table of text."""
@@ -835,12 +854,13 @@ class Pipeline:
     def _command_each(self, name: CommandName, arguments: Sequence[object]) -> list[Any]:
         """Tell every stage something at the next position, and wait for what each replies."""
         self._check_usable()
-        position, flattened = self._position, [_flat_copy(argument) for argument in arguments]
+        position = self._group.position
+        flattened = [_flat_copy(argument) for argument in arguments]
         with self._closing_on_error():
             for handle, (structure, tensors) in zip(self.stages, flattened, strict=True):
                 command = Command(name=name, structure=structure)
-                self._send(handle.index, position, command, tensors)
-            self._position += 1
+                self._group.feed(handle.index, command, tensors)
+            self._group.advance()
         return self._replies(position)
 
     def _replies(self, position: int) -> list[Any]:
@@ -853,33 +873,35 @@ class Pipeline:
         return results
 
     def _take(self, key: Key) -> Message:
-        """Wait for a message; a failure closes the pipeline and is raised."""
-        with self._closing_on_error(), self._cluster.waiting():
-            try:
-                return self._inbox.take(key, Deadline(self._timeout))
-            except MessageTimeout as error:
-                stories = "\n".join(self._cluster.stories())
-                raise MessageTimeout(f"{error}\n{stories}") from None
+        """Wait for a message; a failure that cannot be helped closes the pipeline."""
+        with self._closing_on_error():
+            return self._group.take(key)
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
         """End everything if the body fails: nothing may be left running behind an error."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not self._closed:
+                self._failure = error
             self._end_all()
             raise
-
-    def _start_stages(self, jobs: list[Tensor]) -> None:
-        """Send every stage its job and wait until each has understood."""
-        for stage, job in enumerate(jobs):
-            self._send(stage, 0, Job(), (job,))
-        self._replies(READY)
 
     def _reference(self, stage: int, part: str) -> Reference:
         """A reference to a part of a stage."""
         self._check_usable()
-        return self._cluster.reference(stage, part)
+        with self._closing_on_error():
+            return self._group.call(lambda cluster: cluster.reference(stage, part))
+
+    def _worker_of(self, stage: int) -> str:
+        """Name of the worker that hosts a stage."""
+        return self._group.cluster.names[self.schedule.shape.worker_of(stage)]
+
+    @property
+    def restarts(self) -> tuple[Restart, ...]:
+        """The recoveries from failed workers so far."""
+        return tuple(self._group.restarts)
 
     def _check_usable(self) -> None:
         """Refuse to go on after close, or after a failure.
@@ -888,7 +910,7 @@ class Pipeline:
             PipelineClosed: It is closed; ``__cause__`` is the failure, if that closed it.
         """
         if self._closed:
-            reason = self._inbox.reason
+            reason = self._failure
             failed = reason is not None and not isinstance(reason, PipelineClosed)
             raise PipelineClosed(
                 f"the pipeline has failed: {reason}" if failed else "the pipeline is closed"
@@ -904,7 +926,8 @@ class Pipeline:
         """
         try:
             # Not after a failure, and not where a signal interrupted a wait.
-            healthy = self._inbox.reason is None and not self._inbox.busy
+            inbox = self._group.inbox
+            healthy = self._failure is None and inbox.reason is None and not inbox.busy
             healthy = healthy and os.getpid() == self._owner_pid
             if self._trace_path is not None and healthy and not self._closed:
                 self.trace().save(self._trace_path)
@@ -915,10 +938,9 @@ class Pipeline:
         """End all workers, now."""
         if not self._closed:
             self._closed = True
-            self._inbox.close(PipelineClosed("the pipeline was closed"))
             self._end.detach()
             if os.getpid() == self._owner_pid:  # a forked child must not end its parent's workers
-                self._cluster.close()
+                self._group.close()
 
     def __enter__(self) -> Pipeline:
         """Return the pipeline."""
@@ -938,17 +960,17 @@ class Pipeline:
             self._end_all()
 
 
-def _close_here(cluster: Cluster, owner_pid: int) -> None:
-    """End a cluster; called by the garbage collector or at the interpreter's end.
+def _close_here(group: WorkerGroup, owner_pid: int) -> None:
+    """End the workers; called by the garbage collector or at the interpreter's end.
 
     The collector may run on any thread, also on one that closing waits for, hence the thread.
     """
     if os.getpid() != owner_pid:
         return
     if threading.current_thread() is threading.main_thread():
-        cluster.close()
+        group.close()
     else:
-        threading.Thread(target=cluster.close, name="close", daemon=True).start()
+        threading.Thread(target=group.close, name="close", daemon=True).start()
 
 
 def _pair(item: Any) -> tuple[Any, Any]:

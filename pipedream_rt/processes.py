@@ -481,8 +481,7 @@ class ProcessCluster:
         what = "is gone" if problem is None or "still" not in ending else "does not take messages"
         error = WorkerLost(
             f"worker {member.name!r} ({member.hosts}, {member.description}) {what}"
-            + (f": {ending}" if ending else "")
-            + "; the pipeline cannot go on without it, start again from your last state_dict",
+            + (f": {ending}" if ending else ""),
             worker=member.name,
             stage=member.stages[0],
         )
@@ -551,6 +550,14 @@ class ProcessCluster:
         return list(self._rpc.parameter_references(stage))
 
     # -- end ------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """See `Cluster.kill`."""
+        self._closing = True
+        for process in self._local.processes.values():
+            process.kill()
+        self._all_stopped.set()  # nobody is waited for
+        self.close()
 
     def close(self) -> None:
         """See `Cluster.close`."""

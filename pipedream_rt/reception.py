@@ -6,7 +6,7 @@ import logging
 
 import cloudpickle
 
-from pipedream_rt.cluster import Cluster
+from pipedream_rt.cluster import Cluster, Fail
 from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
 from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.messages import Failed, Message
@@ -17,25 +17,45 @@ _log = logging.getLogger(__name__)
 class Reception:
     """What arrives at the coordinator: messages into the inbox, failures as its closing reason.
 
+    Attributes:
+        inbox: The same in all generations of workers.
+        cluster: The workers of now.
+        generation: Theirs.
+        failure: Why they cannot go on, if so; the first reason stays.
+
     Apart from `Pipeline`, so that a pipeline that is dropped can be collected and ends its workers.
     """
 
-    def __init__(self, generation: int) -> None:
-        """Start open."""
-        self.inbox = Inbox("the coordinator", generation)
+    def __init__(self) -> None:
+        """Belong to no generation yet."""
+        self.inbox = Inbox("the coordinator")
         self.cluster: Cluster | None = None
-        self._generation = generation
+        self.generation = 0
+        self.failure: BaseException | None = None
+
+    def begin(self, generation: int) -> None:
+        """Belong to a new generation of workers; failures of those before are no news."""
+        self.generation = generation
+        self.failure = self.cluster = None
+        self.inbox.reopen(generation)
 
     def receive(self, message: Message) -> None:
         """Take a message; called from any thread."""
         if not isinstance(message.payload, Failed):
             self.inbox.put(message)
-        elif message.generation == self._generation:
-            self.fail(self._error_of(message.sender, message.payload))
+        else:
+            error = self._error_of(message.sender, message.payload)
+            self.fail_of(message.generation)(error)
 
-    def fail(self, error: BaseException) -> None:
-        """Note why the pipeline cannot go on; the first reason stays."""
-        self.inbox.close(error)
+    def fail_of(self, generation: int) -> Fail:
+        """Return what is told that the workers of a generation cannot go on; from any thread."""
+
+        def fail(error: BaseException) -> None:
+            if generation == self.generation and self.failure is None:
+                self.failure = error
+                self.inbox.close(error)
+
+        return fail
 
     def _error_of(self, stage: int, failed: Failed) -> BaseException:
         """Make the error that the caller gets of a failure that was sent as data."""

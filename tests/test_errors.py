@@ -19,6 +19,7 @@ SAMPLES = [
     errors.WorkerLost("m", worker="w", stage=1),
     errors.StageFailed("m", stage=1, action="F3", trace="t"),
     errors.NonFiniteLoss("m", stage=1, action="F3"),
+    errors.PoisonedMicroBatch("m", micro_batch=3, stage=1),
     errors.RemoteError("m"),
     errors.PipelineClosed("m"),
 ]

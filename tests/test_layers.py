@@ -20,10 +20,13 @@ LAYERS = [
     {
         "pipedream_rt.control",
         "pipedream_rt.cluster",
+        "pipedream_rt.feed",
+        "pipedream_rt.group",
         "pipedream_rt.launch",
         "pipedream_rt.jobs",
         "pipedream_rt.processes",
         "pipedream_rt.reception",
+        "pipedream_rt.recovery",
         "pipedream_rt.results",
         "pipedream_rt.spawn",
         "pipedream_rt.tracing",

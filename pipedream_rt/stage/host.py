@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,17 +14,13 @@ import cloudpickle
 import torch
 
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.errors import PipelineClosed, TransportError
 from pipedream_rt.observe.recorder import Recorder
 from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.stage.job import StageJob
 from pipedream_rt.stage.loop import Loop
-from pipedream_rt.stage.messages import COORDINATOR, Channel, Failed, Key, Reply
+from pipedream_rt.stage.messages import COORDINATOR, Channel, Failed, Job, Key, Ready
 from pipedream_rt.stage.stage import Send, Stage
-from pipedream_rt.stage.tree import flatten
-
-READY = -1
-"""Index of the reply with which a stage says that its job is understood."""
 
 
 class StageHost:
@@ -37,6 +34,7 @@ class StageHost:
         timeout: For messages that are sure to come.
         threads: For torch's own parallel loops, in this thread.
         computing: Entered around every computation.
+        announce: Told of actions before they are done, where a `Job` asks for it.
 
     Attributes:
         name: As ``"stage 2"``, or ``"worker 1"`` where that hosts several.
@@ -52,6 +50,7 @@ class StageHost:
         timeout: timedelta,
         threads: int,
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        announce: Callable[[str], None] = lambda action: None,
     ) -> None:
         """Start no thread; `serve` runs on the caller's."""
         self.worker = worker
@@ -65,6 +64,8 @@ class StageHost:
         self._timeout = timeout
         self._threads = threads
         self._computing = computing
+        self._announce = announce
+        self._generation = generation
 
     def serve(self) -> None:
         """Take the jobs, run the stages until the inbox is closed. Raises nothing.
@@ -100,15 +101,22 @@ class StageHost:
 
     def _run(self) -> None:
         """Build the stages from their jobs, say so, run them."""
+        announced = 0
         for index in self._indices:
             self._starting = index
             message = self.inbox.take(Key(Channel.JOB, 0, index), Deadline(self._timeout))
-            job: StageJob = cloudpickle.loads(message.tensors[0].numpy().data)
-            del message
+            start, data = message.payload, message.tensors[0].numpy().data
+            assert isinstance(start, Job)
+            if hashlib.sha256(data).digest() != start.digest:
+                raise TransportError(f"the job of stage {index} is not what the coordinator sent")
+            job: StageJob = cloudpickle.loads(data)
+            del message, data
             job.settings.apply()
             send = self._send_of(index)
-            self._stages[index] = Stage(job, send, self._computing)
-            send(COORDINATOR, READY, Reply(structure=flatten(None)[0]), ())
+            self._stages[index] = stage = Stage(job, send, self._computing)
+            stage.begin(start)
+            announced = start.announced
+            send(COORDINATOR, self._generation, Ready(), ())
         self._loop = Loop(
             list(self._stages.values()),
             job.schedule,
@@ -116,6 +124,8 @@ class StageHost:
             self.inbox,
             self._timeout,
             Recorder(job.trace_spans) if job.trace_spans else None,
+            self._announce,
+            announced,
         )
         self._loop.run()
 

@@ -157,6 +157,20 @@ class Inbox:
                 self._reason = reason
                 self._changed.notify_all()
 
+    def reopen(self, generation: int) -> None:
+        """Begin a new generation after a failure; by the taker.
+
+        What was not taken is dropped, for it comes again. What was taken is still dropped when it
+        comes a second time.
+
+        Args:
+            generation: Messages of another are refused from now on.
+        """
+        with self._changed:
+            self._generation = generation
+            self._waiting.clear()
+            self._reason = None
+
     @property
     def busy(self) -> bool:
         """Whether somebody waits for a message."""

@@ -11,7 +11,7 @@ commands) comes by its position in the feed, the same place on every stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -48,6 +48,8 @@ class Loop:
         inbox: Where the messages for all these stages arrive.
         timeout: For messages that are sure to come.
         recorder: Where spans are written; None for no trace.
+        announce: Told of an action before it is done,
+        announced: if it is on a micro-batch with a lower number.
 
     Attributes:
         current: The stage that acts, for an error report.
@@ -61,6 +63,8 @@ class Loop:
         inbox: Inbox,
         timeout: timedelta,
         recorder: Recorder | None = None,
+        announce: Callable[[str], None] = lambda action: None,
+        announced: int = 0,
     ) -> None:
         """Nothing runs yet."""
         self._stages = {stage.index: stage for stage in stages}
@@ -70,6 +74,8 @@ class Loop:
         self._inbox = inbox
         self._timeout = timeout
         self._recorder = recorder
+        self._announce = announce
+        self._announced = announced
         self._free_ns = time.monotonic_ns()
 
     def run(self) -> None:
@@ -199,6 +205,8 @@ class Loop:
         due = stage.parameters.ledger.newest if kind is Kind.STEP else stage.ended
         if (kind is Kind.STEP or kind in ENDS) and m != due:
             raise ScheduleError(f"stage {stage.index}: {action} comes before {kind.value}{due}")
+        if m < self._announced:
+            self._announce(f"{stage.index}:{kind.value}{m}")
         asked, held_up = time.monotonic_ns(), stage.held_up_ns
         version = 0
         match kind:

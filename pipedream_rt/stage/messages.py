@@ -21,6 +21,7 @@ class Channel(Enum):
     """The first part of an inbox key; messages of one channel are taken in rising order."""
 
     JOB = "job"
+    READY = "ready"
     FEED = "feed"
     TARGET = "target"
     GRADIENT = "gradient"
@@ -55,9 +56,33 @@ class CommandName(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Coordinator to stage, first of all: the stage itself, as cloudpickle bytes in one tensor."""
+    """Coordinator to stage, first of all: the stage itself, as cloudpickle bytes in one tensor.
+
+    In a later generation the stage takes up the state of a checkpoint and goes on from there.
+
+    Attributes:
+        digest: SHA-256 of those bytes: a transport need not authenticate tensors.
+        position: The first of the feed that it will be sent.
+        optimizer: Pickled `OptimizerSpec`; empty where a command will bring it.
+        training: Mode to set all modules to; None to leave them.
+        restore: Arguments of `Stage.load`; None for a stage as it is.
+        announced: Micro-batches with lower numbers are announced before each action on them.
+    """
 
     channel: ClassVar[Channel] = Channel.JOB
+    digest: bytes
+    position: int = 0
+    optimizer: bytes = b""
+    training: bool | None = None
+    restore: dict[str, Any] | None = None
+    announced: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Stage to coordinator: it has understood its job. The index is the generation."""
+
+    channel: ClassVar[Channel] = Channel.READY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +147,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Stage to coordinator: the result of the job (position -1) or of a command."""
+    """Stage to coordinator: the result of a command."""
 
     channel: ClassVar[Channel] = Channel.REPLY
     structure: Structure
@@ -140,7 +165,7 @@ class Failed:
     pickled: bytes = b""
 
 
-Payload: TypeAlias = Job | MicroBatch | Command | Target | Gradient | Loss | Reply | Failed
+Payload: TypeAlias = Job | Ready | MicroBatch | Command | Target | Gradient | Loss | Reply | Failed
 
 
 class Key(NamedTuple):

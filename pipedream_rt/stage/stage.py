@@ -36,6 +36,7 @@ from pipedream_rt.stage.messages import (
     Reply,
     Target,
 )
+from pipedream_rt.stage.messages import Job as JobMessage
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import VersionedParameters
 from pipedream_rt.stage.random import layer_seed
@@ -127,6 +128,17 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
         self._busy_ns = self.held_up_ns = self.sent_bytes = 0
+
+    def begin(self, start: JobMessage) -> None:
+        """Take up the state that a job describes, before anything else."""
+        if start.optimizer:
+            self.set_optimizer(start.optimizer)
+        if start.training is not None:
+            self.module.train(start.training)
+        if start.restore is not None:
+            with torch.no_grad():
+                self.load(**start.restore)
+        self.position = start.position
 
     def _send(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
         """Hand a message to the transport, and count its bytes."""
@@ -447,7 +459,7 @@ class Stage:
             case CommandName.SAVE:
                 return self.save(Path(argument))
             case CommandName.LOAD:
-                return self.load(Path(argument["folder"]), argument["step"], argument["plain"])
+                return self.load(**argument)
             case CommandName.FLUSH | CommandName.TRACE:
                 raise ScheduleError(f"stage {self.index}: {name.value} is the loop's to obey")
         return None
@@ -472,7 +484,7 @@ class Stage:
         except CheckpointError as error:
             return str(error)
 
-    def load(self, folder: Path, step: int, plain: dict[str, Any]) -> bool:
+    def load(self, folder: str, step: int, plain: dict[str, Any]) -> bool:
         """Go on from a checkpoint that was verified. Nothing must be in flight.
 
         Args:
@@ -487,7 +499,7 @@ class Stage:
         first = step * self._schedule.per_update
         read = self._schedule.reads(self.index, first)
         names = list(self.parameters.named)
-        state = read_stage(folder, list(self.module.state_dict()), names, plain)
+        state = read_stage(Path(folder), list(self.module.state_dict()), names, plain)
         needed = range(read, step) if names else range(0)
         whole = all(version in state.versions for version in needed)
         older = {version: state.versions[version] for version in needed} if whole else {}

@@ -22,15 +22,16 @@ from pipedream_rt.stage.messages import (
     MicroBatch,
     Mode,
     Payload,
+    Ready,
     Reply,
     Target,
 )
 
-FORMAT = 1
+FORMAT = 2
 """First element of every message; a peer of another format is refused, not misread."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (
-    Job, MicroBatch, Command, Target, Gradient, Loss, Reply, Failed,
+    Job, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Failed,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _ENUMS: dict[tuple[type[Any], str], type[Enum]] = {

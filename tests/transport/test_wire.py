@@ -16,13 +16,15 @@ from pipedream_rt.stage.messages import (
     Message,
     MicroBatch,
     Mode,
+    Ready,
     Reply,
     Target,
 )
 from pipedream_rt.transport.wire import decode, encode
 
 PAYLOADS = [
-    Job(),
+    Job(digest=b"\xff" * 32, position=7, restore={"folder": "run", "step": 3, "plain": {}}),
+    Ready(),
     MicroBatch(micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}], structure=["T", 0],
                requires_grad=[True], trail=[[1, 2**40]]),
     MicroBatch(micro_batch=0, mode=Mode.EVALUATE, empty=True),

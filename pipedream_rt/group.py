@@ -1,0 +1,285 @@
+"""The workers as the coordinator sees them, one generation after another.
+
+`take` waits for what a stage sends. When a worker fails meanwhile, it ends what is left of the
+workers, starts others, gives them the state of the last origin and feeds them what was fed since
+(`feed.py`), and goes on waiting. The same positions give the same bits, and the inbox drops what
+the coordinator has taken before, so that the caller sees no difference but the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch import Tensor
+
+from pipedream_rt.checkpoint import newest_good
+from pipedream_rt.cluster import Cluster, Fail
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import CheckpointError, MessageTimeout, PipelineClosed
+from pipedream_rt.feed import Entry, FeedLog, Origin
+from pipedream_rt.reception import Reception
+from pipedream_rt.recovery import Failures, Restart, is_passing
+from pipedream_rt.stage.inbox import Inbox
+from pipedream_rt.stage.messages import (
+    COORDINATOR,
+    Channel,
+    Command,
+    CommandName,
+    Job,
+    Key,
+    Message,
+    MicroBatch,
+    Mode,
+    Payload,
+)
+from pipedream_rt.stage.stage import Send
+from pipedream_rt.stage.tree import unflatten
+from pipedream_rt.transport.base import Receive, sender
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_generations = itertools.count(1)
+"""Groups of this process so far: torch RPC keeps some state for the life of a process too."""
+
+StartCluster = Callable[[Receive, Fail, int], Cluster]
+"""``start(receive, fail, generation)``."""
+
+
+class WorkerGroup:
+    """Workers that host the stages; used by the coordinator's thread alone, but for `close`.
+
+    Args:
+        start: Starts a cluster.
+        jobs: Pickled `StageJob` of every stage.
+        timeout: For an answer that is sure to come.
+        failures: Says whether to go on after a failure.
+
+    Attributes:
+        position: Of what is fed next.
+        log: What was fed since the last origins.
+        restarts: The recoveries so far.
+        next_micro_batch: One past the last that was fed to be trained on.
+        next_loss: Micro-batch whose loss is to be taken next.
+    """
+
+    def __init__(
+        self, start: StartCluster, jobs: list[Tensor], timeout: timedelta, failures: Failures
+    ) -> None:
+        """Start the workers and give them their stages."""
+        self._start_cluster = start
+        self._jobs = jobs
+        self._digests = [hashlib.sha256(job.numpy().data).digest() for job in jobs]
+        self._timeout = timeout
+        self._failures = failures
+        self._optimizer = b""
+        self._training: bool | None = None
+        self._closed = False
+        self.position = self.next_micro_batch = self.next_loss = 0
+        self.log = FeedLog(on=failures.left > 0)
+        self.restarts: list[Restart] = []
+        self._reception = Reception()
+        self._cluster: Cluster | None = None
+        self._send: Send = lambda *_: None
+        try:
+            self._begin(self.log.origins[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what is sent and taken -----------------------------------------------------------------
+
+    def feed(self, to: int, payload: Payload, tensors: tuple[Tensor, ...] = ()) -> None:
+        """Send to a stage at the position of now; again in later generations.
+
+        Raises:
+            TransportError: It cannot be written.
+        """
+        self._send(to, self.position, payload, tensors)
+        self.log.append(Entry(to, self.position, payload, tensors))
+        match payload:
+            case MicroBatch(mode=Mode.TRAIN) as fed:
+                self.next_micro_batch = fed.micro_batch + 1
+            case Command(name=CommandName.OPTIMIZER):
+                self._optimizer = unflatten(payload.structure, tensors)
+            case Command(name=CommandName.TRAINING):
+                self._training = unflatten(payload.structure, tensors)
+
+    def advance(self) -> None:
+        """Go on to the next position."""
+        self.position += 1
+
+    def take(self, key: Key) -> Message:
+        """Wait for a message, through as many recoveries as it takes.
+
+        Raises:
+            BaseException: A failure from which the run cannot recover.
+        """
+        return self._recovering(lambda: self._wait(key))
+
+    def call(self, ask: Callable[[Cluster], T]) -> T:
+        """Ask something of the cluster of now, as references to what its workers hold."""
+
+        def waiting() -> T:
+            with self.cluster.waiting():
+                return ask(self.cluster)
+
+        return self._recovering(waiting)
+
+    def origin(self) -> Origin:
+        """The point after what was fed last, without its folder."""
+        return Origin(position=self.position, optimizer=self._optimizer, training=self._training)
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where messages to the coordinator arrive."""
+        return self._reception.inbox
+
+    @property
+    def generation(self) -> int:
+        """Of the workers of now."""
+        return self._reception.generation
+
+    @property
+    def cluster(self) -> Cluster:
+        """The workers of now."""
+        assert self._cluster is not None
+        return self._cluster
+
+    def close(self) -> None:
+        """End all workers. Idempotent, from any thread."""
+        self._closed = True
+        self.inbox.close(PipelineClosed("the pipeline was closed"))
+        if self._cluster is not None:
+            self._cluster.close()
+
+    def _wait(self, key: Key) -> Message:
+        """Wait for a message; tell of every stage if it does not come."""
+        with self.cluster.waiting():
+            try:
+                return self.inbox.take(key, Deadline(self._timeout))
+            except MessageTimeout as error:
+                stories = "\n".join(self.cluster.stories())
+                raise MessageTimeout(f"{error}\n{stories}") from None
+
+    # -- recovery -------------------------------------------------------------------------------
+
+    def _recovering(self, attempt: Callable[[], T]) -> T:
+        """Do something that fails with the workers, again with others where that can help."""
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                if self._closed:
+                    raise
+                known = self._reception.failure
+                # What is known to have failed says more than how it was noticed here.
+                self._recover(known if known is not None and is_passing(error) else error)
+
+    def _recover(self, error: BaseException) -> None:
+        """Go on with new workers.
+
+        Raises:
+            BaseException: The failure, or one that came after it, if that cannot help.
+        """
+        noticed, failure = time.monotonic(), error
+        while True:
+            self._failures.note(failure, range(self.next_loss, self.next_micro_batch))
+            _log.warning(
+                "%s\nstarting new workers; %d more failures will be recovered from",
+                failure,
+                self._failures.left,
+            )
+            try:
+                replayed = self._start_again()
+                break
+            except Exception as again:
+                if self._closed:
+                    raise
+                failure = self._reception.failure or again
+        restart = Restart(
+            generation=self.generation,
+            reason=str(error).splitlines()[0],
+            seconds=time.monotonic() - noticed,
+            replayed=replayed,
+        )
+        self.restarts.append(restart)
+        _log.warning(
+            "recovered in %.1f s: generation %d, %d micro-batches are computed again",
+            restart.seconds,
+            restart.generation,
+            restart.replayed,
+        )
+
+    def _start_again(self) -> int:
+        """End the workers, start others and bring them to where the feed is.
+
+        Returns:
+            How many micro-batches are fed again.
+        """
+        self.cluster.kill()
+        origin = self._origin_to_use()
+        self._begin(origin)
+        replayed = 0
+        for to, position, payload, tensors in self.log.since(origin):
+            self._send(to, position, payload, tensors)
+            replayed += to == 0 and isinstance(payload, MicroBatch)
+        return replayed
+
+    def _origin_to_use(self) -> Origin:
+        """The newest origin whose checkpoint is whole.
+
+        Raises:
+            CheckpointError: None is.
+        """
+        while True:
+            origin = self.log.origins[-1]
+            if origin.folder is None:
+                return origin
+            try:
+                newest_good(origin.folder)
+                return origin
+            except CheckpointError as error:
+                if len(self.log.origins) == 1:
+                    raise
+                _log.warning("%s; going back to the one before", error)
+                self.log.origins.pop()
+
+    def _begin(self, origin: Origin) -> None:
+        """Start workers and wait until each stage has the state of an origin."""
+        generation = next(_generations)
+        reception = self._reception
+        reception.begin(generation)
+        self._cluster = self._start_cluster(
+            reception.receive, reception.fail_of(generation), generation
+        )
+        if self._closed:  # meanwhile, by a signal handler
+            self._cluster.close()
+            raise PipelineClosed("the pipeline was closed")
+        reception.cluster = self._cluster
+        self._send = sender(self._cluster.transport, COORDINATOR, generation)
+        restore = None
+        if origin.folder is not None:
+            manifest = newest_good(origin.folder)[1]
+            restore = {
+                "folder": str(origin.folder), "step": manifest.step, "plain": manifest.plain
+            }  # fmt: skip
+        for stage, (job, digest) in enumerate(zip(self._jobs, self._digests, strict=True)):
+            start = Job(
+                digest=digest,
+                position=origin.position,
+                optimizer=origin.optimizer,
+                training=origin.training,
+                restore=restore,
+                announced=self.next_micro_batch,
+            )
+            self._send(stage, 0, start, (job,))
+        for stage in range(len(self._jobs)):
+            self._wait(Key(Channel.READY, generation, stage))
