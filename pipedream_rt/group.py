@@ -14,11 +14,12 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pipedream_rt.checkpoint import newest_good
+from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster import Cluster, Fail
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import CheckpointError, MessageTimeout, PipelineClosed
@@ -37,9 +38,11 @@ from pipedream_rt.stage.messages import (
     MicroBatch,
     Mode,
     Payload,
+    Reply,
+    Saved,
 )
 from pipedream_rt.stage.stage import Send
-from pipedream_rt.stage.tree import unflatten
+from pipedream_rt.stage.tree import flat_copy, unflatten
 from pipedream_rt.transport.base import Receive, sender
 
 T = TypeVar("T")
@@ -51,6 +54,22 @@ _generations = itertools.count(1)
 
 StartCluster = Callable[[Receive, Fail, int], Cluster]
 """``start(receive, fail, generation)``."""
+
+
+def load_argument(folder: Path, manifest: Manifest, floor: int | None = None) -> dict[str, Any]:
+    """What `Stage.load` is called with.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Its own.
+        floor: Oldest weight version to be read; None for what the checkpoint says.
+    """
+    return {
+        "folder": str(folder),
+        "step": manifest.step,
+        "plain": manifest.plain,
+        "floor": manifest.floor if floor is None else floor,
+    }
 
 
 class WorkerGroup:
@@ -123,6 +142,44 @@ class WorkerGroup:
             BaseException: A failure from which the run cannot recover.
         """
         return self._recovering(lambda: self._wait(key))
+
+    def tell(self, name: CommandName, *arguments: object) -> int:
+        """Feed a command to every stage at the position of now.
+
+        Args:
+            name: Which.
+            *arguments: One for all stages, or one for each.
+
+        Returns:
+            The position, for `replies`.
+        """
+        stages = len(self._jobs)
+        each = arguments if len(arguments) == stages else (arguments or (None,)) * stages
+        for stage, argument in enumerate(each):
+            structure, tensors = flat_copy(argument)
+            self.feed(stage, Command(name=name, structure=structure), tensors)
+        self.advance()
+        return self.position - 1
+
+    def replies(self, position: int, channel: Channel = Channel.REPLY) -> list[Any]:
+        """Wait for what every stage replies to the command at a position.
+
+        Args:
+            position: Of the command.
+            channel: Where the replies come; those of `CommandName.SAVE` have their own.
+        """
+        found = []
+        for stage in range(len(self._jobs)):
+            message = self.take(Key(channel, position, stage))
+            assert isinstance(message.payload, Reply | Saved)
+            found.append(unflatten(message.payload.structure, message.tensors))
+        return found
+
+    def replied(self, position: int, channel: Channel) -> bool:
+        """Whether `replies` would return at once."""
+        return all(
+            self.inbox.holds(Key(channel, position, stage)) for stage in range(len(self._jobs))
+        )
 
     def call(self, ask: Callable[[Cluster], T]) -> T:
         """Ask something of the cluster of now, as references to what its workers hold."""
@@ -200,6 +257,8 @@ class WorkerGroup:
             try:
                 replayed = self._start_again()
                 break
+            except CheckpointError as again:  # there is nothing to go back to
+                raise error from again
             except Exception as again:
                 if self._closed:
                     raise
@@ -267,10 +326,7 @@ class WorkerGroup:
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         restore = None
         if origin.folder is not None:
-            manifest = newest_good(origin.folder)[1]
-            restore = {
-                "folder": str(origin.folder), "step": manifest.step, "plain": manifest.plain
-            }  # fmt: skip
+            restore = load_argument(origin.folder, newest_good(origin.folder)[1])
         for stage, (job, digest) in enumerate(zip(self._jobs, self._digests, strict=True)):
             start = Job(
                 digest=digest,

@@ -18,7 +18,7 @@ from pipedream_rt.control import parse_address
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.processes import ProcessCluster
 from pipedream_rt.schedules import Shape
-from pipedream_rt.spawn import LISTEN_FD, NPROC, TRACE
+from pipedream_rt.spawn import LISTEN_FD, MAX_RESTARTS, NPROC, RESUME, TRACE
 from pipedream_rt.tracing import writable
 from pipedream_rt.transport.base import Receive
 
@@ -109,6 +109,24 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     if not isinstance(trace, str | os.PathLike):
         raise ConfigError(f"trace must be a file, True or False, not {trace!r}")
     return True, writable(trace)
+
+
+def resume_option(resume: bool | None) -> bool:
+    """Whether to go on from the last checkpoint; None follows `pipedream-rt run --resume`."""
+    return RESUME in os.environ if resume is None else bool(resume)
+
+
+def restart_option(max_restarts: int | None, default: int) -> int:
+    """How many failures to recover from; None follows `pipedream-rt run --max-restarts`.
+
+    Raises:
+        ConfigError: It is no number of failures.
+    """
+    if max_restarts is None:
+        return int(os.environ.get(MAX_RESTARTS, default))
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ConfigError(f"max_restarts must be an integer of at least 0, not {max_restarts!r}")
+    return max_restarts
 
 
 _traced_by_run = 0

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import (
     Manifest,
-    committing,
+    checkpoints,
     newest_good,
-    prune,
+    refuse_unsaveable,
     shapes,
-    write_manifest,
 )
+from pipedream_rt.checkpointer import Checkpointer, result_of
 from pipedream_rt.cluster import Cluster, Fail, Reference
 from pipedream_rt.errors import (
     CheckpointError,
@@ -39,9 +39,17 @@ from pipedream_rt.errors import (
     PipelineClosed,
     PipelineError,
 )
-from pipedream_rt.group import WorkerGroup
+from pipedream_rt.group import WorkerGroup, load_argument
 from pipedream_rt.jobs import pickled_jobs
-from pipedream_rt.launch import TraceOption, Workers, start_cluster, trace_option
+from pipedream_rt.launch import (
+    TraceOption,
+    Workers,
+    restart_option,
+    resume_option,
+    start_cluster,
+    trace_option,
+)
+from pipedream_rt.loading import Loading
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.summary import table
@@ -64,23 +72,20 @@ from pipedream_rt.stage.job import LossFunction
 from pipedream_rt.stage.messages import (
     COORDINATOR,
     Channel,
-    Command,
     CommandName,
     Key,
     Loss,
     Message,
     MicroBatch,
     Mode,
-    Reply,
     Target,
 )
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.tree import (
     Structure,
     batch_size,
-    flatten,
+    flat_copy,
     micro_batch_sizes,
-    own,
     split,
     unflatten,
 )
@@ -119,26 +124,6 @@ class StageHandle:
         return self._pipeline._reference(self.index, "module")
 
 
-class _Loading:
-    """A loader, one item ahead; keeps its error until the results before it are handed out."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        """Draw the first item."""
-        self._items = iter(loader)
-        self.fetched: list[Any] = []
-        self.error: Exception | None = None
-        self.fetch()
-
-    def fetch(self) -> None:
-        """Draw an item into ``fetched``, which stays empty at the loader's end."""
-        try:
-            self.fetched.append(next(self._items))
-        except StopIteration:
-            pass
-        except Exception as error:  # the user's code; raised again by `train_epoch`
-            self.error = error
-
-
 class _Part(NamedTuple):
     """A micro-batch, flattened: structure and tensors of the input and of the target."""
 
@@ -148,13 +133,7 @@ class _Part(NamedTuple):
 
 def _part(x: Any, y: Any) -> _Part:
     """Flatten a micro-batch, in copies: the caller may change its tensors after the call."""
-    return _Part(_flat_copy(x), _flat_copy(y))
-
-
-def _flat_copy(value: object) -> tuple[Structure, tuple[Tensor, ...]]:
-    """Flatten a value, in copies."""
-    structure, tensors = flatten(value)
-    return structure, tuple(own(t, copy=True) for t in tensors)
+    return _Part(flat_copy(x), flat_copy(y))
 
 
 class Pipeline:
@@ -191,6 +170,16 @@ class Pipeline:
         credits: Mini-batches injected before the first result is awaited; None for what the
             schedule needs. The memory for inputs is bounded by it, and a learning rate set after
             result i applies from mini-batch i + credits on.
+        checkpoint: Folder for checkpoints; the coordinator and all workers must share it.
+        checkpoint_every: Mini-batches between two checkpoints that are made by themselves. The
+            pipe does not stop for them.
+        keep: So many of the newest checkpoints are kept; None for all.
+        resume: Go on from the newest whole checkpoint in ``checkpoint``, if there is one. None:
+            what `pipedream-rt run --resume` says, else False.
+        max_restarts: Failures of workers that are recovered from: others are started, and compute
+            again what was fed since the last checkpoint, or since the start, which is kept until
+            then. None: what `pipedream-rt run --max-restarts` says, else 3 with
+            ``checkpoint_every`` and 0 without.
         trace: A file to which `close` writes what every stage did when, or True to record it for
             `trace` alone. None: what `pipedream-rt run --trace` says, else False. Each worker
             keeps its last 131,072 actions.
@@ -218,6 +207,10 @@ class Pipeline:
         threads: int = 1,
         on_nan: str = "raise",
         credits: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int | None = 3,
+        resume: bool | None = None,
         max_restarts: int | None = None,
         trace: TraceOption = None,
         timeout: timedelta = timedelta(minutes=5),
@@ -240,6 +233,14 @@ class Pipeline:
             if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
         _check_number("threads", threads)
+        for name, number in (("checkpoint_every", checkpoint_every), ("keep", keep)):
+            _check_number(name, number if number is not None else 1)
+        if checkpoint_every is not None and checkpoint is None:
+            raise ConfigError("checkpoint_every needs a folder; give it as checkpoint")
+        restarts = restart_option(max_restarts, default=3 if checkpoint_every is not None else 0)
+        resume = resume_option(resume)
+        if resume and checkpoint is None:
+            raise ConfigError("resume needs the folder of the checkpoints; give it as checkpoint")
         if on_nan not in ("raise", "ignore"):
             raise ConfigError(f'on_nan must be "raise" or "ignore", not {on_nan!r}')
         if loss_fn is not None and not callable(loss_fn):
@@ -258,7 +259,10 @@ class Pipeline:
         self._micro_batches = micro_batches
         self._credits = credits or self.schedule.credits()
         self._timeout = timeout
-        self._step = 0
+        self._step = self._floor = self._passes = self._epoch = 0
+        self._loading: Loading | None = None
+        self._attached: dict[str, Any] = {}
+        self.resumed: Manifest | None = None
         self._pending: deque[PendingStep] = deque()
         self._optimizer: DistributedOptimizer | None = None
         self._named_references: dict[int, list[tuple[Reference, str]]] = {}
@@ -279,7 +283,13 @@ class Pipeline:
                 threads=threads,
             )
 
-        self._group = WorkerGroup(start, jobs, timeout, Failures(max_restarts or 0, micro_batches))
+        self._group = WorkerGroup(start, jobs, timeout, Failures(restarts, micro_batches))
+        self._checkpointer = Checkpointer(
+            self._group,
+            None if checkpoint is None else Path(checkpoint).absolute(),
+            checkpoint_every,
+            keep,
+        )
         # Ends the workers also when a pipeline is dropped, or the interpreter ends, without close.
         self._owner_pid = os.getpid()
         self._end = weakref.finalize(self, _close_here, self._group, self._owner_pid)
@@ -296,6 +306,8 @@ class Pipeline:
             if grouped is not None:
                 self._build_optimizer(*grouped)
                 self.scatter_optimizer_state(state_by_name(optimizer, self._names))
+            if resume:
+                self._resume()
 
     # -- training -----------------------------------------------------------------------------
 
@@ -318,17 +330,33 @@ class Pipeline:
             Exception: Whatever the loader raises, after the results before it.
         """
         self._check_usable()
-        pending: deque[PendingStep] = deque()
-        items = _Loading(loader)
-        while items.fetched:
-            pending.append(self.submit(*_pair(items.fetched.pop())))
-            items.fetch()  # while the pipe computes; the user's loop finds it done
-            if len(pending) == self._credits:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        self._loading = items = self._load_from(loader)
+        try:
+            while True:
+                while len(items.pending) >= self._credits:
+                    yield items.pending.popleft().result()
+                if not items.fetched:
+                    break
+                items.pending.append(self._inject(*_pair(items.fetched.pop())))
+                self._checkpoint_if_due()
+                items.fetch()  # while the pipe computes; the user's loop finds it done
+            while items.pending:
+                yield items.pending.popleft().result()
+        finally:
+            self._loading = None
+            self._epoch += 1
         if items.error is not None:
             raise items.error
+
+    def _load_from(self, loader: Iterable[Any]) -> Loading:
+        """Draw from a loader; from where it was, where the run goes on in this epoch."""
+        resumed, place = self.resumed, None
+        if resumed is not None and resumed.place is not None and resumed.step == self._step:
+            place = resumed.place if resumed.place["epoch"] == self._epoch else None
+        if place is None or resumed is None:
+            return Loading(loader, self._epoch)
+        unseen = [PendingStep.finished(self, result_of(r)) for r in resumed.results]
+        return Loading(loader, self._epoch, place, unseen)
 
     def submit(self, x: Any, y: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -345,10 +373,18 @@ class Pipeline:
         Raises:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
         """
+        pending = self._inject(x, y)
+        self._checkpoint_if_due()
+        return pending
+
+    def _inject(self, x: Any, y: Any) -> PendingStep:
+        """See `submit`."""
         self._check_usable()
         if not self._has_loss or self._optimizer is None:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
         parts, sizes = self._parts(x, y)
+        with self._closing_on_error():
+            self._checkpointer.finish_if_written()
         while len(self._pending) >= self._credits:
             self.collect_oldest()
         hyper = self._optimizer.hyper()
@@ -406,6 +442,11 @@ class Pipeline:
                 last = len(self.stages) - 1
                 self._group.feed(last, target, tensors)
             self._group.advance()
+
+    def _pass(self, mode: Mode, part: _Part) -> None:
+        """Inject one micro-batch that trains nothing; these have numbers of their own."""
+        self._feed(mode, self._passes, part)
+        self._passes += 1
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way."""
@@ -509,7 +550,7 @@ class Pipeline:
                 for part, size in zip(parts, sizes, strict=True):
                     if part is not None:
                         ahead_of.append((self._group.position, size))
-                        self._feed(Mode.EVALUATE, self._group.position, part)
+                        self._pass(Mode.EVALUATE, part)
                 while len(ahead_of) > 2 * len(self.stages):
                     collect()
         finally:
@@ -529,7 +570,7 @@ class Pipeline:
             Output of the last layer.
         """
         self.flush()
-        self._feed(Mode.INFER, self._group.position, _part(x, None))
+        self._pass(Mode.INFER, _part(x, None))
         return self._take_loss(self._group.position - 1)[1]
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -576,7 +617,9 @@ class Pipeline:
                 + "".join(f"; {text}" for text in shapes)
             )
         self.flush()
+        self._finish_checkpoint()
         self._command_each(CommandName.LOAD_STATE, self._by_stage(state_dict))
+        self._floor = self._step
 
     def module(self) -> nn.Module:
         """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
@@ -592,7 +635,11 @@ class Pipeline:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def save(
-        self, folder: str | os.PathLike[str], *, keep: int | None = None, extra: Any = None
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        keep: int | None = None,
+        extra: Any = None,
     ) -> Path:
         """Write a checkpoint, from which `load` goes on with the same bits. Flushes the pipe.
 
@@ -601,9 +648,10 @@ class Pipeline:
         are safetensors under the keys of the unsplit model, with a Hugging Face index.
 
         Args:
-            folder: Of the run; a folder ``step-00000100`` is made in it.
+            folder: Of the run; a folder ``step-00000100`` is made in it. None for the one that
+                the pipeline was given.
             keep: Remove all but so many of the newest checkpoints there afterwards.
-            extra: Of your own, as a scheduler's ``state_dict``: numbers, texts, lists, dicts.
+            extra: Of your own: numbers, texts, lists, dicts.
 
         Returns:
             The folder of the checkpoint. It is whole, or it is not there.
@@ -613,34 +661,91 @@ class Pipeline:
         """
         if keep is not None:
             _check_number("keep", keep)
+        root = Path(folder).absolute() if folder is not None else self._checkpointer.folder
+        if root is None:
+            raise ConfigError("save needs a folder, here or as checkpoint of the pipeline")
         self.flush()
-        shape, root = self.schedule.shape, Path(folder).absolute()
-        with committing(root, self._step) as part:
-            files: dict[str, list[Any]] = {}
-            plain: dict[str, dict[str, Any]] = {}
-            weights: dict[str, dict[str, int]] = {}
-            for written in self._command(CommandName.SAVE, str(part)):
-                if isinstance(written, str):
-                    raise CheckpointError(written)
-                of_stage, rest, sizes = written
-                files.update(of_stage)
-                plain.update(rest)
-                weights.update(sizes)
-            manifest = Manifest(
-                step=self._step,
-                schedule=self.schedule.name,
-                workers=shape.workers,
-                stages_per_worker=shape.stages_per_worker,
-                per_update=shape.per_update,
-                groups=self._optimizer.hyper() if self._optimizer else [],
-                files=files,
-                plain=plain,
-                extra=extra,
-            )
-            write_manifest(part, manifest, weights)
-        if keep is not None:
-            prune(root, keep)
-        return root / f"step-{self._step:08d}"
+        self._finish_checkpoint()
+        self._checkpointer.begin(root, keep, self._manifest(extra), self._unseen())
+        with self._failing_on_loss():
+            written = self._checkpointer.finish()
+        assert written is not None
+        return written
+
+    def attach(self, **stateful: Any) -> None:
+        """Let objects of yours go into checkpoints and come back with them.
+
+        Call it before training. After a resume it gives each its state at once, and
+        `optimizer` its hyper-parameters again, which schedulers change when they are made.
+
+        Args:
+            **stateful: By name: what has ``state_dict`` and ``load_state_dict``, as a learning-rate
+                scheduler.
+
+        Raises:
+            ConfigError: An object lacks these, or its state holds more than numbers, texts, bytes,
+                lists and dicts.
+        """
+        for name, value in stateful.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(f"{name} has no state_dict and load_state_dict")
+            refuse_unsaveable(name, value.state_dict())
+            if self.resumed is not None and name in self.resumed.attached:
+                value.load_state_dict(self.resumed.attached[name])
+        self._attached.update(stateful)
+        if self.resumed is not None and self.resumed.step == self._step:
+            self._set_groups(self.resumed)
+
+    def _checkpoint_if_due(self) -> None:
+        """Begin a checkpoint behind the mini-batch that was injected last, if it is time."""
+        if not self._checkpointer.due(self._step):
+            return
+        if self._checkpointer.is_begun:  # the disk is slow: wait for it
+            self.flush()
+            self._finish_checkpoint()
+        with self._closing_on_error():
+            self._checkpointer.begin_by_itself(self._manifest(None), self._unseen())
+
+    def _unseen(self) -> list[PendingStep]:
+        """The mini-batches so far whose results the script has not seen."""
+        return list(self._pending if self._loading is None else self._loading.pending)
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for a checkpoint that was begun by itself; after a flush."""
+        with self._failing_on_loss():
+            try:
+                self._checkpointer.finish()
+            except CheckpointError as error:
+                _log.error("%s", error)
+
+    @contextmanager
+    def _failing_on_loss(self) -> Iterator[None]:
+        """End everything if the body fails, but for a checkpoint that cannot be written."""
+        with self._closing_on_error():
+            problem: CheckpointError | None = None
+            try:
+                yield
+            except CheckpointError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def _manifest(self, extra: Any) -> Manifest:
+        """What a checkpoint that is begun now says of itself, but for its files."""
+        shape = self.schedule.shape
+        return Manifest(
+            step=self._step,
+            schedule=self.schedule.name,
+            workers=shape.workers,
+            stages_per_worker=shape.stages_per_worker,
+            per_update=shape.per_update,
+            groups=self._optimizer.hyper() if self._optimizer else [],
+            extra=extra,
+            floor=self._floor,
+            passes=self._passes,
+            place=None if self._loading is None else self._loading.place(),
+            attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
+        )
 
     def load(self, folder: str | os.PathLike[str]) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
@@ -648,8 +753,10 @@ class Pipeline:
         With the same schedule and number of stages the run that follows gives the bits of a run
         that never stopped; with another number of stages or another split too, in schedules that
         flush. In asynchronous ones the first micro-batches then read the newest weights in the
-        place of older ones, and a warning says so. The loader is yours to bring to the place:
-        the next mini-batch is number ``step`` of what this returns.
+        place of older ones, and a warning says so.
+
+        The next `train_epoch` brings its loader to the place where it was (see
+        `pipedream_rt.loading`), and yields the results that the script had not seen first.
 
         Args:
             folder: Of a checkpoint, or of a run: then its newest one that is whole.
@@ -681,19 +788,55 @@ class Pipeline:
                 f"{expected.get(key)} here"
             )
         self.flush()
-        argument = {"folder": str(found), "step": manifest.step, "plain": manifest.plain}
-        exact = all(self._command(CommandName.LOAD, argument))
-        self.flush()  # the stages begin their orders anew, from that step
-        if not exact:
+        self._finish_checkpoint()
+        self._floor = manifest.floor
+        if not all(self._command(CommandName.LOAD, load_argument(found, manifest))):
             _log.warning(
                 "%s has not all weight versions that this split reads: the first micro-batches "
                 "read newer ones",
                 found,
             )
+            # On every stage, so that what follows does not depend on which of them had all.
+            self._floor = manifest.step
+            self._command(CommandName.LOAD, load_argument(found, manifest, self._floor))
+        self.flush()  # the stages begin their orders anew, from that step
+        self._step, self._passes = manifest.step, manifest.passes
+        self._group.next_micro_batch = self._group.next_loss = self._step * self._micro_batches
+        self._set_groups(manifest)
+        if manifest.place is not None:
+            self._epoch = manifest.place["epoch"]
+        self.resumed = manifest
+        return manifest
+
+    def _resume(self) -> None:
+        """Load the newest checkpoint, if there is one at all."""
+        folder = self._checkpointer.folder
+        assert folder is not None
+        if not checkpoints(folder):
+            _log.warning("there is no checkpoint in %s yet; beginning at the start", folder)
+            return
+        self.load(folder)
+        # What was fed to get here is in the checkpoint, but for a split that reads newer versions.
+        _log.warning("going on after step %d of %s", self._step, folder)
+
+    def _set_groups(self, manifest: Manifest) -> None:
+        """Give the parameter groups the values that they had."""
+        groups = self._optimizer.param_groups if self._optimizer else []
         for group, saved in zip(groups, manifest.groups):
             set_hyper(group, saved)
-        self._step = manifest.step
-        return manifest
+
+    @property
+    def step(self) -> int:
+        """Mini-batches injected so far."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch under way: how many calls of `train_epoch` have ended.
+
+        ``for epoch in range(pipe.epoch, epochs)`` goes on in the right one after a resume.
+        """
+        return self._epoch
 
     # -- optimizer ------------------------------------------------------------------------------
 
@@ -854,23 +997,8 @@ class Pipeline:
     def _command_each(self, name: CommandName, arguments: Sequence[object]) -> list[Any]:
         """Tell every stage something at the next position, and wait for what each replies."""
         self._check_usable()
-        position = self._group.position
-        flattened = [_flat_copy(argument) for argument in arguments]
         with self._closing_on_error():
-            for handle, (structure, tensors) in zip(self.stages, flattened, strict=True):
-                command = Command(name=name, structure=structure)
-                self._group.feed(handle.index, command, tensors)
-            self._group.advance()
-        return self._replies(position)
-
-    def _replies(self, position: int) -> list[Any]:
-        """Wait for the reply of every stage."""
-        results = []
-        for handle in self.stages:
-            message = self._take(Key(Channel.REPLY, position, handle.index))
-            assert isinstance(message.payload, Reply)
-            results.append(unflatten(message.payload.structure, message.tensors))
-        return results
+            return self._group.replies(self._group.tell(name, *arguments))
 
     def _take(self, key: Key) -> Message:
         """Wait for a message; a failure that cannot be helped closes the pipeline."""
@@ -929,7 +1057,11 @@ class Pipeline:
             inbox = self._group.inbox
             healthy = self._failure is None and inbox.reason is None and not inbox.busy
             healthy = healthy and os.getpid() == self._owner_pid
-            if self._trace_path is not None and healthy and not self._closed:
+            healthy = healthy and not self._closed
+            if healthy and self._checkpointer.is_begun:
+                self.flush()
+                self._finish_checkpoint()
+            if self._trace_path is not None and healthy:
                 self.trace().save(self._trace_path)
         finally:
             self._end_all()
@@ -939,6 +1071,7 @@ class Pipeline:
         if not self._closed:
             self._closed = True
             self._end.detach()
+            self._checkpointer.abandon()
             if os.getpid() == self._owner_pid:  # a forked child must not end its parent's workers
                 self._group.close()
 

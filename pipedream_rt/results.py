@@ -69,6 +69,13 @@ class PendingStep:
             self._source.collect_oldest()
         return self.outcome
 
+    @classmethod
+    def finished(cls, source: LossSource, outcome: StepResult) -> PendingStep:
+        """Return one whose result is known, as after a restart of the script."""
+        pending = cls(source, outcome.step, 0, [])
+        pending.outcome = outcome
+        return pending
+
     def done(self) -> bool:
         """Whether `result` would return at once. Never blocks."""
         return self.outcome is not None or self._source.has_losses(self)

@@ -17,6 +17,12 @@ NPROC = "PIPEDREAM_RT_NPROC"
 TRACE = "PIPEDREAM_RT_TRACE"
 """Set with it, if asked for: the file that a trace is written to."""
 
+RESUME = "PIPEDREAM_RT_RESUME"
+"""Set with it, if asked for: go on from the last checkpoint."""
+
+MAX_RESTARTS = "PIPEDREAM_RT_MAX_RESTARTS"
+"""Set with it, if asked for: how many failures of workers to recover from."""
+
 
 def start_worker(
     *address: str,

@@ -227,7 +227,7 @@ def test_a_worker_that_is_killed_before_its_part_is_written(tmp_path):
     begun = losses(pipe, DATA[:4])
     pipe.save(tmp_path)
     losses(pipe, DATA[4:6])
-    os.kill(pipe._cluster._local.processes["worker-2"].pid, signal.SIGKILL)
+    os.kill(pipe._group.cluster._local.processes["worker-2"].pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="worker-2"):
         pipe.save(tmp_path)
     assert os.listdir(tmp_path) == ["step-00000004"]

@@ -19,10 +19,12 @@ LAYERS = [
     {"pipedream_rt.transport"},
     {
         "pipedream_rt.control",
+        "pipedream_rt.checkpointer",
         "pipedream_rt.cluster",
         "pipedream_rt.feed",
         "pipedream_rt.group",
         "pipedream_rt.launch",
+        "pipedream_rt.loading",
         "pipedream_rt.jobs",
         "pipedream_rt.processes",
         "pipedream_rt.reception",
@@ -100,6 +102,7 @@ def test_the_environment_is_read_at_the_face_alone():
     assert readers == {
         "pipedream_rt.cli",
         "pipedream_rt.launch",
+        "pipedream_rt.loading",
         "pipedream_rt.transport.rpc",
         "pipedream_rt.workers.command",
     }

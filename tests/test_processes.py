@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
 
 def pids(pipe):
-    return {n: p.pid for n, p in pipe._cluster._local.processes.items()}
+    return {n: p.pid for n, p in pipe._group.cluster._local.processes.items()}
 
 
 def alive(pid):

@@ -265,7 +265,7 @@ def test_a_worker_that_is_killed_while_the_trace_is_collected(tmp_path):
     path = tmp_path / "run.trace"
     pipe = open_pipe(workers="local", trace=path)
     list(pipe.train_epoch(batches(3)))
-    os.kill(next(iter(pipe._cluster._local.processes.values())).pid, signal.SIGKILL)
+    os.kill(next(iter(pipe._group.cluster._local.processes.values())).pid, signal.SIGKILL)
     with pytest.raises(Exception, match="worker-0"):
         pipe.close()
     assert not path.exists()

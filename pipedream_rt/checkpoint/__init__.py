@@ -2,12 +2,13 @@
 
 from pipedream_rt.checkpoint.files import (
     Manifest,
+    Part,
     StageState,
     checkpoints,
-    committing,
     newest_good,
     prune,
     read_stage,
+    refuse_unsaveable,
     shapes,
     verify,
     write_manifest,
@@ -16,12 +17,13 @@ from pipedream_rt.checkpoint.files import (
 
 __all__ = [
     "Manifest",
+    "Part",
     "StageState",
     "checkpoints",
-    "committing",
     "newest_good",
     "prune",
     "read_stage",
+    "refuse_unsaveable",
     "shapes",
     "verify",
     "write_manifest",

@@ -21,8 +21,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -33,12 +32,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipedream_rt.errors import CheckpointError
+from pipedream_rt.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
 
 _MAGIC = "pipedream-rt checkpoint"
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.msgpack"
 _INDEX = "model.safetensors.index.json"
 _NAME = "step-{:08d}"
@@ -47,7 +46,7 @@ _OLD = ".old.part"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """What a stage has, between two micro-batches, with nothing in flight.
+    """What a stage has after an update, as if nothing were in flight. The tensors are its own.
 
     Attributes:
         weights: Its state dict, newest version, under the keys of the unsplit model.
@@ -72,6 +71,11 @@ class Manifest:
         files: Size and checksum of each file, by name.
         plain: By parameter, what of its optimizer state is no tensor.
         extra: The user's own.
+        floor: Oldest weight version that may be read: that of weights loaded in mid-run.
+        passes: Micro-batches that were evaluated or inferred from so far.
+        place: Where the loader was; see `pipedream_rt.loading`.
+        attached: States of the objects given to `Pipeline.attach`, by name.
+        results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
     """
 
     step: int
@@ -83,45 +87,69 @@ class Manifest:
     files: dict[str, list[Any]] = field(default_factory=dict)
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
     extra: Any = None
+    floor: int = 0
+    passes: int = 0
+    place: dict[str, Any] | None = None
+    attached: dict[str, Any] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
 
 # -- writing ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def committing(root: Path, step: int) -> Iterator[Path]:
-    """Make a checkpoint's folder: the body fills it, then it appears under its name, whole.
+class Part:
+    """A checkpoint on its way to the disk: a folder of another name, until `commit`.
 
     Args:
         root: Folder of the run; made if it is not there.
         step: Of the checkpoint; one of the same step is replaced.
 
-    Yields:
-        The folder to write into.
+    Attributes:
+        folder: To write into.
 
     Raises:
-        CheckpointError: The disk is full, the folder read-only; what was there before stays.
+        CheckpointError: The folder cannot be made.
     """
-    final = root / _NAME.format(step)
-    part = root / f".{final.name}.{os.getpid()}.part"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _tidy(root)
-        part.mkdir()
-        yield part
-        _sync(part)
-        if final.exists():
-            old = root / f".{final.name}{_OLD}"
-            final.rename(old)
-            part.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            part.rename(final)
-        _sync(root)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+
+    def __init__(self, root: Path, step: int) -> None:
+        """Make the folder; tidy up what a dead run has left."""
+        self._root = root
+        self._final = root / _NAME.format(step)
+        self.folder = root / f".{self._final.name}.{os.getpid()}.part"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _tidy(root)
+            self.folder.mkdir()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def commit(self) -> Path:
+        """Let the checkpoint appear under its name, whole.
+
+        Raises:
+            CheckpointError: It cannot; what was there before stays.
+        """
+        root, final = self._root, self._final
+        try:
+            _sync(self.folder)
+            if final.exists():
+                old = root / f".{final.name}{_OLD}"
+                final.rename(old)
+                self.folder.rename(final)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                self.folder.rename(final)
+            _sync(root)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return final
+
+    def abandon(self) -> None:
+        """Remove what was written. Does nothing after `commit`."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"the checkpoint {self._final} cannot be written: {error}")
 
 
 def _tidy(root: Path) -> None:
@@ -158,7 +186,7 @@ def write_stage(
         for name, value in values.items():
             if isinstance(value, Tensor):
                 moments[f"{parameter}/{name}"] = value
-            elif _is_plain(value):
+            elif is_plain(value):
                 plain.setdefault(parameter, {})[name] = value
             else:
                 raise CheckpointError(
@@ -171,16 +199,14 @@ def write_stage(
         if not tensors:
             continue
         name = f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-        # Copies: keys may share storage, as tied weights do, which the format does not know.
-        whole = {key: t.detach().contiguous().clone() for key, t in tensors.items()}
         try:
-            save_file(whole, folder / name, metadata={"format": "pt"})
+            save_file(tensors, folder / name, metadata={"format": "pt"})
             _sync(folder / name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / name} cannot be written: {error}") from error
         found[name] = [(folder / name).stat().st_size, _digest(folder / name)]
         if kind == "model":
-            weights[name] = {key: t.nbytes for key, t in whole.items()}
+            weights[name] = {key: t.nbytes for key, t in tensors.items()}
     return found, plain, weights
 
 
@@ -205,6 +231,14 @@ def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str
         "metadata": {"total_size": sum(sum(sizes.values()) for sizes in weights.values())},
         "weight_map": {key: name for name, sizes in weights.items() for key in sizes},
     }
+    try:
+        _write_manifest(folder, manifest, index)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+
+def _write_manifest(folder: Path, manifest: Manifest, index: dict[str, Any]) -> None:
+    """Write the two files."""
     (folder / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     manifest.files[_INDEX] = [(folder / _INDEX).stat().st_size, _digest(folder / _INDEX)]
     try:
@@ -219,9 +253,16 @@ def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str
     _sync(folder / _MANIFEST)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints of a run."""
-    for folder in checkpoints(root)[keep:]:
+def prune(root: Path, keep: int, newest: Path) -> None:
+    """Remove the oldest checkpoints of a run.
+
+    Args:
+        root: Folder of the run.
+        keep: How many stay.
+        newest: The one written last. Later ones are there if the run went back; they stay.
+    """
+    before = [folder for folder in checkpoints(root) if folder.name <= newest.name]
+    for folder in before[keep:]:
         # Renamed first: what is half removed must not look like a checkpoint.
         gone = folder.with_name(f".{folder.name}.gone.part")
         folder.rename(gone)
@@ -357,10 +398,25 @@ def _tensors(folder: Path, kind: str, wanted: Any) -> dict[str, Tensor]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def refuse_unsaveable(name: str, value: Any) -> None:
+    """Refuse what a manifest cannot hold.
+
+    Raises:
+        ConfigError: It holds more than numbers, texts, bytes, lists and dicts.
+    """
+    try:
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the state of {name} cannot go into a checkpoint, which holds numbers, texts, bytes, "
+            f"lists and dicts: {error}"
+        ) from error
+
+
+def is_plain(value: Any) -> bool:
     """Whether msgpack gives a value back as it was."""
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 

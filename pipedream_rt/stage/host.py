@@ -83,6 +83,8 @@ class StageHost:
             self._report(error)
             self.inbox.close(error)
         finally:
+            for stage in self._stages.values():
+                stage.close()
             # A module may hold threads or files of its own, and its tensors are large.
             self._stages, self._loop = {}, None
 

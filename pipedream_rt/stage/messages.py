@@ -27,6 +27,7 @@ class Channel(Enum):
     GRADIENT = "gradient"
     LOSS = "loss"
     REPLY = "reply"
+    SAVED = "saved"
     FAILED = "failed"
 
 
@@ -90,7 +91,7 @@ class MicroBatch:
     """The input of a forward; from the coordinator to stage 0, then from stage to stage.
 
     Attributes:
-        micro_batch: Number among the training micro-batches; the position in other modes.
+        micro_batch: Number among the training micro-batches, or among all others.
         mode: Train, evaluate or infer.
         empty: Without samples: fills up a mini-batch that is too small, and changes nothing.
         hyper: Hyper-parameters of each parameter group at injection; None in other modes.
@@ -154,6 +155,14 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Stage to coordinator: its part of a checkpoint is on the disk; later commands may be done."""
+
+    channel: ClassVar[Channel] = Channel.SAVED
+    structure: Structure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """Stage to coordinator: an error, as data. No exception crosses a transport."""
 
@@ -165,7 +174,9 @@ class Failed:
     pickled: bytes = b""
 
 
-Payload: TypeAlias = Job | Ready | MicroBatch | Command | Target | Gradient | Loss | Reply | Failed
+Payload: TypeAlias = (
+    Job | Ready | MicroBatch | Command | Target | Gradient | Loss | Reply | Saved | Failed
+)
 
 
 class Key(NamedTuple):

@@ -10,6 +10,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from pipedream_rt.checkpoint import StageState, read_stage, write_stage
-from pipedream_rt.errors import CheckpointError, ConfigError, NonFiniteLoss, ScheduleError
+from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.stage.job import StageJob
 from pipedream_rt.stage.messages import (
     COORDINATOR,
@@ -34,6 +35,7 @@ from pipedream_rt.stage.messages import (
     Mode,
     Payload,
     Reply,
+    Saved,
     Target,
 )
 from pipedream_rt.stage.messages import Job as JobMessage
@@ -90,6 +92,16 @@ class _InFlight:
     split: SplitBackward | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saving:
+    """A checkpoint that waits for its update; see `Stage.save`."""
+
+    folder: Path
+    step: int
+    position: int
+    buffers: dict[str, Tensor]
+
+
 class Stage:
     """One stage of the pipeline. Every method runs on the one thread of its worker.
 
@@ -128,6 +140,8 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
         self._busy_ns = self.held_up_ns = self.sent_bytes = 0
+        self._saving: _Saving | None = None
+        self._writer: ThreadPoolExecutor | None = None
 
     def begin(self, start: JobMessage) -> None:
         """Take up the state that a job describes, before anything else."""
@@ -398,6 +412,8 @@ class Stage:
         with self._busy():
             self._seed(update, "step")
             self.parameters.step(self._reads(self.next_forward), lambda: apply(hyper))
+            with torch.no_grad():
+                self._save_if_due()
         return self.parameters.ledger.newest
 
     # -- what is no training ------------------------------------------------------------------
@@ -406,7 +422,7 @@ class Stage:
         """Forward without gradient, with the newest weights: evaluation and inference."""
         with self._busy(), torch.no_grad(), self._eval_mode(feed.mode is Mode.EVALUATE):
             value = unflatten(feed.structure, item.tensors)
-            output = self._layers(value, f"{feed.mode.value} {item.index}")
+            output = self._layers(value, f"{feed.mode.value} {feed.micro_batch}")
             reported = self._loss(output, target)[1] if target is not None else None
         version = self.parameters.ledger.newest
         if feed.mode is Mode.INFER and self.is_last:
@@ -433,8 +449,11 @@ class Stage:
 
     def obey(self, item: Message, command: Command) -> None:
         """Carry out a command and reply."""
-        argument = unflatten(command.structure, item.tensors) if command.structure else None
+        argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
         with self._busy(), torch.no_grad():
+            if command.name is CommandName.SAVE:
+                self.save(**argument, position=item.index)  # which replies when it is written
+                return
             result = self._result_of(command.name, argument)
         self.reply(item.index, result)
 
@@ -456,48 +475,101 @@ class Stage:
                 self.module.train(argument)
             case CommandName.STATISTICS:
                 return self.statistics()
-            case CommandName.SAVE:
-                return self.save(Path(argument))
             case CommandName.LOAD:
                 return self.load(**argument)
-            case CommandName.FLUSH | CommandName.TRACE:
-                raise ScheduleError(f"stage {self.index}: {name.value} is the loop's to obey")
+            case CommandName.FLUSH | CommandName.TRACE | CommandName.SAVE:
+                raise ScheduleError(f"stage {self.index}: {name.value} has no result of its own")
         return None
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
         """Load weights and buffers; versions before the newest are forgotten."""
         self.parameters.reset(lambda: _load(self.module, state))
 
-    def save(self, folder: Path) -> list[Any] | str:
-        """Write this stage's files of a checkpoint. Nothing must be in flight.
+    def save(self, folder: str, step: int, position: int) -> None:
+        """Write this stage's files of a checkpoint as of an update, without stopping for it.
 
-        Returns:
-            What `write_stage` returns; why it could not, which must not end the training.
+        Called after the last forward before the update's next one, so buffers are copied now; the
+        rest when the update is done. A thread writes the copies and replies with what `write_stage`
+        returns, or with why it could not, which must not end the training.
+
+        Args:
+            folder: Of the checkpoint.
+            step: Updates done.
+            position: Of the command.
         """
-        state = StageState(
-            weights=dict(self.module.state_dict()),
-            optimizer=self.optimizer.state() if self.optimizer else {},
-            versions=self.parameters.older(),
+        trained = self.parameters.named
+        buffers = {n: t for n, t in self.module.state_dict().items() if n not in trained}
+        for name, value in buffers.items():
+            if not isinstance(value, Tensor):
+                self._tell_saved(position, f"{name} is a {type(value).__name__}, not a tensor")
+                return
+        self._saving = _Saving(
+            folder=Path(folder),
+            step=step,
+            position=position,
+            buffers={name: _copy(tensor) for name, tensor in buffers.items()},
         )
-        try:
-            return list(write_stage(folder, self.index, self._schedule.num_stages, state))
-        except CheckpointError as error:
-            return str(error)
+        self._save_if_due()
 
-    def load(self, folder: str, step: int, plain: dict[str, Any]) -> bool:
+    def _save_if_due(self) -> None:
+        """Copy what a checkpoint needs, once its update is done."""
+        saving = self._saving
+        if saving is None or self.parameters.ledger.newest < saving.step:
+            return
+        self._saving = None
+        optimizer = self.optimizer.state() if self.optimizer else {}
+        state = StageState(
+            weights={
+                name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
+                for name, tensor in self.module.state_dict().items()
+            },
+            optimizer={
+                parameter: {k: _copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+                for parameter, values in optimizer.items()
+            },
+            versions={
+                version: {name: _copy(tensor) for name, tensor in named.items()}
+                for version, named in self.parameters.older().items()
+            },
+        )
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{self.index}")
+        self._writer.submit(self._write, saving, state)
+
+    def _write(self, saving: _Saving, state: StageState) -> None:
+        """Write a checkpoint's files and reply; on a thread of its own, on copies alone."""
+        result: object
+        try:
+            result = list(write_stage(saving.folder, self.index, self._schedule.num_stages, state))
+        except Exception as error:  # the top of a thread; whatever it is, the training goes on
+            result = str(error)
+        self._tell_saved(saving.position, result)
+
+    def _tell_saved(self, position: int, result: object) -> None:
+        """Send the outcome of `save` to the coordinator."""
+        payload = Saved(structure=flatten(result)[0])
+        self._transport_send(COORDINATOR, position, payload, ())
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    def load(self, folder: str, step: int, plain: dict[str, Any], floor: int) -> bool:
         """Go on from a checkpoint that was verified. Nothing must be in flight.
 
         Args:
             folder: Of the checkpoint.
             step: Updates done.
             plain: What of the optimizer state is no tensor.
+            floor: Oldest weight version that may be read.
 
         Returns:
             Whether every version is there that a micro-batch to come reads; else the newest is read
             in the place of those before it.
         """
         first = step * self._schedule.per_update
-        read = self._schedule.reads(self.index, first)
+        read = max(floor, self._schedule.reads(self.index, first))
         names = list(self.parameters.named)
         state = read_stage(Path(folder), list(self.module.state_dict()), names, plain)
         needed = range(read, step) if names else range(0)
@@ -545,6 +617,11 @@ class Stage:
                 yield
             finally:
                 self._busy_ns += time.perf_counter_ns() - start
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy for a file: contiguous, and in a storage of its own."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _outgoing(tensor: Tensor) -> Tensor:

@@ -102,6 +102,12 @@ def _key(key: object, path: str) -> str | int:
     raise ConfigError(f"{path} has the key {key!r}; only str and int keys can cross stages")
 
 
+def flat_copy(value: object) -> tuple[Structure, tuple[Tensor, ...]]:
+    """Flatten a value, in copies: the caller may change its tensors afterwards."""
+    structure, tensors = flatten(value)
+    return structure, tuple(own(t, copy=True) for t in tensors)
+
+
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     """Put a value together again.
 

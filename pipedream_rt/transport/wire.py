@@ -24,6 +24,7 @@ from pipedream_rt.stage.messages import (
     Payload,
     Ready,
     Reply,
+    Saved,
     Target,
 )
 
@@ -31,7 +32,7 @@ FORMAT = 2
 """First element of every message; a peer of another format is refused, not misread."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (
-    Job, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Failed,
+    Job, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _ENUMS: dict[tuple[type[Any], str], type[Enum]] = {

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import (
     Manifest,
+    Part,
     StageState,
     checkpoints,
-    committing,
     newest_good,
     prune,
     read_stage,
@@ -22,6 +22,17 @@ from pipedream_rt.checkpoint import (
     write_stage,
 )
 
+
+@contextlib.contextmanager
+def committing(root, step):
+    part = Part(root, step)
+    try:
+        yield part.folder
+        part.commit()
+    finally:
+        part.abandon()
+
+
 SHARED = torch.arange(6.0).view(2, 3)
 
 
@@ -29,7 +40,9 @@ def state(stage, step):
     names = (f"{stage}.weight", f"{stage}.bias")
     return StageState(
         weights={
-            names[0]: SHARED.t() + step, names[1]: torch.zeros(0), f"{stage}.n": torch.tensor(step)
+            names[0]: (SHARED.t() + step).contiguous(),
+            names[1]: torch.zeros(0),
+            f"{stage}.n": torch.tensor(step),
         },
         optimizer={names[0]: {"m": SHARED * 2, "on": True, "none": None}},
         versions={step - 1: {name: torch.ones(2) for name in names}},
@@ -138,8 +151,12 @@ def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path, caplog):
 def test_pruning_keeps_the_newest(tmp_path):
     for step in (5, 100, 20, 3):
         write(tmp_path, step=step)
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, tmp_path / "step-00000100")
     assert [folder.name for folder in checkpoints(tmp_path)] == ["step-00000100", "step-00000020"]
+    newest = write(tmp_path, step=7)  # the run went back
+    prune(tmp_path, 1, newest)
+    found = [folder.name for folder in checkpoints(tmp_path)]
+    assert found == ["step-00000100", "step-00000020", "step-00000007"]
 
 
 def test_there_is_none(tmp_path):

@@ -18,6 +18,7 @@ from pipedream_rt.stage.messages import (
     Mode,
     Ready,
     Reply,
+    Saved,
     Target,
 )
 from pipedream_rt.transport.wire import decode, encode
@@ -33,6 +34,7 @@ PAYLOADS = [
     Gradient(present=[True, False]),
     Loss(loss=None, trail=[[0, 0]]),
     Reply(structure=["l", []]),
+    Saved(structure=["l", []]),
     Failed(action="F3", type_name="KeyError", text="C:\\U\u00fc \udcff", trace="", pickled=b"\x80"),
 ]  # fmt: skip
 
@@ -58,7 +60,7 @@ def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
 def test_another_format_is_refused():
     import msgpack
 
-    with pytest.raises(TransportError, match="format 99; this version reads 1"):
+    with pytest.raises(TransportError, match="format 99; this version reads 2"):
         decode(msgpack.packb([99, 0, 0, 0, 0, 0, []]), [])
 
 
