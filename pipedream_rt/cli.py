@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import selectors
 import signal
 import socket
 import subprocess
@@ -20,7 +22,18 @@ from pipedream_rt.cli_trace import simulate, timeline
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.schedules import check, describe_schedules, schedule_named
-from pipedream_rt.spawn import LISTEN_FD, NPROC, TRACE, end_processes, start_worker
+from pipedream_rt.spawn import (
+    LISTEN_FD,
+    MAX_RESTARTS,
+    NPROC,
+    RESUME,
+    SECRET_FD,
+    SUPERVISOR_FD,
+    TRACE,
+    end_processes,
+    secret_pipe,
+    start_worker,
+)
 
 _END_TIMEOUT = timedelta(seconds=5)
 
@@ -60,56 +73,141 @@ def worker(arguments: tuple[str, ...]) -> None:
               help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True),
               help="File to write what every stage did when; see timeline.")  # fmt: skip
+@click.option("--max-restarts", type=click.IntRange(min=0),
+              help="Failures of workers to recover from; 3 by default where the script makes "
+              "checkpoints.")  # fmt: skip
+@click.option("--resume", is_flag=True,
+              help="Go on from the last checkpoint in the script's folder.")  # fmt: skip
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    nproc_per_node: int, threads: int, trace: str | None, script: str, arguments: tuple[str, ...]
+    nproc_per_node: int,
+    threads: int,
+    trace: str | None,
+    max_restarts: int | None,
+    resume: bool,
+    script: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Start local workers, then SCRIPT with its ARGUMENTS; end when it ends, with its exit code.
 
     The script's Pipeline uses these workers unless it asks for others. Each worker hosts a stage
-    for one pipeline after another.
+    for one pipeline after another. Workers that fail are replaced when the script asks for it.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    settings = {
+        NPROC: str(nproc_per_node),
+        **({} if trace is None else {TRACE: os.path.abspath(trace)}),
+        **({} if max_restarts is None else {MAX_RESTARTS: str(max_restarts)}),
+        **({RESUME: "1"} if resume else {}),
+    }
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        host, port = listener.getsockname()
-        # The socket listens as long as this job lives, hence the short timeout.
-        options = (f"{host}:{port}", "--persist", "--timeout", "1")
-        environment = {"PIPEDREAM_RT_LOG": "WARNING", **os.environ}
-        with _children() as children:
-            for i in range(nproc_per_node):
-                name = f"worker-{i}"
-                children.append(
-                    start_worker(*options, name=name, threads=threads, environment=environment)
-                )
-            code = _run_script(
-                [sys.executable, script, *arguments], listener.fileno(), nproc_per_node, trace
-            )
+        workers = _Workers(nproc_per_node, threads, listener)
+        with workers.running():
+            code = _run_script([sys.executable, script, *arguments], workers, settings)
     sys.exit(code)
 
 
-def _run_script(command: list[str], listen_fd: int, workers: int, trace: str | None) -> int:
+class _Workers:
+    """The workers of `run`.
+
+    Args:
+        count: How many.
+        threads: For torch's own parallel loops in each.
+        listener: Where they join the script's pipelines.
+    """
+
+    def __init__(self, count: int, threads: int, listener: socket.socket) -> None:
+        """Start none yet."""
+        self.listener = listener
+        self.secret = secrets.token_bytes(32)
+        self._count = count
+        self._threads = threads
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Start them; they end with the block: told first, killed if late."""
+        try:
+            self._start()
+            yield
+        finally:
+            for child in self._children:
+                child.terminate()
+                child.send_signal(signal.SIGCONT)  # one that is stopped hears nothing else
+            end_processes(self._children, Deadline(_END_TIMEOUT))
+
+    def replace(self) -> None:
+        """Kill them all and start others."""
+        for child in self._children:
+            child.kill()
+        end_processes(self._children, Deadline(_END_TIMEOUT))
+        self._start()
+
+    def _start(self) -> None:
+        host, port = self.listener.getsockname()
+        # The socket listens as long as this job lives, hence the short timeout.
+        options = (f"{host}:{port}", "--persist", "--timeout", "1")
+        environment = {"PIPEDREAM_RT_LOG": "WARNING", **os.environ}
+        self._children = []
+        for i in range(self._count):
+            fd = secret_pipe(self.secret)
+            try:
+                self._children.append(
+                    start_worker(
+                        *options,
+                        "--secret-fd",
+                        str(fd),
+                        name=f"worker-{i}",
+                        threads=self._threads,
+                        pass_fds=(fd,),
+                        environment=environment,
+                    )
+                )
+            finally:
+                os.close(fd)
+
+
+def _run_script(command: list[str], workers: _Workers, settings: dict[str, str]) -> int:
     """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal.
 
     Returns:
         Its exit code, 128 and the signal's number if one ended it.
     """
-    environment = {
-        **os.environ,
-        LISTEN_FD: str(listen_fd),
-        NPROC: str(workers),
-        **({} if trace is None else {TRACE: os.path.abspath(trace)}),
-    }
-    process = subprocess.Popen(command, env=environment, pass_fds=(listen_fd,))
+    ours, theirs = socket.socketpair()
+    secret = secret_pipe(workers.secret)
+    fds = (workers.listener.fileno(), theirs.fileno(), secret)
+    names = (LISTEN_FD, SUPERVISOR_FD, SECRET_FD)
+    environment = {**os.environ, **settings, **dict(zip(names, map(str, fds), strict=True))}
+    with ours, theirs:
+        process = subprocess.Popen(command, env=environment, pass_fds=fds)
+        os.close(secret)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        click.echo(f"pipedream-rt: ending on {signal.Signals(number).name}", err=True)
-        if number != signal.SIGINT or not _in_foreground():
-            process.send_signal(number)
+        def forward(number: int, frame: FrameType | None) -> None:
+            click.echo(f"pipedream-rt: ending on {signal.Signals(number).name}", err=True)
+            if number != signal.SIGINT or not _in_foreground():
+                process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
-    code = process.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, forward)
+        theirs.close()
+        # The script has the other end, and so perhaps its children: its end is the end of it all.
+        watch = os.pidfd_open(process.pid)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(watch, selectors.EVENT_READ)
+                selector.register(ours, selectors.EVENT_READ)
+                while process.poll() is None:
+                    for key, _ in selector.select():
+                        if key.fileobj is ours:
+                            if ours.recv(1):
+                                workers.replace()
+                                ours.sendall(b"r")
+                            else:
+                                selector.unregister(ours)
+        finally:
+            os.close(watch)
+        code = process.wait()
     return 128 - code if code < 0 else code
 
 
@@ -119,18 +217,6 @@ def _in_foreground() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
         return False
-
-
-@contextmanager
-def _children() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that end with the block: told first, killed if late."""
-    children: list[subprocess.Popen[bytes]] = []
-    try:
-        yield children
-    finally:
-        for child in children:
-            child.terminate()
-        end_processes(children, Deadline(_END_TIMEOUT))
 
 
 main.add_command(checkpoint)

@@ -3,12 +3,17 @@
 Small msgpack records, each behind its length. The connection is also the sign of life: when a
 process dies, however, its end closes and the other side reads the end of file at once.
 
+Every record after the hello is signed with a key that the job's secret and both nonces make, so
+that each side knows that the other knows the secret, and nobody can put in, repeat or leave out a
+record. The secret itself is never sent over a network: a worker that inherits its connection gets
+it with the call.
+
     coordinator                     worker
-    call            ->              (light: has not imported torch yet)
-                    <- hello        name, pid, host, boot, version
+    call            ->              a nonce (the worker is light: it has not imported torch yet)
+                    <- hello        name, pid, host, boot, version, a nonce, proof of the secret
                     <- ready        has imported torch
     refused reason  ->                                          or
-    welcome         ->              rank, names, ...; both build their RPC agent
+    welcome         ->              key of the generation, rank, names, ...; both build an agent
                     <- address      where it listens
     addresses       ->              of all; every process calls every other
                     <- joined
@@ -16,6 +21,8 @@ process dies, however, its end closes and the other side reads the end of file a
     ...training, over RPC...
     story           ->              in a stall
                     <- story        what its stage waits for, and did last
+                    <- beat         now and then: it is alive, what it does, its memory
+                    <- doing        before an action, where a job asks for it
     clock           ->              for a trace
                     <- clock        the worker's monotonic clock, in nanoseconds
     stop            ->
@@ -25,10 +32,14 @@ process dies, however, its end closes and the other side reads the end of file a
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
+import select
 import socket
 import struct
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +47,16 @@ import msgpack
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, TransportError
+from pipedream_rt.transport.signing import proof
 
 VERSION = 3
 """Of this protocol; the two ends must agree."""
+
+NONCE = 32
+"""Bytes of a nonce, of the secret that a launcher makes, and of the keys."""
+
+COORDINATOR_END, WORKER_END = b"coordinator", b"worker"
+"""Names of the two ends, for `Control.secure`."""
 
 EXIT_FAILED = 1
 """Exit code of a worker that was refused or could not join."""
@@ -47,7 +65,9 @@ EXIT_COORDINATOR_LOST = 3
 """Exit code of a worker whose coordinator died."""
 
 _LENGTH = struct.Struct("!I")
+_DIGEST = 32
 _LARGEST = 1 << 20
+_LARGEST_OF_A_STRANGER = 1 << 12
 
 Record = dict[str, Any]
 
@@ -65,6 +85,11 @@ class Control:
         self.peer = peer
         self._socket = connection
         self._buffer = bytearray()
+        self._sending = threading.Lock()
+        self._sign_with: tuple[bytes, bytes] | None = None
+        self._open_with: tuple[bytes, bytes] | None = None
+        self._sent = self._received = 0
+        self._largest = _LARGEST_OF_A_STRANGER
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_silence(connection)
@@ -85,18 +110,42 @@ class Control:
             return "127.0.0.1"
         return str(self._socket.getsockname()[0])
 
+    def secure(self, key: bytes, ours: bytes, theirs: bytes) -> None:
+        """Sign every record from now on, and take none that is not signed.
+
+        Args:
+            key: That both ends know.
+            ours: Name of this end.
+            theirs: Name of the other.
+        """
+        self._sign_with = (key, ours)
+        self._open_with = (key, theirs)
+        self._largest = _LARGEST
+
     def send(self, record: Record) -> None:
         """Send a record.
 
         Raises:
-            PeerLost: The other end is gone.
+            PeerLost: The other end is gone, or takes nothing for ten seconds.
         """
         data = bytes(msgpack.packb(record))
-        try:
-            self._socket.settimeout(10)
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except OSError as error:
-            raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
+        deadline = Deadline(timedelta(seconds=10))
+        with self._sending:
+            if self._sign_with is not None:
+                key, name = self._sign_with
+                data = proof(key, name, self._sent.to_bytes(8, "big"), data) + data
+                self._sent += 1
+            left = memoryview(_LENGTH.pack(len(data)) + data)
+            while left:
+                try:
+                    # Not by the socket's own timeout: another thread may be receiving.
+                    if not self._wait(select.POLLOUT, deadline):
+                        raise TimeoutError("it takes nothing")
+                    left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    continue
+                except (OSError, ValueError) as error:
+                    raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
 
     def receive(self, deadline: Deadline) -> Record:
         """Wait for a record.
@@ -104,47 +153,64 @@ class Control:
         Raises:
             MessageTimeout: None came in time.
             PeerLost: The other end is gone.
-            TransportError: What came is no record.
+            TransportError: What came is no record, or not signed.
         """
         while True:
             record = self._next_buffered()
             if record is not None:
                 return record
             try:
-                self._socket.settimeout(deadline.remaining_s())
-                data = self._socket.recv(1 << 16)
-            except (TimeoutError, BlockingIOError):
-                raise MessageTimeout(f"nothing came from {self.peer} in time") from None
-            except OSError as error:
+                ready = self._wait(select.POLLIN, deadline)
+            except (OSError, ValueError) as error:
                 raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
-            if not data:
-                raise PeerLost(f"{self.peer} closed the connection", peer=self.peer)
-            self._buffer += data
+            if not ready:
+                raise MessageTimeout(f"nothing came from {self.peer} in time")
+            self._read()
 
-    def receive_all(self, deadline: Deadline) -> list[Record]:
-        """Wait for a record, and return it with those that have arrived behind it.
+    def _wait(self, event: int, deadline: Deadline) -> bool:
+        """Wait until the socket is ready; False if it was not in time."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        seconds = deadline.remaining_s()
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+    def receive_all(self) -> list[Record]:
+        """Return the records that have come, without waiting; for what a selector found readable.
 
         A selector says nothing of what is in the buffer already, so nothing may stay there.
 
         Raises:
             TransportError: As `receive`.
         """
-        records = [self.receive(deadline)]
+        self._read()
+        records = []
         while (record := self._next_buffered()) is not None:
             records.append(record)
         return records
+
+    def _read(self) -> None:
+        """Read what there is into the buffer."""
+        try:
+            data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
+        if not data:
+            raise PeerLost(f"{self.peer} closed the connection", peer=self.peer)
+        self._buffer += data
 
     def _next_buffered(self) -> Record | None:
         """The next whole record that has arrived, if any."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > _LARGEST:
+        if length > self._largest:
             raise TransportError(f"{self.peer} speaks another protocol")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        data = bytes(self._buffer[_LENGTH.size : end])
+        data = self._checked(bytes(self._buffer[_LENGTH.size : end]))
         del self._buffer[:end]
         try:
             record = msgpack.unpackb(data)
@@ -154,9 +220,41 @@ class Control:
             raise TransportError(f"{self.peer} speaks another protocol")
         return record
 
+    def _checked(self, data: bytes) -> bytes:
+        """Take off the signature of a record, if there has to be one."""
+        if self._open_with is None:
+            return data
+        key, name = self._open_with
+        expected = proof(key, name, self._received.to_bytes(8, "big"), data[_DIGEST:])
+        if not hmac.compare_digest(expected, data[:_DIGEST]):
+            raise TransportError(
+                f"{self.peer} does not know the secret of this job; give both sides the same "
+                "PIPEDREAM_RT_SECRET"
+            )
+        self._received += 1
+        return data[_DIGEST:]
+
     def close(self) -> None:
         """Close. Idempotent."""
         self._socket.close()
+
+
+def prove(secret: bytes, asked: bytes, answer: bytes, hello: Record) -> bytes:
+    """What a worker shows to prove that it knows the secret of the job.
+
+    Args:
+        secret: Of the job.
+        asked: Nonce of the coordinator.
+        answer: Nonce of the worker.
+        hello: Its record, without the proof.
+    """
+    said = repr(sorted((k, v) for k, v in hello.items() if k != "proof")).encode()
+    return proof(secret, b"worker", asked, answer, said)
+
+
+def session_key(secret: bytes, asked: bytes, answer: bytes) -> bytes:
+    """The key that signs what both ends say after the hello."""
+    return proof(secret, b"session", asked, answer)
 
 
 def _notice_silence(connection: socket.socket) -> None:
@@ -204,6 +302,21 @@ def interface_of(host: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == host:
                 return name
     raise ConfigError(f"no network interface of this machine has the address {host}")
+
+
+def interface_towards(address: str) -> str:
+    """Name of the network interface by which this machine reaches ``HOST:PORT``.
+
+    Raises:
+        ConfigError: There is no way there.
+    """
+    host, port = parse_address(address)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            return interface_of(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{address} cannot be reached from here: {error}") from error
 
 
 def boot_id() -> str:

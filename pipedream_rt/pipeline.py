@@ -183,7 +183,9 @@ class Pipeline:
         trace: A file to which `close` writes what every stage did when, or True to record it for
             `trace` alone. None: what `pipedream-rt run --trace` says, else False. Each worker
             keeps its last 131,072 actions.
-        timeout: For an answer that is sure to come; a stall longer than that is an error.
+        heartbeat: A worker process that is silent for as long has failed. They speak four times
+            as often, also while they compute.
+        timeout: For an answer that is sure to come; a stall longer than that is a failure.
         start_timeout: For all workers to join.
 
     Raises:
@@ -213,6 +215,7 @@ class Pipeline:
         resume: bool | None = None,
         max_restarts: int | None = None,
         trace: TraceOption = None,
+        heartbeat: timedelta = timedelta(seconds=10),
         timeout: timedelta = timedelta(minutes=5),
         start_timeout: timedelta = timedelta(minutes=2),
     ) -> None:
@@ -229,7 +232,8 @@ class Pipeline:
             vertical_sync=vertical_sync,
             credits=credits,
         )
-        for name, value in (("timeout", timeout), ("start_timeout", start_timeout)):
+        times = {"heartbeat": heartbeat, "timeout": timeout, "start_timeout": start_timeout}
+        for name, value in times.items():
             if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
         _check_number("threads", threads)
@@ -281,6 +285,7 @@ class Pipeline:
                 timeout=timeout,
                 start_timeout=start_timeout,
                 threads=threads,
+                heartbeat=heartbeat,
             )
 
         self._group = WorkerGroup(start, jobs, timeout, Failures(restarts, micro_batches))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import logging
 import queue
 import re
+import secrets
 import selectors
 import signal
 import socket
@@ -13,14 +15,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster import Fail, Reference
-from pipedream_rt.control import VERSION, Control, boot_id, interface_of
+from pipedream_rt.control import (
+    COORDINATOR_END,
+    NONCE,
+    VERSION,
+    WORKER_END,
+    Control,
+    Record,
+    boot_id,
+    interface_of,
+    prove,
+    session_key,
+)
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     MessageTimeout,
@@ -51,6 +65,9 @@ _CLOCK_TIMEOUT = timedelta(seconds=5)
 _CLOCK_ROUNDS = 16
 """Questions of which the quickest answer counts."""
 
+_MOST_STRANGERS = 512
+"""Connections that have not said who they are, of which the oldest then go."""
+
 _EXIT_TIMEOUT = timedelta(seconds=3)
 """For the processes to end after that; what is left then is killed."""
 
@@ -68,6 +85,9 @@ class _Member:
     stages: tuple[int, ...] = ()
     ready: bool = False
     stopped: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    doing: str = ""
+    beat: Record = field(default_factory=dict)
 
     @property
     def hosts(self) -> str:
@@ -129,6 +149,9 @@ class ProcessCluster:
         threads: For torch's own parallel loops in workers that are started here.
         listener: Where workers that are started elsewhere join; None to start local ones.
         own: With a listener, how many workers to start here all the same.
+        heartbeat: For how long a worker may be silent.
+        secret: Of the job: who joins by the listener proves that it knows it.
+        replace: Has somebody else kill the workers that he started and start others.
     """
 
     def __init__(
@@ -141,8 +164,11 @@ class ProcessCluster:
         timeout: timedelta,
         start_timeout: timedelta,
         threads: int,
+        heartbeat: timedelta,
+        secret: bytes,
         listener: socket.socket | None = None,
         own: int = 0,
+        replace: Callable[[], None] | None = None,
     ) -> None:
         """Start or await the workers and join them into a group.
 
@@ -156,11 +182,15 @@ class ProcessCluster:
         self._fail = fail
         self._closed = self._closing = False
         self._timeout = timeout
+        self._heartbeat = heartbeat
+        self._secret = secret
+        self._replace = replace
         self._rpc: RpcTransport | None = None
         self._members: list[_Member] = []
         self._monitor: threading.Thread | None = None
         self._all_stopped = threading.Event()
         self._wake, self._woken = socket.socketpair()
+        self._asked: dict[Control, bytes] = {}
         self._local = WorkerProcesses(threads)
         try:
             deadline = Deadline(start_timeout)
@@ -179,7 +209,7 @@ class ProcessCluster:
         needed = self._shape.workers
         with selectors.DefaultSelector() as selector:
             for control in self._local.controls.values():
-                control.send({"type": "call"})
+                self._call(control, secret=self._secret)
                 selector.register(control, selectors.EVENT_READ)
             if listener is not None:
                 listener.setblocking(False)
@@ -198,12 +228,16 @@ class ProcessCluster:
                                 unheard.append(newcomer)
                         elif len(self._members) < needed:
                             control = key.fileobj  # type: ignore[assignment]
-                            selector.unregister(control)
-                            unheard.remove(control)
-                            self._hear(control)
+                            if self._hear(control):
+                                selector.unregister(control)
+                                unheard.remove(control)
+                    while len(unheard) > _MOST_STRANGERS:  # the oldest has had its time
+                        selector.unregister(unheard[0])
+                        unheard.pop(0).close()
             finally:
                 for control in unheard:
                     control.close()
+                self._asked.clear()
         self._members.sort(key=lambda m: _natural(m.name))
         for worker, member in enumerate(self._members):
             member.stages = tuple(self._shape.stages_of(worker))
@@ -228,17 +262,26 @@ class ProcessCluster:
             return None
         control = Control(connection, f"the worker at {address[0]}:{address[1]}")
         try:
-            control.send({"type": "call"})
+            self._call(control)
         except PeerLost:
             control.close()
             return None
         return control
 
-    def _hear(self, control: Control) -> None:
-        """Read the hello of a worker; make it a member or refuse it."""
+    def _call(self, control: Control, **more: bytes) -> None:
+        """Ask who is there."""
+        self._asked[control] = nonce = secrets.token_bytes(NONCE)
+        control.send({"type": "call", "nonce": nonce, **more})
+
+    def _hear(self, control: Control) -> bool:
+        """Read the hello of a worker, if all of it is there; make it a member or refuse it.
+
+        Returns:
+            Whether it is dealt with.
+        """
         started = next((n for n, c in self._local.controls.items() if c is control), None)
         try:
-            hello = control.receive(Deadline(timedelta(seconds=5)))
+            records = control.receive_all()
         except TransportError as error:
             control.close()
             if started is not None:
@@ -249,23 +292,35 @@ class ProcessCluster:
                     stage=None,
                 ) from error
             _log.warning("a connection that is no worker was dropped: %s", error)
-            return
+            return True
+        if not records:
+            return False
+        hello = records[0]
         name = str(hello.get("name"))
         description = f"pid {hello.get('pid')} on {hello.get('host')}"
-        reason = self._reason_to_refuse(name, hello)
+        reason = self._reason_to_refuse(name, hello, self._asked[control])
         if reason:
             _log.warning("refused worker %r (%s): %s", name, description, reason)
-            control.send({"type": "refused", "reason": reason})
+            with suppress(PeerLost):
+                control.send({"type": "refused", "reason": reason})
             control.close()
-            return
+            return True
         control.peer = f"worker {name!r}"
+        key = session_key(self._secret, self._asked[control], hello["nonce"])
+        control.secure(key, COORDINATOR_END, WORKER_END)
         same_clock = hello.get("boot") == boot_id() != ""
         self._members.append(_Member(name, description, control, same_clock=same_clock))
+        return True
 
-    def _reason_to_refuse(self, name: str, hello: dict[str, Any]) -> str:
+    def _reason_to_refuse(self, name: str, hello: Record, asked: bytes) -> str:
         """Why a worker cannot be a member; empty if it can."""
         if hello.get("version") != VERSION:
             return f"it speaks protocol {hello.get('version')}, the coordinator {VERSION}"
+        answer, shown = hello.get("nonce"), hello.get("proof")
+        if not isinstance(answer, bytes) or not isinstance(shown, bytes):
+            return "it shows no proof of the job's secret"
+        if not hmac.compare_digest(prove(self._secret, asked, answer, hello), shown):
+            return "it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET"
         twin = next((m for m in self._members if m.name == name), None)
         if twin is not None:
             return f"the name {name!r} is taken by {twin.description}; give each worker its own"
@@ -294,10 +349,13 @@ class ProcessCluster:
         """Tell the members, join the RPC group with them."""
         host = self._meeting_host()
         names = ("coordinator", *self.names)
+        key = secrets.token_bytes(NONCE)
         for worker, member in enumerate(self._members):
             member.control.send(
                 {
                     "type": "welcome",
+                    "key": key,
+                    "beat_s": self._heartbeat.total_seconds() / 4,
                     "rank": worker + 1,
                     "stages": list(member.stages),
                     "names": list(names),
@@ -315,6 +373,7 @@ class ProcessCluster:
                 names=names,
                 interface=interface_of(host),
                 timeout=self._timeout,
+                key=key,
             )
         )
         self.transport: Transport = self._rpc
@@ -409,7 +468,7 @@ class ProcessCluster:
             Whether it is.
         """
         try:
-            records = member.control.receive_all(Deadline(timedelta(seconds=5)))
+            records = member.control.receive_all()
         except PeerLost as error:
             raise self._lost(member) from error
         for record in records:
@@ -421,7 +480,7 @@ class ProcessCluster:
                     worker=member.name,
                     stage=member.stages[0],
                 )
-        return bool(records[-1]["type"] == "joined")
+        return bool(records) and bool(records[-1]["type"] == "joined")
 
     # -- while it runs --------------------------------------------------------------------------
 
@@ -435,12 +494,32 @@ class ProcessCluster:
             selector.register(self._woken, selectors.EVENT_READ)
             for member in self._members:
                 selector.register(member.control, selectors.EVENT_READ, member)
+            beat_s = self._heartbeat.total_seconds() / 4
+            looked = time.monotonic()
+            for member in self._members:
+                member.heard = looked
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select(beat_s):
                     if key.data is None:
                         return
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
+                # Where this process itself was stopped, silence is no news.
+                now, before = time.monotonic(), looked
+                looked = now
+                if now - before < 2 * beat_s:
+                    self._notice_silence(now)
+
+    def _notice_silence(self, now: float) -> None:
+        """Give a worker up that has said nothing for as long as the heartbeat."""
+        limit_s = self._heartbeat.total_seconds()
+        for member in self._members:
+            if now - member.heard > limit_s and not member.stopped and not self._closing:
+                error = self._lost(member)
+                text = f"{error} (it has been silent for {now - member.heard:.1f} s)"
+                self._fail(
+                    WorkerLost(text, worker=error.worker, stage=error.stage, doing=error.doing)
+                )
 
     def _read(self, member: _Member) -> bool:
         """Read the records of a member.
@@ -449,12 +528,13 @@ class ProcessCluster:
             Whether there may be more.
         """
         try:
-            records = member.control.receive_all(Deadline(timedelta(seconds=5)))
+            records = member.control.receive_all()
         except TransportError:
             if not self._closing:
                 self._fail(self._lost(member))
             self._note_stopped(member)
             return False
+        member.heard = time.monotonic()
         for record in records:
             if record["type"] == "stopped":
                 self._note_stopped(member)
@@ -462,6 +542,10 @@ class ProcessCluster:
                 member.story.put(str(record["text"]))
             elif record["type"] == "clock":
                 member.clock.put((int(record["ns"]), time.monotonic_ns()))
+            elif record["type"] == "doing":
+                member.doing = str(record["action"])
+            elif record["type"] == "beat":
+                member.beat = record
         return True
 
     def _note_stopped(self, member: _Member) -> None:
@@ -478,12 +562,13 @@ class ProcessCluster:
             problem: What was noticed, if not the end of its connection.
         """
         ending = self._local.ending(member.name)
-        what = "is gone" if problem is None or "still" not in ending else "does not take messages"
+        what = "does not answer" if "still" in ending else "is gone"
         error = WorkerLost(
             f"worker {member.name!r} ({member.hosts}, {member.description}) {what}"
             + (f": {ending}" if ending else ""),
             worker=member.name,
             stage=member.stages[0],
+            doing=member.doing,
         )
         error.__cause__ = problem
         return error
@@ -557,6 +642,8 @@ class ProcessCluster:
         for process in self._local.processes.values():
             process.kill()
         self._all_stopped.set()  # nobody is waited for
+        if self._replace is not None:
+            self._replace()
         self.close()
 
     def close(self) -> None:

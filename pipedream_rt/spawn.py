@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 """Environment variable of a script under `pipedream-rt run`: the socket its workers join at."""
@@ -22,6 +25,55 @@ RESUME = "PIPEDREAM_RT_RESUME"
 
 MAX_RESTARTS = "PIPEDREAM_RT_MAX_RESTARTS"
 """Set with it, if asked for: how many failures of workers to recover from."""
+
+
+SECRET = "PIPEDREAM_RT_SECRET"
+"""Environment variable with the secret of a job whose workers are started elsewhere."""
+
+SECRET_FD = "PIPEDREAM_RT_SECRET_FD"
+"""Set under `pipedream-rt run`: a pipe with the secret that it has made."""
+
+SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
+"""Set with it: a socket over which the script has all workers replaced."""
+
+_SHORTEST_SECRET = 16
+_SECRET_BYTES = 32
+
+
+def secret_pipe(secret: bytes) -> int:
+    """Put a secret into a pipe that a child can inherit; it is gone once it is read.
+
+    Returns:
+        Descriptor to read from; to be closed here once the child has it.
+    """
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as stream:
+        stream.write(secret.hex().encode())
+    os.set_inheritable(reading, True)
+    return reading
+
+
+def read_secret(fd: int | None) -> bytes | None:
+    """Read the secret of the job from a descriptor, or else from the environment.
+
+    Raises:
+        ConfigError: It is too short to be one.
+    """
+    if fd is not None:
+        with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
+            text = stream.read().decode("utf-8", "replace").strip()
+        if len(text) == 2 * _SECRET_BYTES and fd != 0:
+            return bytes.fromhex(text)  # of `secret_pipe`
+    else:
+        text = os.environ.get(SECRET, "")
+        if not text:
+            return None
+    if len(text) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"the secret of the job has {len(text)} characters, at least {_SHORTEST_SECRET} are "
+            'needed; make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return hashlib.sha256(text.encode()).digest()
 
 
 def start_worker(

@@ -102,7 +102,7 @@ def test_the_environment_is_read_at_the_face_alone():
     assert readers == {
         "pipedream_rt.cli",
         "pipedream_rt.launch",
-        "pipedream_rt.loading",
+        "pipedream_rt.spawn",
         "pipedream_rt.transport.rpc",
         "pipedream_rt.workers.command",
     }

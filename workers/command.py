@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -14,16 +15,22 @@ from types import FrameType
 import click
 
 from pipedream_rt.control import (
+    COORDINATOR_END,
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
+    NONCE,
     VERSION,
+    WORKER_END,
     Control,
     Record,
     boot_id,
     parse_address,
+    prove,
+    session_key,
 )
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+from pipedream_rt.spawn import read_secret, secret_pipe
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -39,6 +46,11 @@ _RETRY_S = 0.2
 @click.option("--timeout", default=300.0, show_default=True, type=click.FloatRange(min=0.1),
               help="Seconds to wait for the coordinator to listen.")  # fmt: skip
 @click.option("--persist", is_flag=True, help="After a job, wait for the next coordinator.")
+@click.option("--bind", metavar="INTERFACE",
+              help="Network interface to listen on for other workers; else loopback.")  # fmt: skip
+@click.option("--secret-stdin", is_flag=True,
+              help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
+@click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
 @click.option("--control-fd", type=int, hidden=True, help="Inherited connection, instead.")
 def main(
     address: str | None,
@@ -46,6 +58,9 @@ def main(
     threads: int,
     timeout: float,
     persist: bool,
+    bind: str | None,
+    secret_stdin: bool,
+    secret_fd: int | None,
     control_fd: int | None,
 ) -> None:
     """Start a worker process that joins the coordinator at HOST:PORT."""
@@ -61,19 +76,31 @@ def main(
     if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
         raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
     try:
+        secret = read_secret(0 if secret_stdin else secret_fd)
         connection = (
             _inherit(control_fd) if control_fd is not None else _connect(address or "", timeout)
         )
-        code = serve(Control(connection, "the coordinator"), name, threads)
+        code = serve(Control(connection, "the coordinator"), name, threads, secret, bind)
     except PipelineError as error:
         _log.error("%s", error)
         code = EXIT_FAILED
     if persist and code in (0, EXIT_COORDINATOR_LOST):
         # A fresh process image: torch keeps RPC counters for the life of a process.
-        os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *_again(secret)])
     logging.shutdown()
     # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
     os._exit(code)
+
+
+def _again(secret: bytes | None) -> list[str]:
+    """The arguments of this command for another life, to which the secret goes by a pipe."""
+    arguments, given = [], iter(sys.argv[1:])
+    for argument in given:
+        if argument == "--secret-fd":
+            next(given)
+        elif argument != "--secret-stdin":
+            arguments.append(argument)
+    return arguments if secret is None else [*arguments, "--secret-fd", str(secret_pipe(secret))]
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
@@ -112,13 +139,15 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
         pause.wait(_RETRY_S)
 
 
-def serve(control: Control, name: str, threads: int) -> int:
+def serve(control: Control, name: str, threads: int, secret: bytes | None, bind: str | None) -> int:
     """Answer the call of a coordinator, and host a stage until told to end.
 
     Args:
         control: The connection.
         name: Of this worker.
         threads: For torch's own parallel loops.
+        secret: Of the job; comes over an inherited connection by itself.
+        bind: Network interface to listen on for other workers; None for loopback.
 
     Returns:
         Exit code of the process.
@@ -128,17 +157,27 @@ def serve(control: Control, name: str, threads: int) -> int:
     """
     try:
         # No deadline: a worker waits for its coordinator's call for as long as that lives.
-        _expect(control.receive(Deadline(None)), "call")
-        control.send(
-            {
-                "type": "hello",
-                "name": name,
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "boot": boot_id(),
-                "version": VERSION,
-            }
-        )
+        call = control.receive(Deadline(None))
+        _expect(call, "call")
+        secret = call.get("secret") if control.is_local else secret
+        if secret is None:
+            raise ConfigError(
+                "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
+                "the same text here and where the script runs, or write it to --secret-stdin"
+            )
+        nonce = secrets.token_bytes(NONCE)
+        hello = {
+            "type": "hello",
+            "name": name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "boot": boot_id(),
+            "version": VERSION,
+            "nonce": nonce,
+        }
+        control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
+        key = session_key(secret, call["nonce"], nonce)
+        control.secure(key, WORKER_END, COORDINATOR_END)
         # torch reads it when imported: peers that end are no news to a worker.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
@@ -147,7 +186,7 @@ def serve(control: Control, name: str, threads: int) -> int:
         control.send({"type": "ready"})
         welcome = control.receive(Deadline(None))
         _expect(welcome, "welcome")
-        code: int = host_stage(control, welcome, threads)
+        code: int = host_stage(control, welcome, threads, bind)
         return code
     except PeerLost as error:
         _log.error("%s", error)

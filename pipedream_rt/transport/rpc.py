@@ -53,6 +53,8 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.stage.messages import COORDINATOR, Message
 from pipedream_rt.transport.base import Lost, Receive
+from pipedream_rt.transport.pickling import allow, install
+from pipedream_rt.transport.signing import Signer
 from pipedream_rt.transport.wire import decode, encode
 
 _log = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class RpcGroup:
         names: RPC names by rank, the coordinator's first.
         interface: Network interface to listen on, as ``"lo"``.
         timeout: After which a hand-over counts as lost.
+        key: With which the members sign what they send; nobody else knows it.
     """
 
     generation: int
@@ -81,6 +84,7 @@ class RpcGroup:
     names: tuple[str, ...]
     interface: str
     timeout: timedelta
+    key: bytes
 
     def name_of(self, address: int) -> str:
         """RPC name of an address; stages are dealt to the workers as `Shape` says."""
@@ -204,6 +208,7 @@ class RpcTransport:
             _channels=["basic"],
         )
         world = len(group.names)
+        install(Signer(group.key, group.generation, group.rank))
         # torch's engine asks it for a context of every hand-over.
         dist_autograd._init(group.rank)
         with _listening_on(group.interface):
@@ -339,6 +344,7 @@ class RpcTransport:
                 return
             self._closed = True
         self._shut_down()
+        install(None)
         _current = None
 
     @staticmethod
@@ -405,16 +411,19 @@ def _listeners_at(port: int) -> list[int]:
     return found
 
 
+@allow
 def _answer() -> None:
     """Called by peers to open their pipe."""
 
 
+@allow
 def _deliver(data: bytes, tensors: list[Tensor]) -> str | None:
     """Receive a message; called by peers. Errors are data: torch loses the types of exceptions."""
     transport = _current
     return "no transport is open" if transport is None else transport.receive(data, tensors)
 
 
+@allow
 def _part(address: int, part: str) -> Any:
     """Return a part of a stage; called by peers through ``rpc.remote``, which keeps it here."""
     if _current is None:
@@ -422,6 +431,7 @@ def _part(address: int, part: str) -> Any:
     return _current.part(address, part)
 
 
+@allow
 def _parameters(address: int) -> list[rpc.RRef[nn.Parameter]]:
     """Return RRefs to the trainable parameters of a stage; called by peers."""
     return [rpc.RRef(p) for p in _part(address, "module").parameters() if p.requires_grad]

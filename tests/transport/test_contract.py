@@ -23,6 +23,7 @@ def rpc_transport():
         names=("coordinator",),
         interface="lo",
         timeout=timedelta(seconds=20),
+        key=b"k" * 32,
     )
     found = {}
     directory = Directory(
