@@ -18,6 +18,7 @@ import click
 
 from pipedream_rt import __version__
 from pipedream_rt.cli_checkpoint import checkpoint
+from pipedream_rt.cli_status import status
 from pipedream_rt.cli_trace import simulate, timeline
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
@@ -221,6 +222,7 @@ def _in_foreground() -> bool:
 
 main.add_command(checkpoint)
 main.add_command(simulate)
+main.add_command(status)
 main.add_command(timeline)
 
 

@@ -49,8 +49,39 @@ def inspect(folder: Path) -> None:
     for number, group in enumerate(manifest.groups):
         values = ", ".join(f"{name} {value}" for name, value in group.items())
         click.echo(f"parameter group {number}: {values}")
+    if manifest.place is not None:
+        click.echo(
+            f"loader: epoch {manifest.place['epoch']}, {manifest.place['drawn']} items drawn"
+        )
+    if manifest.attached:
+        click.echo(f"attached: {', '.join(manifest.attached)}")
     if manifest.extra is not None:
         click.echo(f"extra: {manifest.extra}")
     rows = [("file", "size")]
     rows += [(name, bytes_text(size)) for name, (size, _) in sorted(manifest.files.items())]
     click.echo(table(rows))
+
+
+@checkpoint.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("output", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+def export(folder: Path, output: Path) -> None:
+    """Write the weights of a checkpoint as one safetensors file; of a run, its newest whole one.
+
+    Its keys are the model's own: load it with safetensors.torch.load_file and load_state_dict.
+    """
+    from safetensors.torch import save_file
+
+    from pipedream_rt.checkpoint import newest_good, weights_of
+
+    found, manifest = newest_good(folder)
+    weights = weights_of(found)
+    part = output.with_name(f".{output.name}.part")
+    try:
+        save_file(weights, part, metadata={"format": "pt"})
+        part.replace(output)
+    except OSError as error:
+        raise CheckpointError(f"{output} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    click.echo(f"{output}: {len(weights)} tensors of step {manifest.step}")

@@ -66,6 +66,9 @@ class Cluster(Protocol):
     def stories(self) -> list[str]:
         """Say for every worker what it waits for and what it did last, for a stall report."""
 
+    def status(self) -> list[dict[str, Any]]:
+        """Describe every worker process, for `pipedream-rt status`; nothing for threads."""
+
     def clocks(self) -> list[Reading]:
         """Read the clock of every worker, against ``time.monotonic_ns`` here."""
 
@@ -231,6 +234,10 @@ class InProcessCluster:
     def stories(self) -> list[str]:
         """See `Cluster.stories`."""
         return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
+
+    def status(self) -> list[dict[str, Any]]:
+        """See `Cluster.status`."""
+        return []
 
     def clocks(self) -> list[Reading]:
         """See `Cluster.clocks`; it is one clock."""

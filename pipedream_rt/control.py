@@ -228,11 +228,22 @@ class Control:
         expected = proof(key, name, self._received.to_bytes(8, "big"), data[_DIGEST:])
         if not hmac.compare_digest(expected, data[:_DIGEST]):
             raise TransportError(
-                f"{self.peer} does not know the secret of this job; give both sides the same "
+                self._refusal(data)
+                or f"{self.peer} does not know the secret of this job; give both sides the same "
                 "PIPEDREAM_RT_SECRET"
             )
         self._received += 1
         return data[_DIGEST:]
+
+    def _refusal(self, data: bytes) -> str:
+        """The reason in a refusal, which is not signed: the two may not share a secret."""
+        try:
+            record = msgpack.unpackb(data)
+        except (ValueError, msgpack.UnpackException):
+            return ""
+        if not isinstance(record, dict) or record.get("type") != "refused":
+            return ""
+        return f"{self.peer} refused this process: {record.get('reason')}"
 
     def close(self) -> None:
         """Close. Idempotent."""

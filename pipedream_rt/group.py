@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -43,6 +44,7 @@ from pipedream_rt.stage.messages import (
 )
 from pipedream_rt.stage.stage import Send
 from pipedream_rt.stage.tree import flat_copy, unflatten
+from pipedream_rt.status import Status, StatusServer
 from pipedream_rt.transport.base import Receive, sender
 
 T = TypeVar("T")
@@ -80,8 +82,10 @@ class WorkerGroup:
         jobs: Pickled `StageJob` of every stage.
         timeout: For an answer that is sure to come.
         failures: Says whether to go on after a failure.
+        name: Of the schedule.
 
     Attributes:
+        name: As above.
         position: Of what is fed next.
         log: What was fed since the last origins.
         restarts: The recoveries so far.
@@ -90,9 +94,15 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, start: StartCluster, jobs: list[Tensor], timeout: timedelta, failures: Failures
+        self,
+        start: StartCluster,
+        jobs: list[Tensor],
+        timeout: timedelta,
+        failures: Failures,
+        name: str,
     ) -> None:
         """Start the workers and give them their stages."""
+        self.name = name
         self._start_cluster = start
         self._jobs = jobs
         self._digests = [hashlib.sha256(job.numpy().data).digest() for job in jobs]
@@ -107,11 +117,14 @@ class WorkerGroup:
         self._reception = Reception()
         self._cluster: Cluster | None = None
         self._send: Send = lambda *_: None
+        self._status_server: StatusServer | None = None
         try:
             self._begin(self.log.origins[-1])
         except BaseException:
             self.close()
             raise
+        if self.cluster.status():
+            self._status_server = StatusServer(self.status)
 
     # -- what is sent and taken -----------------------------------------------------------------
 
@@ -216,6 +229,21 @@ class WorkerGroup:
         self.inbox.close(PipelineClosed("the pipeline was closed"))
         if self._cluster is not None:
             self._cluster.close()
+        if self._status_server is not None:
+            self._status_server.close()
+
+    def status(self) -> Status:
+        """What `pipedream-rt status` shows. From any thread."""
+        return {
+            "pid": os.getpid(),
+            "ns": time.monotonic_ns(),
+            "schedule": self.name,
+            "generation": self.generation,
+            "restarts": len(self.restarts),
+            "losses": self.next_loss,
+            "fed": self.next_micro_batch,
+            "workers": self.cluster.status(),
+        }
 
     def _wait(self, key: Key) -> Message:
         """Wait for a message; tell of every stage if it does not come."""

@@ -288,7 +288,8 @@ class Pipeline:
                 heartbeat=heartbeat,
             )
 
-        self._group = WorkerGroup(start, jobs, timeout, Failures(restarts, micro_batches))
+        failures = Failures(restarts, micro_batches)
+        self._group = WorkerGroup(start, jobs, timeout, failures, self.schedule.name)
         self._checkpointer = Checkpointer(
             self._group,
             None if checkpoint is None else Path(checkpoint).absolute(),

@@ -600,6 +600,21 @@ class ProcessCluster:
             told.append(f"{member.hosts} (worker {member.name!r}): {text}")
         return told
 
+    def status(self) -> list[dict[str, Any]]:
+        """See `Cluster.status`."""
+        now = time.monotonic()
+        return [
+            {
+                "name": member.name,
+                "stages": member.hosts,
+                "process": member.description,
+                "silent_s": now - member.heard,
+                "rss": int(member.beat.get("rss", 0)),
+                "doing": str(member.beat.get("doing", "")),
+            }
+            for member in self._members
+        ]
+
     def clocks(self) -> list[Reading]:
         """See `Cluster.clocks`."""
         return [self._clock_of(member) for member in self._members]

@@ -195,8 +195,6 @@ def serve(control: Control, name: str, threads: int, secret: bytes | None, bind:
 
 def _expect(record: Record, kind: str) -> None:
     """Check the type of a record."""
-    if record["type"] == "refused":
-        raise ConfigError(f"the coordinator refused this worker: {record.get('reason')}")
     if record["type"] in ("stop", "exit"):
         raise PeerLost("the coordinator gave up before all workers had joined", peer="coordinator")
     if record["type"] != kind:

@@ -11,6 +11,7 @@ from pipedream_rt.checkpoint.files import (
     refuse_unsaveable,
     shapes,
     verify,
+    weights_of,
     write_manifest,
     write_stage,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "refuse_unsaveable",
     "shapes",
     "verify",
+    "weights_of",
     "write_manifest",
     "write_stage",
 ]

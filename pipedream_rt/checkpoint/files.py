@@ -389,6 +389,11 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """All weights and buffers of a checkpoint that was verified, by key of the unsplit model."""
+    return _tensors(folder, "model", lambda key: True)
+
+
 def _tensors(folder: Path, kind: str, wanted: Any) -> dict[str, Tensor]:
     """The tensors of one kind of file whose keys are wanted."""
     found: dict[str, Tensor] = {}
