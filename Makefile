@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types unit stress bench clean
+.PHONY: demo test lint types unit stress chaos bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
@@ -28,7 +28,13 @@ unit: $(VENV)/installed
 
 # Many seeds and long runs.
 stress: $(VENV)/installed
-	$(BIN)/python -m pytest -m stress -s --timeout 1800 -o faulthandler_timeout=1800
+	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600
+
+# Workers and scripts that die, hang and raise at random places: the long versions of test_chaos.py
+# and test_resume.py, with their seeds.
+chaos: $(VENV)/installed
+	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
+		tests/test_chaos.py tests/test_resume.py
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/async_vs_sync.py

@@ -20,7 +20,7 @@ from pipedream_rt import (
 )
 from pipedream_rt.cluster import InProcessCluster
 
-pytestmark = pytest.mark.threads
+pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 
@@ -56,6 +56,12 @@ def make(model=None, **kwargs):
         ({"workers": "somewhere"}, "write HOST:PORT"),
         ({"workers": 4}, 'workers must be "local", "in-process" or "HOST:PORT"'),
         ({"workers": "192.0.2.1:29500"}, "cannot listen at 192.0.2.1:29500"),
+        ({"checkpoint_every": 5}, "checkpoint_every needs a folder"),
+        ({"checkpoint_every": 0, "checkpoint": "run"}, "checkpoint_every must be an integer of at"),
+        ({"keep": 0}, "keep must be an integer of at least 1"),
+        ({"resume": True}, "resume needs the folder"),
+        ({"max_restarts": -1}, "max_restarts must be an integer of at least 0"),
+        ({"heartbeat": 10}, "heartbeat must be a positive datetime.timedelta"),
     ],
 )
 def test_wrong_arguments(kwargs, words):
