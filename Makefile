@@ -41,6 +41,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/tracing.py
+	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/simulator.py
 
 clean:
