@@ -89,8 +89,7 @@ class Failures:
     def _refuse_poison(self, action: Action, error: BaseException) -> None:
         """Stop where one action fails again and again."""
         number = self.micro_batch_of(action)
-        # A failure that left no word of what was being done counts where it may have been this.
-        # It is on an earlier stage or later in the same one that others were open.
+        # A failure that left no word of what was being done counts once where it may have been this.
         unexplained = sum(number in micro_batches for micro_batches in self._unexplained)
         times = self._by_action[action] + min(unexplained, 1)
         if times >= _MOST_OF_ONE:
@@ -117,7 +116,7 @@ class Failures:
 def action_of(error: BaseException) -> Action | None:
     """The action in which a worker failed, with its stage, if it is known."""
     if isinstance(error, StageFailed):
-        text = f"{error.stage}:{error.action}"
+        text = error.action if ":" in error.action else f"{error.stage}:{error.action}"
     elif isinstance(error, WorkerLost):
         text = error.doing
     else:
