@@ -80,11 +80,23 @@ class Failures:
         if action is None:
             self._unexplained.append(open_micro_batches)
         else:
+            self._forget_passed(action)
             self._by_action[action] += 1
             self._refuse_poison(action, error)
         if not self._left:
             raise error
         self._left -= 1
+
+    def _forget_passed(self, action: Action) -> None:
+        """Forget the failures of actions that must have gone well since: those before this one."""
+        passed = [
+            other
+            for other in self._by_action
+            if (other.stage, other.kind) == (action.stage, action.kind)
+            and other.index < action.index
+        ]
+        for other in passed:
+            del self._by_action[other]
 
     def _refuse_poison(self, action: Action, error: BaseException) -> None:
         """Stop where one action fails again and again."""

@@ -88,18 +88,25 @@ def test_the_third_failure_in_one_action_is_poison():
     failures = Failures(100, 1)
     for _ in range(2):
         failures.note(failed(), range(5, 9))
-        failures.note(failed(action="F8"), range(5, 9))
+        failures.note(failed(2, action="F8"), range(5, 9))
     with pytest.raises(PoisonedMicroBatch, match="micro-batch 7 has ended its worker 3 times") as e:
         failures.note(failed(), range(5, 9))
     assert (e.value.micro_batch, e.value.stage) == (7, 1)
+
+
+def test_what_has_gone_well_since_is_no_poison():
+    failures = Failures(100, 1)
+    for later in range(8, 12):
+        failures.note(failed(action="F7"), range(5, 9))
+        failures.note(failed(action=f"F{later}"), range(5, 9))
 
 
 def test_a_failure_without_a_word_counts_where_it_may_have_been_the_same():
     failures = Failures(100, 2)
     failures.note(lost(), range(5, 9))
     failures.note(lost("1:F7"), range(5, 9))
-    failures.note(lost("1:F20"), range(5, 9))
-    failures.note(lost("1:F20"), range(5, 9))
+    failures.note(lost("0:F20"), range(5, 9))
+    failures.note(lost("0:F20"), range(5, 9))
     with pytest.raises(PoisonedMicroBatch):
         failures.note(lost("1:F7"), range(5, 9))
     assert failures.micro_batch_of(Action.parse("1:S3")) == 7
