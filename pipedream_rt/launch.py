@@ -150,9 +150,21 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     return True, writable(trace)
 
 
-def resume_option(resume: bool | None) -> bool:
-    """Whether to go on from the last checkpoint; None follows `pipedream-rt run --resume`."""
-    return RESUME in os.environ if resume is None else bool(resume)
+def resume_option(resume: bool | None, has_folder: bool) -> bool:
+    """Whether to go on from the last checkpoint.
+
+    Args:
+        resume: None follows `pipedream-rt run --resume`, and torchrun when it starts a job again.
+        has_folder: Whether the script says where its checkpoints are.
+
+    Raises:
+        ConfigError: It does not, and was asked to go on.
+    """
+    again = has_folder and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    wanted = RESUME in os.environ or again if resume is None else bool(resume)
+    if wanted and not has_folder:
+        raise ConfigError("resume needs the folder of the checkpoints; give it as checkpoint")
+    return wanted
 
 
 def restart_option(max_restarts: int | None, default: int) -> int:

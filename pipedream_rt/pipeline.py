@@ -175,7 +175,7 @@ class Pipeline:
             pipe does not stop for them.
         keep: So many of the newest checkpoints are kept; None for all.
         resume: Go on from the newest whole checkpoint in ``checkpoint``, if there is one. None:
-            what `pipedream-rt run --resume` says, else False.
+            what `pipedream-rt run --resume` says, or torchrun that starts a job again.
         max_restarts: Failures of workers that are recovered from: others are started, and compute
             again what was fed since the last checkpoint, or since the start, which is kept until
             then. None: what `pipedream-rt run --max-restarts` says, else 3 with
@@ -242,9 +242,7 @@ class Pipeline:
         if checkpoint_every is not None and checkpoint is None:
             raise ConfigError("checkpoint_every needs a folder; give it as checkpoint")
         restarts = restart_option(max_restarts, default=3 if checkpoint_every is not None else 0)
-        resume = resume_option(resume)
-        if resume and checkpoint is None:
-            raise ConfigError("resume needs the folder of the checkpoints; give it as checkpoint")
+        resume = resume_option(resume, checkpoint is not None)
         if on_nan not in ("raise", "ignore"):
             raise ConfigError(f'on_nan must be "raise" or "ignore", not {on_nan!r}')
         if loss_fn is not None and not callable(loss_fn):
