@@ -13,7 +13,7 @@ it with the call.
                     <- hello        name, pid, host, boot, version, a nonce, proof of the secret
                     <- ready        has imported torch
     refused reason  ->                                          or
-    welcome         ->              key of the generation, rank, names, ...; both build an agent
+    welcome         ->              a nonce for a key, rank, names, ...; both build an RPC agent
                     <- address      where it listens
     addresses       ->              of all; every process calls every other
                     <- joined
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import select
 import socket
 import struct
@@ -42,6 +43,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import msgpack
 
@@ -71,6 +73,23 @@ _LARGEST_OF_A_STRANGER = 1 << 12
 
 Record = dict[str, Any]
 
+_ends: WeakSet[socket.socket] = WeakSet()
+"""Connections whose end tells the other side that this process is dead."""
+
+
+def close_in_forked_children(connection: socket.socket) -> None:
+    """Do not let a child that the user's script forks, as a data loader's, keep a connection."""
+    _ends.add(connection)
+
+
+def _close_ends() -> None:
+    """In a forked child."""
+    for connection in list(_ends):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_ends)
+
 
 class Control:
     """One end of a control connection. Sending is safe from any thread, receiving from one.
@@ -84,6 +103,7 @@ class Control:
         """Own the socket from now on."""
         self.peer = peer
         self._socket = connection
+        close_in_forked_children(connection)
         self._buffer = bytearray()
         self._sending = threading.Lock()
         self._sign_with: tuple[bytes, bytes] | None = None
@@ -188,10 +208,25 @@ class Control:
             records.append(record)
         return records
 
+    def poll(self) -> Record | None:
+        """Return the next record if all of it has come, without waiting.
+
+        Those behind it stay, for `receive`.
+
+        Raises:
+            TransportError: As `receive`.
+        """
+        record = self._next_buffered()
+        if record is None:
+            self._read()
+            record = self._next_buffered()
+        return record
+
     def _read(self) -> None:
-        """Read what there is into the buffer."""
+        """Read what there is into the buffer, of a stranger no more than a record."""
+        room = min(1 << 16, _LENGTH.size + self._largest - len(self._buffer))
         try:
-            data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            data = self._socket.recv(max(1, room), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as error:
@@ -216,9 +251,10 @@ class Control:
             record = msgpack.unpackb(data)
         except (ValueError, msgpack.UnpackException) as error:
             raise TransportError(f"{self.peer} speaks another protocol: {error}") from error
-        if not isinstance(record, dict) or "type" not in record:
+        names = isinstance(record, dict) and all(isinstance(key, str) for key in record)
+        if not names or "type" not in record:
             raise TransportError(f"{self.peer} speaks another protocol")
-        return record
+        return dict(record)
 
     def _checked(self, data: bytes) -> bytes:
         """Take off the signature of a record, if there has to be one."""
@@ -259,13 +295,18 @@ def prove(secret: bytes, asked: bytes, answer: bytes, hello: Record) -> bytes:
         answer: Nonce of the worker.
         hello: Its record, without the proof.
     """
-    said = repr(sorted((k, v) for k, v in hello.items() if k != "proof")).encode()
-    return proof(secret, b"worker", asked, answer, said)
+    said = [hello.get(name) for name in ("name", "pid", "host", "boot", "version")]
+    return proof(secret, b"worker", asked, answer, msgpack.packb(said))
 
 
 def session_key(secret: bytes, asked: bytes, answer: bytes) -> bytes:
     """The key that signs what both ends say after the hello."""
     return proof(secret, b"session", asked, answer)
+
+
+def group_key(secret: bytes, nonce: bytes) -> bytes:
+    """The key that signs the RPCs of a generation, for which the coordinator draws a nonce."""
+    return proof(secret, b"group", nonce)
 
 
 def _notice_silence(connection: socket.socket) -> None:

@@ -72,6 +72,11 @@ class FeedLog:
         while self._entries and self._entries[0].position < first:
             self._entries.popleft()
 
+    def stop(self) -> None:
+        """Keep nothing any more."""
+        self.on = False
+        self._entries.clear()
+
     def since(self, origin: Origin) -> Iterator[Entry]:
         """What was fed after an origin, in order."""
         return (entry for entry in self._entries if entry.position >= origin.position)

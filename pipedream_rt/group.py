@@ -23,7 +23,7 @@ from torch import Tensor
 from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster import Cluster, Fail
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import CheckpointError, MessageTimeout, PipelineClosed
+from pipedream_rt.errors import CheckpointError, ConfigError, MessageTimeout, PipelineClosed
 from pipedream_rt.feed import Entry, FeedLog, Origin
 from pipedream_rt.reception import Reception
 from pipedream_rt.recovery import Failures, Restart, is_passing
@@ -83,6 +83,7 @@ class WorkerGroup:
         timeout: For an answer that is sure to come.
         failures: Says whether to go on after a failure.
         name: Of the schedule.
+        at_close: Called when all is over.
 
     Attributes:
         name: As above.
@@ -100,9 +101,11 @@ class WorkerGroup:
         timeout: timedelta,
         failures: Failures,
         name: str,
+        at_close: Callable[[], object],
     ) -> None:
         """Start the workers and give them their stages."""
         self.name = name
+        self._at_close = at_close
         self._start_cluster = start
         self._jobs = jobs
         self._digests = [hashlib.sha256(job.numpy().data).digest() for job in jobs]
@@ -229,6 +232,7 @@ class WorkerGroup:
         self.inbox.close(PipelineClosed("the pipeline was closed"))
         if self._cluster is not None:
             self._cluster.close()
+        self._at_close()
         if self._status_server is not None:
             self._status_server.close()
 
@@ -285,7 +289,8 @@ class WorkerGroup:
             try:
                 replayed = self._start_again()
                 break
-            except CheckpointError as again:  # there is nothing to go back to
+            except (CheckpointError, ConfigError) as again:
+                # There is nothing to go back to, or nobody to start.
                 raise error from again
             except Exception as again:
                 if self._closed:
@@ -298,6 +303,8 @@ class WorkerGroup:
             replayed=replayed,
         )
         self.restarts.append(restart)
+        if not self._failures.left:
+            self.log.stop()  # there will be no other recovery
         _log.warning(
             "recovered in %.1f s: generation %d, %d micro-batches are computed again",
             restart.seconds,
@@ -312,16 +319,16 @@ class WorkerGroup:
             How many micro-batches are fed again.
         """
         self.cluster.kill()
-        origin = self._origin_to_use()
-        self._begin(origin)
+        origin, manifest = self._origin_to_use()
+        self._begin(origin, manifest)
         replayed = 0
         for to, position, payload, tensors in self.log.since(origin):
             self._send(to, position, payload, tensors)
             replayed += to == 0 and isinstance(payload, MicroBatch)
         return replayed
 
-    def _origin_to_use(self) -> Origin:
-        """The newest origin whose checkpoint is whole.
+    def _origin_to_use(self) -> tuple[Origin, Manifest | None]:
+        """The newest origin whose checkpoint is whole, with what that says of itself.
 
         Raises:
             CheckpointError: None is.
@@ -329,17 +336,16 @@ class WorkerGroup:
         while True:
             origin = self.log.origins[-1]
             if origin.folder is None:
-                return origin
+                return origin, None
             try:
-                newest_good(origin.folder)
-                return origin
+                return origin, newest_good(origin.folder)[1]
             except CheckpointError as error:
                 if len(self.log.origins) == 1:
                     raise
                 _log.warning("%s; going back to the one before", error)
                 self.log.origins.pop()
 
-    def _begin(self, origin: Origin) -> None:
+    def _begin(self, origin: Origin, manifest: Manifest | None = None) -> None:
         """Start workers and wait until each stage has the state of an origin."""
         generation = next(_generations)
         reception = self._reception
@@ -353,8 +359,8 @@ class WorkerGroup:
         reception.cluster = self._cluster
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         restore = None
-        if origin.folder is not None:
-            restore = load_argument(origin.folder, newest_good(origin.folder)[1])
+        if origin.folder is not None and manifest is not None:
+            restore = load_argument(origin.folder, manifest)
         for stage, (job, digest) in enumerate(zip(self._jobs, self._digests, strict=True)):
             start = Job(
                 digest=digest,

@@ -20,6 +20,7 @@ from pipedream_rt.cluster import Cluster, Fail, InProcessCluster
 from pipedream_rt.control import NONCE, interface_towards, parse_address
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, RendezvousTimeout
+from pipedream_rt.forks import ForkServer
 from pipedream_rt.processes import ProcessCluster
 from pipedream_rt.schedules import Shape
 from pipedream_rt.spawn import (
@@ -57,6 +58,7 @@ def start_cluster(
     start_timeout: timedelta,
     threads: int,
     heartbeat: timedelta,
+    forks: ForkServer,
 ) -> Cluster:
     """Start the stages' threads or processes, or await workers.
 
@@ -72,6 +74,7 @@ def start_cluster(
         start_timeout: For all workers to join.
         threads: In each worker started here.
         heartbeat: For how long a worker process may be silent.
+        forks: Starts worker processes here.
 
     Raises:
         ConfigError: The argument or the environment makes no sense.
@@ -88,7 +91,7 @@ def start_cluster(
         return InProcessCluster(shape, **common)
     if callable(workers):
         return workers(shape, **common)
-    common.update(start_timeout=start_timeout, heartbeat=heartbeat)
+    common.update(start_timeout=start_timeout, heartbeat=heartbeat, forks=forks)
     if workers == "local":
         return _local(shape, common)
     if workers is not None:

@@ -39,6 +39,7 @@ from pipedream_rt.errors import (
     PipelineClosed,
     PipelineError,
 )
+from pipedream_rt.forks import ForkServer
 from pipedream_rt.group import WorkerGroup, load_argument
 from pipedream_rt.jobs import pickled_jobs
 from pipedream_rt.launch import (
@@ -273,6 +274,8 @@ class Pipeline:
         self._failure: BaseException | None = None
         shape = self.schedule.shape
 
+        forks = ForkServer()
+
         def start(receive: Receive, fail: Fail, generation: int) -> Cluster:
             return start_cluster(
                 workers,
@@ -284,10 +287,11 @@ class Pipeline:
                 start_timeout=start_timeout,
                 threads=threads,
                 heartbeat=heartbeat,
+                forks=forks,
             )
 
         failures = Failures(restarts, micro_batches)
-        self._group = WorkerGroup(start, jobs, timeout, failures, self.schedule.name)
+        self._group = WorkerGroup(start, jobs, timeout, failures, self.schedule.name, forks.close)
         self._checkpointer = Checkpointer(
             self._group,
             None if checkpoint is None else Path(checkpoint).absolute(),

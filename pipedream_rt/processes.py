@@ -31,6 +31,7 @@ from pipedream_rt.control import (
     Control,
     Record,
     boot_id,
+    group_key,
     interface_of,
     prove,
     session_key,
@@ -44,9 +45,10 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
+from pipedream_rt.forks import ForkedWorker, ForkServer
 from pipedream_rt.observe.clock import Reading, best
 from pipedream_rt.schedules import Shape
-from pipedream_rt.spawn import end_processes, start_worker
+from pipedream_rt.spawn import end_processes
 from pipedream_rt.stage.messages import COORDINATOR
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport, refuse_second
@@ -99,14 +101,16 @@ class _Member:
 class WorkerProcesses:
     """Processes that this one started, each with a control connection that it inherits."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, forks: ForkServer) -> None:
         """Start none yet.
 
         Args:
             threads: For torch's own parallel loops in each.
+            forks: Starts them.
         """
         self._threads = threads
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._forks = forks
+        self.processes: dict[str, ForkedWorker] = {}
         self.controls: dict[str, Control] = {}
 
     def start(self, names: list[str]) -> None:
@@ -118,11 +122,8 @@ class WorkerProcesses:
         for name in names:
             ours, theirs = socket.socketpair()
             with theirs:
-                fd = theirs.fileno()
                 self.controls[name] = Control(ours, f"worker {name!r}")
-                self.processes[name] = start_worker(
-                    "--control-fd", str(fd), name=name, threads=self._threads, pass_fds=(fd,)
-                )
+                self.processes[name] = self._forks.fork(name, self._threads, theirs)
 
     def ending(self, name: str) -> str:
         """How a process ended, in words; empty while it runs or if it is not ours."""
@@ -150,6 +151,7 @@ class ProcessCluster:
         listener: Where workers that are started elsewhere join; None to start local ones.
         own: With a listener, how many workers to start here all the same.
         heartbeat: For how long a worker may be silent.
+        forks: Starts workers here.
         secret: Of the job: who joins by the listener proves that it knows it.
         replace: Has somebody else kill the workers that he started and start others.
     """
@@ -166,6 +168,7 @@ class ProcessCluster:
         threads: int,
         heartbeat: timedelta,
         secret: bytes,
+        forks: ForkServer,
         listener: socket.socket | None = None,
         own: int = 0,
         replace: Callable[[], None] | None = None,
@@ -191,7 +194,7 @@ class ProcessCluster:
         self._all_stopped = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._asked: dict[Control, bytes] = {}
-        self._local = WorkerProcesses(threads)
+        self._local = WorkerProcesses(threads, forks)
         try:
             deadline = Deadline(start_timeout)
             count = shape.workers if listener is None else own
@@ -215,6 +218,7 @@ class ProcessCluster:
                 listener.setblocking(False)
                 selector.register(listener, selectors.EVENT_READ)
             unheard = list(self._local.controls.values())
+            own = len(unheard)
             try:
                 while len(self._members) < needed:
                     ready = selector.select(deadline.remaining_s())
@@ -231,9 +235,12 @@ class ProcessCluster:
                             if self._hear(control):
                                 selector.unregister(control)
                                 unheard.remove(control)
-                    while len(unheard) > _MOST_STRANGERS:  # the oldest has had its time
-                        selector.unregister(unheard[0])
-                        unheard.pop(0).close()
+                                del self._asked[control]
+                    while len(unheard) > own + _MOST_STRANGERS:
+                        # The oldest stranger has had his time.
+                        selector.unregister(unheard[own])
+                        unheard[own].close()
+                        del self._asked[unheard.pop(own)]
             finally:
                 for control in unheard:
                     control.close()
@@ -281,7 +288,7 @@ class ProcessCluster:
         """
         started = next((n for n, c in self._local.controls.items() if c is control), None)
         try:
-            records = control.receive_all()
+            hello = control.poll()
         except TransportError as error:
             control.close()
             if started is not None:
@@ -293,14 +300,13 @@ class ProcessCluster:
                 ) from error
             _log.warning("a connection that is no worker was dropped: %s", error)
             return True
-        if not records:
+        if hello is None:
             return False
-        hello = records[0]
         name = str(hello.get("name"))
         description = f"pid {hello.get('pid')} on {hello.get('host')}"
         reason = self._reason_to_refuse(name, hello, self._asked[control])
         if reason:
-            _log.warning("refused worker %r (%s): %s", name, description, reason)
+            _log.warning("refused worker %r (%r): %s", name, description, reason)
             with suppress(PeerLost):
                 control.send({"type": "refused", "reason": reason})
             control.close()
@@ -349,12 +355,12 @@ class ProcessCluster:
         """Tell the members, join the RPC group with them."""
         host = self._meeting_host()
         names = ("coordinator", *self.names)
-        key = secrets.token_bytes(NONCE)
+        nonce = secrets.token_bytes(NONCE)
         for worker, member in enumerate(self._members):
             member.control.send(
                 {
                     "type": "welcome",
-                    "key": key,
+                    "nonce": nonce,
                     "beat_s": self._heartbeat.total_seconds() / 4,
                     "rank": worker + 1,
                     "stages": list(member.stages),
@@ -373,7 +379,7 @@ class ProcessCluster:
                 names=names,
                 interface=interface_of(host),
                 timeout=self._timeout,
-                key=key,
+                key=group_key(self._secret, nonce),
             )
         )
         self.transport: Transport = self._rpc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import cloudpickle
 
@@ -32,12 +33,14 @@ class Reception:
         self.cluster: Cluster | None = None
         self.generation = 0
         self.failure: BaseException | None = None
+        self._lock = threading.Lock()
 
     def begin(self, generation: int) -> None:
         """Belong to a new generation of workers; failures of those before are no news."""
-        self.generation = generation
-        self.failure = self.cluster = None
-        self.inbox.reopen(generation)
+        with self._lock:
+            self.generation = generation
+            self.failure = self.cluster = None
+            self.inbox.reopen(generation)
 
     def receive(self, message: Message) -> None:
         """Take a message; called from any thread."""
@@ -51,9 +54,10 @@ class Reception:
         """Return what is told that the workers of a generation cannot go on; from any thread."""
 
         def fail(error: BaseException) -> None:
-            if generation == self.generation and self.failure is None:
-                self.failure = error
-                self.inbox.close(error)
+            with self._lock:
+                if generation == self.generation and self.failure is None:
+                    self.failure = error
+                    self.inbox.close(error)
 
         return fail
 

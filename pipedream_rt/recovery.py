@@ -9,6 +9,7 @@ from pipedream_rt.errors import (
     NonFiniteLoss,
     PipelineError,
     PoisonedMicroBatch,
+    RemoteError,
     ScheduleError,
     StageFailed,
     TransportError,
@@ -43,7 +44,8 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, StageFailed):
         deterministic = isinstance(error, NonFiniteLoss)
         cause = error.__cause__
-        ours = isinstance(cause, PipelineError) and not isinstance(cause, TransportError)
+        theirs = isinstance(cause, TransportError | RemoteError)
+        ours = isinstance(cause, PipelineError) and not theirs
         return not deterministic and not ours
     return isinstance(error, TransportError | WorkerLost)
 
@@ -101,7 +103,7 @@ class Failures:
     def _refuse_poison(self, action: Action, error: BaseException) -> None:
         """Stop where one action fails again and again."""
         number = self.micro_batch_of(action)
-        # A failure that left no word of what was being done counts once where it may have been this.
+        # A failure that left no word of what was done counts once where it may have been this.
         unexplained = sum(number in micro_batches for micro_batches in self._unexplained)
         times = self._by_action[action] + min(unexplained, 1)
         if times >= _MOST_OF_ONE:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
@@ -104,7 +105,20 @@ def start_worker(
     )
 
 
-def end_processes(processes: Iterable[subprocess.Popen[bytes]], deadline: Deadline) -> None:
+class Process(Protocol):
+    """What of `subprocess.Popen` is used here."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises `subprocess.TimeoutExpired`."""
+
+
+def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
     """Wait for processes to end; kill those that are late, and all if interrupted."""
     processes = list(processes)
     try:

@@ -22,6 +22,7 @@ LAYERS = [
         "pipedream_rt.checkpointer",
         "pipedream_rt.cluster",
         "pipedream_rt.feed",
+        "pipedream_rt.forks",
         "pipedream_rt.group",
         "pipedream_rt.launch",
         "pipedream_rt.loading",

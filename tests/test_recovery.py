@@ -282,9 +282,9 @@ def test_closing_while_the_workers_are_replaced(tmp_path):
     with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 4)]) as pipe:
         begin = pipe._group._begin
 
-        def interrupted(origin):
+        def interrupted(*arguments):
             pipe.close()
-            begin(origin)
+            begin(*arguments)
 
         pipe._group._begin = interrupted
         with pytest.raises(Exception, match="closed"):

@@ -13,6 +13,7 @@ from datetime import timedelta
 from types import FrameType
 
 import click
+from pipedream_rt.workers.forkserver import serve_forks
 
 from pipedream_rt.control import (
     COORDINATOR_END,
@@ -51,6 +52,7 @@ _RETRY_S = 0.2
 @click.option("--secret-stdin", is_flag=True,
               help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
 @click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
+@click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see forkserver.py.")
 @click.option("--control-fd", type=int, hidden=True, help="Inherited connection, instead.")
 def main(
     address: str | None,
@@ -61,16 +63,17 @@ def main(
     bind: str | None,
     secret_stdin: bool,
     secret_fd: int | None,
+    fork_server_fd: int | None,
     control_fd: int | None,
 ) -> None:
     """Start a worker process that joins the coordinator at HOST:PORT."""
+    if fork_server_fd is not None:
+        # torch reads it when imported; see `serve`.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        serve_forks(_inherit(fork_server_fd), _run_forked)
+        os._exit(0)
     name = name or f"{socket.gethostname()}-{os.getpid()}"
-    logging.basicConfig(
-        format=f"[{name}] %(levelname)s %(message)s",
-        level=os.environ.get("PIPEDREAM_RT_LOG", "INFO" if control_fd is None else "WARNING"),
-    )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end_by_signal)
+    _set_up(name, "INFO" if control_fd is None else "WARNING")
     if (address is None) == (control_fd is None):
         raise click.UsageError("give the HOST:PORT of the coordinator")
     if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
@@ -90,6 +93,28 @@ def main(
     logging.shutdown()
     # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
     os._exit(code)
+
+
+def _set_up(name: str, level: str) -> None:
+    """Logging and signals of a worker process."""
+    logging.basicConfig(
+        format=f"[{name}] %(levelname)s %(message)s",
+        level=os.environ.get("PIPEDREAM_RT_LOG", level),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_by_signal)
+
+
+def _run_forked(control: socket.socket, name: str, threads: int) -> int:
+    """Be a worker, in a child of the fork server."""
+    _set_up(name, "WARNING")
+    try:
+        return serve(Control(control, "the coordinator"), name, threads, None, None)
+    except PipelineError as error:
+        _log.error("%s", error)
+        return EXIT_FAILED
+    finally:
+        logging.shutdown()
 
 
 def _again(secret: bytes | None) -> list[str]:
@@ -186,7 +211,7 @@ def serve(control: Control, name: str, threads: int, secret: bytes | None, bind:
         control.send({"type": "ready"})
         welcome = control.receive(Deadline(None))
         _expect(welcome, "welcome")
-        code: int = host_stage(control, welcome, threads, bind)
+        code: int = host_stage(control, welcome, threads, secret, bind)
         return code
     except PeerLost as error:
         _log.error("%s", error)

@@ -12,7 +12,14 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from pipedream_rt.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, Control, Record, interface_of
+from pipedream_rt.control import (
+    EXIT_COORDINATOR_LOST,
+    EXIT_FAILED,
+    Control,
+    Record,
+    group_key,
+    interface_of,
+)
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,
@@ -42,7 +49,9 @@ _LAST_ACTION_S = 10.0
 """For the stage to end the action at hand; a thread cannot be killed, but the process can end."""
 
 
-def host_stage(control: Control, welcome: Record, threads: int, bind: str | None) -> int:
+def host_stage(
+    control: Control, welcome: Record, threads: int, secret: bytes, bind: str | None
+) -> int:
     """Join the group that a welcome describes and run the worker's stages in it.
 
     Threads of this process: this one reads the control connection; one computes; torch's RPC pool
@@ -52,6 +61,7 @@ def host_stage(control: Control, welcome: Record, threads: int, bind: str | None
         control: Connection to the coordinator.
         welcome: Its record.
         threads: For torch's own parallel loops.
+        secret: Of the job.
         bind: Network interface to listen on; None for loopback.
 
     Returns:
@@ -61,7 +71,7 @@ def host_stage(control: Control, welcome: Record, threads: int, bind: str | None
     worker, stages = welcome["rank"] - 1, welcome["stages"]
     timeout = timedelta(seconds=welcome["timeout_s"])
     try:
-        transport = _join(control, welcome, timeout, bind)
+        transport = _join(control, welcome, timeout, secret, bind)
     except (PipelineError, RuntimeError) as error:
         control.send({"type": "failed", "text": str(error)})
         _log.error("could not join the group: %s", error)
@@ -85,7 +95,9 @@ def host_stage(control: Control, welcome: Record, threads: int, bind: str | None
     return _until_exit(control, host.inbox, thread, transport, timedelta(seconds=welcome["beat_s"]))
 
 
-def _join(control: Control, welcome: Record, timeout: timedelta, bind: str | None) -> RpcTransport:
+def _join(
+    control: Control, welcome: Record, timeout: timedelta, secret: bytes, bind: str | None
+) -> RpcTransport:
     """Connect to the group, whose addresses come over the control connection."""
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
     names = tuple(welcome["names"])
@@ -103,7 +115,7 @@ def _join(control: Control, welcome: Record, timeout: timedelta, bind: str | Non
             names=names,
             interface=bind or _default_interface(control, welcome["host"]),
             timeout=timeout,
-            key=welcome["key"],
+            key=group_key(secret, welcome["nonce"]),
         )
     )
     transport.join(
@@ -158,7 +170,7 @@ def _until_exit(
                 thread.join(_LAST_ACTION_S)
                 if thread.is_alive():
                     _log.error("the stage computes without end; ending without it")
-                    return EXIT_FAILED
+                    return EXIT_COORDINATOR_LOST  # another life may join again
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": inbox.story()})

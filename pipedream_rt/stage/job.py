@@ -35,12 +35,19 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Set them in this process."""
+        """Set them in this process, where they differ: torch imports its compiler to set one."""
+        current = TorchSettings.capture()
+        if current == self:
+            return
         torch.set_default_dtype(self.default_dtype)
-        torch.use_deterministic_algorithms(
-            self.deterministic, warn_only=self.deterministic_warn_only
-        )
         torch.set_float32_matmul_precision(self.matmul_precision)
+        if (current.deterministic, current.deterministic_warn_only) != (
+            self.deterministic,
+            self.deterministic_warn_only,
+        ):
+            torch.use_deterministic_algorithms(
+                self.deterministic, warn_only=self.deterministic_warn_only
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

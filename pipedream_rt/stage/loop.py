@@ -221,6 +221,8 @@ class Loop:
                 version = stage.backward_weight(m)
             case Kind.STEP:
                 version = stage.step(m)
+        if m < self._announced:
+            self._announce("")  # it went well
         if self._recorder is not None:
             start = asked + stage.held_up_ns - held_up
             self._record(CODES[kind], stage, m, version, waited_for, arrived, start)

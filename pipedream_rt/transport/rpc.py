@@ -27,11 +27,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import socket
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -393,21 +391,23 @@ def _quiet() -> Iterator[None]:
 
 
 def _listeners_at(port: int) -> list[int]:
-    """Descriptors of this process that listen at a TCP port."""
-    found = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    """Descriptors of this process that listen at a TCP port, from the kernel's tables."""
+    listening = "0A"
+    sockets = set()
+    for table in ("tcp", "tcp6"):
         try:
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            probe = socket.socket(fileno=fd)
+            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
         except OSError:
-            continue  # closed meanwhile
-        try:
-            listens = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and probe.family != socket.AF_UNIX and probe.getsockname()[1] == port:
-                found.append(fd)
-        finally:
-            probe.detach()  # it is not ours
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == listening and int(fields[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it may have been closed meanwhile
+            if os.readlink(f"/proc/self/fd/{fd}") in sockets:
+                found.append(int(fd))
     return found
 
 
