@@ -6,6 +6,7 @@ The main job of this project: four stages on four local worker processes, asynch
     python examples/train_charlm.py --schedule 1f1b --micro-batches 4
     python examples/train_charlm.py --stages 2 --workers in-process
     pipedream-rt run --nproc-per-node 4 examples/train_charlm.py
+    pipedream-rt run --nproc-per-node 4 --resume examples/train_charlm.py --checkpoint out/run
     torchrun --nproc-per-node 4 examples/train_charlm.py
 
 Letters in shapes: B samples, T positions, D width, V byte values (256).
@@ -167,6 +168,9 @@ def sample(model: nn.Module, prompt: bytes, length: int, context: int) -> str:
 @click.option("--context", default=128, show_default=True)
 @click.option("--lr", default=2e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
+@click.option("--checkpoint", default=None, help="Folder for checkpoints; a killed worker is then "
+              "replaced, and a killed script goes on with --resume.")  # fmt: skip
+@click.option("--checkpoint-every", default=200, show_default=True, help="Steps.")
 @click.option(
     "--out", default="out/charlm.safetensors", show_default=True, type=click.Path(path_type=Path)
 )
@@ -180,6 +184,8 @@ def main(
     context: int,
     lr: float,
     seed: int,
+    checkpoint: str | None,
+    checkpoint_every: int,
     out: Path,
 ) -> None:
     """Train, validate, save and sample."""
@@ -206,11 +212,14 @@ def main(
         micro_batches=micro_batches,
         workers=workers,
         seed=seed,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every if checkpoint else None,
     ) as pipe:
         console.print(pipe.explain())
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             pipe.optimizer, lambda step: learning_rate_factor(step, steps)
         )
+        pipe.attach(scheduler=scheduler)
         console.print(f"validation loss before training: {pipe.evaluate(validation):.3f}")
         loader = corpus.batches(batch, context, steps, seed)
         start = time.perf_counter()
@@ -247,7 +256,7 @@ def train(
         smooth, since, busy_then = float("nan"), time.perf_counter(), [0.0] * len(pipe.stages)
         for result in pipe.train_epoch(loader):
             scheduler.step()
-            smooth = result.loss if result.step == 0 else 0.95 * smooth + 0.05 * result.loss
+            smooth = result.loss if math.isnan(smooth) else 0.95 * smooth + 0.05 * result.loss
             if (result.step + 1) % 20 == 0:
                 now = time.perf_counter()
                 busy = [b - a for a, b in zip(busy_then, result.busy_s, strict=True)]

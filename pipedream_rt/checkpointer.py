@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream_rt.checkpoint import Manifest, Part, prune, write_manifest
+from pipedream_rt.checkpoint import Manifest, Part, prune, put_aside_later, write_manifest
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.feed import Origin
 from pipedream_rt.group import WorkerGroup
@@ -163,9 +163,11 @@ class Checkpointer:
             folder = begun.part.commit()
         finally:
             begun.part.abandon()
-        self._group.log.begin(dataclasses.replace(begun.origin, folder=folder))
+        log = self._group.log
+        log.begin(dataclasses.replace(begun.origin, folder=folder))
+        put_aside_later(begun.root, folder)
         if begun.keep is not None:
-            prune(begun.root, begun.keep, folder)
+            prune(begun.root, begun.keep, [o.folder for o in log.origins if o.folder is not None])
         self.blocked_s += time.monotonic() - start
         return folder
 

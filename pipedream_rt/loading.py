@@ -25,28 +25,55 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.results import PendingStep
 
 Generators = dict[str, Any]
-"""States of the random generators of this process, as msgpack can keep them."""
+"""States of the random generators of this process, and of a loader."""
 
 
-def generators() -> Generators:
-    """Read the random generators of torch (CPU), Python and NumPy."""
-    state: Any = np.random.get_state(legacy=True)
-    kind, keys, *rest = state
-    version, internal, gauss = random.getstate()
+def generators(loader: object = None) -> Generators:
+    """Read the random generators of torch (CPU), Python, NumPy, and those that a loader has."""
     return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, keys.tobytes(), *rest],
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "loader": [own.get_state() for own in _own_generators(loader)],
     }
 
 
-def set_generators(state: Generators) -> None:
-    """Set what `generators` read."""
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+def _saveable(state: Generators) -> Generators:
+    """As msgpack can keep it."""
+    kind, keys, *rest = state["numpy"]
+    return {**state, "numpy": [kind, keys.tobytes(), *rest]}
+
+
+def set_generators(state: Generators, loader: object = None) -> None:
+    """Set what `generators` read, after a way through a file."""
+    torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+    for own, kept in zip(_own_generators(loader), state["loader"]):
+        own.set_state(kept)
+
+
+def _own_generators(loader: object) -> list[torch.Generator]:
+    """The generators that a `torch.utils.data.DataLoader` or its samplers were given."""
+    samplers = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    inner = getattr(samplers[1], "sampler", None)
+    found = {}
+    for part in (loader, *samplers, inner):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return list(found.values())
+
+
+def between_epochs(epoch: int) -> dict[str, Any]:
+    """The place of a script that draws from no loader now.
+
+    Args:
+        epoch: Number of the next.
+    """
+    return {"epoch": epoch, "drawn": None, "now": _saveable(generators())}
 
 
 class Loading:
@@ -84,8 +111,8 @@ class Loading:
         self.error: Exception | None = None
         self._loader = loader
         if place is not None:
-            set_generators(place["start"])
-        self._start = generators()
+            set_generators(place["start"], loader)
+        self._start = generators(loader)
         stateful = place is not None and place["loader"] is not None
         if stateful:
             loader.load_state_dict(place["loader"])  # type: ignore[attr-defined, index]
@@ -97,7 +124,7 @@ class Loading:
             self._come_back(place, skip=not stateful)
         self.fetch()
         if place is not None and place["after"] is not None:
-            set_generators(place["after"])
+            set_generators(place["after"], loader)
 
     def _come_back(self, place: dict[str, Any], skip: bool) -> None:
         """Drop what was drawn before, and set the generators as they were."""
@@ -110,11 +137,11 @@ class Loading:
                     f"{place['drawn']} items of epoch {self.epoch}. Give the same loader"
                 ) from None
         self._drawn = place["drawn"]
-        set_generators(place["before"])
+        set_generators(place["before"], self._loader)
 
     def fetch(self) -> None:
         """Draw an item into ``fetched``, which stays empty at the loader's end."""
-        self._before = generators()
+        self._before = generators(self._loader)
         self._state = self._loader_state()
         try:
             self.fetched.append(next(self._items))
@@ -132,12 +159,12 @@ class Loading:
 
     def place(self) -> dict[str, Any]:
         """Say where the next injected item comes from, for `Loading` in another process."""
-        ahead = bool(self.fetched)
+        ahead, now = bool(self.fetched), generators(self._loader)
         return {
             "epoch": self.epoch,
             "drawn": self._drawn - ahead,
-            "start": self._start,
-            "before": self._before if ahead else generators(),
-            "after": generators() if ahead else None,
+            "start": _saveable(self._start),
+            "before": _saveable(self._before if ahead else now),
+            "after": _saveable(now) if ahead else None,
             "loader": self._state if ahead else self._loader_state(),
         }

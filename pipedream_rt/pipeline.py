@@ -50,7 +50,7 @@ from pipedream_rt.launch import (
     start_cluster,
     trace_option,
 )
-from pipedream_rt.loading import Loading
+from pipedream_rt.loading import Loading, between_epochs, set_generators
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.summary import table
@@ -360,7 +360,8 @@ class Pipeline:
         """Draw from a loader; from where it was, where the run goes on in this epoch."""
         resumed, place = self.resumed, None
         if resumed is not None and resumed.place is not None and resumed.step == self._step:
-            place = resumed.place if resumed.place["epoch"] == self._epoch else None
+            here = resumed.place["epoch"] == self._epoch and resumed.place["drawn"] is not None
+            place = resumed.place if here else None
         if place is None or resumed is None:
             return Loading(loader, self._epoch)
         unseen = [PendingStep.finished(self, result_of(r)) for r in resumed.results]
@@ -664,6 +665,9 @@ class Pipeline:
         Returns:
             The folder of the checkpoint. It is whole, or it is not there.
 
+        In the body of a loop over `train_epoch`, what that body does after it is not done again
+        by a script that resumes from it: call it last.
+
         Raises:
             CheckpointError: It cannot be written. The pipeline goes on.
         """
@@ -694,23 +698,27 @@ class Pipeline:
             ConfigError: An object lacks these, or its state holds more than numbers, texts, bytes,
                 lists and dicts.
         """
+        resumed = self.resumed
+        back = {} if resumed is None or resumed.step != self._step else resumed.attached
         for name, value in stateful.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(f"{name} has no state_dict and load_state_dict")
             refuse_unsaveable(name, value.state_dict())
-            if self.resumed is not None and name in self.resumed.attached:
-                value.load_state_dict(self.resumed.attached[name])
+            if name in back:
+                value.load_state_dict(back[name])
         self._attached.update(stateful)
-        if self.resumed is not None and self.resumed.step == self._step:
-            self._set_groups(self.resumed)
+        if resumed is not None and resumed.step == self._step:
+            self._set_groups(resumed)
 
     def _checkpoint_if_due(self) -> None:
         """Begin a checkpoint behind the mini-batch that was injected last, if it is time."""
         if not self._checkpointer.due(self._step):
             return
-        if self._checkpointer.is_begun:  # the disk is slow: wait for it
-            self.flush()
-            self._finish_checkpoint()
+        if self._checkpointer.is_begun:
+            # Not waited for: a flush would take time, and where a layer changes buffers in its
+            # backward it would even change the result, and when depends on the disk.
+            _log.info("no checkpoint after step %d: the one before is not done", self._step)
+            return
         with self._closing_on_error():
             self._checkpointer.begin_by_itself(self._manifest(None), self._unseen())
 
@@ -751,7 +759,7 @@ class Pipeline:
             extra=extra,
             floor=self._floor,
             passes=self._passes,
-            place=None if self._loading is None else self._loading.place(),
+            place=self._loading.place() if self._loading else between_epochs(self._epoch),
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
         )
 
@@ -763,7 +771,8 @@ class Pipeline:
         flush. In asynchronous ones the first micro-batches then read the newest weights in the
         place of older ones, and a warning says so.
 
-        The next `train_epoch` brings its loader to the place where it was (see
+        What was given to `attach` gets its state of then, and so do the random generators of this
+        process. The next `train_epoch` brings its loader to the place where it was (see
         `pipedream_rt.loading`), and yields the results that the script had not seen first.
 
         Args:
@@ -810,10 +819,12 @@ class Pipeline:
         self.flush()  # the stages begin their orders anew, from that step
         self._step, self._passes = manifest.step, manifest.passes
         self._group.next_micro_batch = self._group.next_loss = self._step * self._micro_batches
-        self._set_groups(manifest)
         if manifest.place is not None:
             self._epoch = manifest.place["epoch"]
+            if manifest.place["drawn"] is None:
+                set_generators(manifest.place["now"])
         self.resumed = manifest
+        self.attach(**self._attached)
         return manifest
 
     def _resume(self) -> None:
@@ -824,7 +835,6 @@ class Pipeline:
             _log.warning("there is no checkpoint in %s yet; beginning at the start", folder)
             return
         self.load(folder)
-        # What was fed to get here is in the checkpoint, but for a split that reads newer versions.
         _log.warning("going on after step %d of %s", self._step, folder)
 
     def _set_groups(self, manifest: Manifest) -> None:
@@ -1093,6 +1103,7 @@ class Pipeline:
             self.close()
             return
         try:
+            self._checkpointer.abandon()
             if issubclass(exception_type, Exception):
                 self.close()
         except PipelineError as error:  # the caller's own error is the one to be seen

@@ -17,7 +17,7 @@ class StepResult:
         versions: Weight version that its last micro-batch read, by stage.
         staleness: Updates between the oldest of the versions read and the one that its gradient
             is applied to; 0 in schedules that flush.
-        busy_s: Seconds that each stage has computed since the start.
+        busy_s: Seconds that each stage has computed since its workers were started.
     """
 
     step: int

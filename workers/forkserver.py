@@ -11,6 +11,7 @@ import signal
 import socket
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 
 import msgpack
 
@@ -29,9 +30,8 @@ def serve_forks(connection: socket.socket, run: RunWorker) -> None:
         run: What a child does.
     """
     # Imported once for all of them; nothing is computed here, so no thread pool is ever made.
-    import torch._dynamo  # which torch imports for the first optimizer that is built
-
-    import pipedream_rt.workers.process  # noqa: F401
+    import_module("pipedream_rt.workers.process")
+    import_module("torch._dynamo")  # torch does it for the first optimizer that is built
 
     # NumPy's library of linear algebra has a thread that waits, and knows how to be forked.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)

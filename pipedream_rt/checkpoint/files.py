@@ -8,6 +8,7 @@ A run's folder holds a folder for each checkpoint::
         optimizer-00001-of-00004.safetensors    ...  "PARAMETER/NAME" of each tensor of its state
         versions-00001-of-00004.safetensors     ...  "VERSION/PARAMETER": what later micro-batches
                                                 still read in an asynchronous schedule
+        buffers-00001-of-00004.safetensors      buffers that are in no state dict
         manifest.msgpack                        everything else, and a checksum of each file
 
 Each worker writes the files of its stages; the coordinator writes manifest and index last, into a
@@ -21,15 +22,17 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import threading
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgpack
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from pipedream_rt.errors import CheckpointError, ConfigError
@@ -52,11 +55,13 @@ class StageState:
         weights: Its state dict, newest version, under the keys of the unsplit model.
         optimizer: State of each parameter, by name.
         versions: Older weight versions that micro-batches to come read: trainable weights by name.
+        hidden: Buffers that are in no state dict, by name.
     """
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
     versions: dict[int, dict[str, Tensor]]
+    hidden: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +159,18 @@ class Part:
 
 def _tidy(root: Path) -> None:
     """Remove what a run left that died while it wrote; give back what it was replacing."""
+    _give_back(root)
     for left in root.glob(".step-*.part"):
-        name = left.name.removeprefix(".").removesuffix(_OLD)
-        if left.name.endswith(_OLD) and not (root / name).exists():
-            left.rename(root / name)
-        else:
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _give_back(root: Path) -> None:
+    """Give a checkpoint its name again that was being replaced when a run died."""
+    for left in root.glob(f".step-*{_OLD}"):
+        whole = root / left.name.removeprefix(".").removesuffix(_OLD)
+        if not whole.exists():
+            with suppress(OSError):  # a folder that can only be read
+                left.rename(whole)
 
 
 def write_stage(
@@ -195,13 +206,20 @@ def write_stage(
                 )
     older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
     found, weights = {}, {}
-    for kind, tensors in (("model", state.weights), ("optimizer", moments), ("versions", older)):
+    kinds = {
+        "model": state.weights, "optimizer": moments, "versions": older, "buffers": state.hidden
+    }  # fmt: skip
+    for kind, tensors in kinds.items():
         if not tensors:
             continue
         name = f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+        # By another name first: after a recovery the same part is written once more, and the
+        # coordinator may be reading this one.
+        part = folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
         try:
-            save_file(tensors, folder / name, metadata={"format": "pt"})
-            _sync(folder / name)
+            save_file(tensors, part, metadata={"format": "pt"})
+            _sync(part)
+            part.replace(folder / name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / name} cannot be written: {error}") from error
         found[name] = [(folder / name).stat().st_size, _digest(folder / name)]
@@ -242,10 +260,11 @@ def _write_manifest(folder: Path, manifest: Manifest, index: dict[str, Any]) -> 
     (folder / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     manifest.files[_INDEX] = [(folder / _INDEX).stat().st_size, _digest(folder / _INDEX)]
     try:
-        packed = msgpack.packb(asdict(manifest))
+        packed = _pack({f.name: getattr(manifest, f.name) for f in fields(manifest)})
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"extra can hold numbers, texts, bytes, lists and dicts: {error}"
+            "extra, attached objects and loaders can hold numbers, texts, bytes, tensors, lists "
+            f"and dicts: {error}"
         ) from error
     seal = blake2b(packed, digest_size=16).digest()
     (folder / _MANIFEST).write_bytes(msgpack.packb([_MAGIC, _FORMAT, packed, seal]))
@@ -253,27 +272,51 @@ def _write_manifest(folder: Path, manifest: Manifest, index: dict[str, Any]) -> 
     _sync(folder / _MANIFEST)
 
 
-def prune(root: Path, keep: int, newest: Path) -> None:
+def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
     """Remove the oldest checkpoints of a run.
 
     Args:
         root: Folder of the run.
         keep: How many stay.
-        newest: The one written last. Later ones are there if the run went back; they stay.
+        spare: Others that stay.
     """
-    before = [folder for folder in checkpoints(root) if folder.name <= newest.name]
-    for folder in before[keep:]:
+    for folder in checkpoints(root)[keep:]:
+        if folder in spare:
+            continue
         # Renamed first: what is half removed must not look like a checkpoint.
         gone = folder.with_name(f".{folder.name}.gone.part")
-        folder.rename(gone)
+        try:
+            folder.rename(gone)
+        except OSError as error:  # somebody else was quicker, or it is not ours to remove
+            _log.warning("the old checkpoint %s cannot be removed: %s", folder, error)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def put_aside_later(root: Path, newest: Path) -> None:
+    """Rename checkpoints of later steps than the one just written: the run had gone back.
+
+    Else a resume would take one of them, which belongs to what was given up.
+    """
+    for folder in checkpoints(root):
+        if folder.name > newest.name:
+            aside = folder.with_name(f"abandoned-{folder.name}")
+            _log.warning("the run went back: %s is put aside as %s", folder, aside.name)
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+            except OSError as error:
+                _log.warning("%s cannot be put aside: %s", folder, error)
 
 
 # -- reading ------------------------------------------------------------------------------------
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The checkpoints of a run, newest first; not verified."""
+    """The checkpoints of a run, newest first; not verified.
+
+    One that was being replaced when a run died gets its name again.
+    """
+    _give_back(root)
     return sorted(root.glob("step-[0-9]*"), key=lambda folder: folder.name, reverse=True)
 
 
@@ -286,11 +329,6 @@ def newest_good(path: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: There is none, or none is whole.
     """
-    for left in path.glob(f".step-*{_OLD}"):
-        if not (path / left.name[1 : -len(_OLD)]).exists():
-            _log.warning(
-                "%s was being replaced when the run died; saving again gives it back", left
-            )
     if (path / _MANIFEST).exists() or path.name.startswith("step-"):
         return path, verify(path)
     reasons = []
@@ -324,7 +362,7 @@ def verify(folder: Path) -> Manifest:
             )
         if blake2b(packed, digest_size=16).digest() != seal:
             raise ValueError("its checksum does not fit")
-        manifest = Manifest(**msgpack.unpackb(packed))
+        manifest = Manifest(**_unpack(packed))
     except (OSError, ValueError, TypeError, msgpack.UnpackException) as error:
         raise CheckpointError(f"the manifest of {folder} cannot be used: {error}") from error
     for name, (size, digest) in manifest.files.items():
@@ -341,7 +379,11 @@ def verify(folder: Path) -> Manifest:
 
 
 def read_stage(
-    folder: Path, weights: Sequence[str], parameters: Sequence[str], plain: dict[str, Any]
+    folder: Path,
+    weights: Sequence[str],
+    parameters: Sequence[str],
+    hidden: Sequence[str],
+    plain: dict[str, Any],
 ) -> StageState:
     """Read what a stage needs, whichever files it is in.
 
@@ -349,6 +391,7 @@ def read_stage(
         folder: Of a checkpoint that was verified.
         weights: Keys of its state dict.
         parameters: Names of its trainable parameters.
+        hidden: Names of its buffers that are in no state dict.
         plain: Of the manifest.
 
     Returns:
@@ -362,6 +405,7 @@ def read_stage(
         weights=_tensors(folder, "model", set(weights).__contains__),
         optimizer={name: dict(plain[name]) for name in parameters if name in plain},
         versions={},
+        hidden=_tensors(folder, "buffers", set(hidden).__contains__),
     )
     missing = [key for key in weights if key not in state.weights]
     if missing:
@@ -403,6 +447,32 @@ def _tensors(folder: Path, kind: str, wanted: Any) -> dict[str, Tensor]:
     return found
 
 
+_TENSOR = 1
+"""Code of msgpack's extension for tensors."""
+
+
+def _pack(value: Any) -> bytes:
+    """Write what a manifest holds."""
+
+    def default(odd: Any) -> msgpack.ExtType:
+        if not isinstance(odd, Tensor):
+            raise TypeError(f"a {type(odd).__name__}")
+        return msgpack.ExtType(_TENSOR, save({"": odd.detach().contiguous()}))
+
+    return bytes(msgpack.packb(value, default=default))
+
+
+def _unpack(data: bytes) -> Any:
+    """Read what `_pack` wrote."""
+
+    def extension(code: int, data: bytes) -> Tensor:
+        if code != _TENSOR:
+            raise ValueError(f"an unknown extension {code}")
+        return load(data)[""]
+
+    return msgpack.unpackb(data, ext_hook=extension, strict_map_key=False)
+
+
 def refuse_unsaveable(name: str, value: Any) -> None:
     """Refuse what a manifest cannot hold.
 
@@ -410,11 +480,11 @@ def refuse_unsaveable(name: str, value: Any) -> None:
         ConfigError: It holds more than numbers, texts, bytes, lists and dicts.
     """
     try:
-        msgpack.packb(value)
+        _pack(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the state of {name} cannot go into a checkpoint, which holds numbers, texts, bytes, "
-            f"lists and dicts: {error}"
+            f"tensors, lists and dicts: {error}"
         ) from error
 
 

@@ -111,10 +111,19 @@ class StageOptimizer:
         """
         if self.torch_optimizer is None:
             return
-        current = self.torch_optimizer.state_dict()
-        order = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
-        names = {id(p): n for n, p in self._parameters.items()}
-        current["state"] = {
-            i: state[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in state
-        }
-        self.torch_optimizer.load_state_dict(current)
+        # Not by its load_state_dict, which casts to the type of the parameter and keeps the strides
+        # of what it is given: a fused kernel walks weights and moments side by side.
+        for name, parameter in self._parameters.items():
+            self.torch_optimizer.state.pop(parameter, None)
+            if name in state:
+                self.torch_optimizer.state[parameter] = {
+                    key: _like(parameter, value) if isinstance(value, Tensor) else value
+                    for key, value in state[name].items()
+                }
+
+
+def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """A copy of a tensor of optimizer state, with the strides of its parameter."""
+    if value.shape != parameter.shape:
+        return value.detach().clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

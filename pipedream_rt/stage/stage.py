@@ -45,6 +45,13 @@ from pipedream_rt.stage.random import layer_seed
 from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.tree import flatten, own, unflatten
 
+_CHANGED_IN_BACKWARD = (
+    "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
+    "they have no state between two micro-batches while others are in flight; call save() at the "
+    "end of an epoch, or take the layer out of torch's checkpoint"
+)
+"""Why a stage cannot save without a flush."""
+
 Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
 """``send(to, index, payload, tensors)``: hands a message to the transport; never blocks."""
 
@@ -100,6 +107,7 @@ class _Saving:
     step: int
     position: int
     buffers: dict[str, Tensor]
+    hidden: dict[str, Tensor]
 
 
 class Stage:
@@ -297,7 +305,7 @@ class Stage:
         """
         flight = self._in_flight.pop(micro_batch)
         outputs, gradients = self._to_derive(flight, message)
-        with self._busy(), self.parameters.accumulating(micro_batch):
+        with self._busy(), self._watching_buffers(), self.parameters.accumulating(micro_batch):
             self._seed(micro_batch, "backward")
             if outputs:
                 torch.autograd.backward(outputs, gradients)
@@ -317,7 +325,7 @@ class Stage:
         """
         flight = self._in_flight[micro_batch]
         outputs, gradients = self._to_derive(flight, message)
-        with self._busy(), self.parameters.reading(micro_batch):
+        with self._busy(), self._watching_buffers(), self.parameters.reading(micro_batch):
             if outputs:
                 leaves = self.parameters.leaves(micro_batch)
                 flight.split = SplitBackward(outputs, gradients, flight.entrances, leaves)
@@ -337,7 +345,7 @@ class Stage:
             The weight version that it read.
         """
         flight = self._in_flight.pop(micro_batch)
-        with self._busy(), self.parameters.accumulating(micro_batch):
+        with self._busy(), self._watching_buffers(), self.parameters.accumulating(micro_batch):
             self._seed(micro_batch, "backward")
             if flight.split is not None:
                 flight.split.second_half()
@@ -497,9 +505,11 @@ class Stage:
             step: Updates done.
             position: Of the command.
         """
-        trained = self.parameters.named
-        buffers = {n: t for n, t in self.module.state_dict().items() if n not in trained}
-        for name, value in buffers.items():
+        # By identity, for a weight that is shared has several names.
+        trained = {id(parameter) for parameter in self.parameters.named.values()}
+        state = self.module.state_dict(keep_vars=True)
+        rest = {n: t for n, t in state.items() if id(t) not in trained}
+        for name, value in rest.items():
             if not isinstance(value, Tensor):
                 self._tell_saved(position, f"{name} is a {type(value).__name__}, not a tensor")
                 return
@@ -507,9 +517,23 @@ class Stage:
             folder=Path(folder),
             step=step,
             position=position,
-            buffers={name: _copy(tensor) for name, tensor in buffers.items()},
+            buffers={name: _copy(tensor) for name, tensor in rest.items()},
+            hidden={n: _copy(b) for n, b in self.module.named_buffers() if n not in state},
         )
         self._save_if_due()
+
+    @contextmanager
+    def _watching_buffers(self) -> Iterator[None]:
+        """Give a checkpoint up whose buffers a backward changes, after they were copied for it."""
+        saving = self._saving
+        if saving is None:
+            yield
+            return
+        before = [(buffer, buffer._version) for buffer in self.module.buffers()]
+        yield
+        if any(buffer._version != version for buffer, version in before):
+            self._saving = None
+            self._tell_saved(saving.position, _CHANGED_IN_BACKWARD)
 
     def _save_if_due(self) -> None:
         """Copy what a checkpoint needs, once its update is done."""
@@ -523,6 +547,7 @@ class Stage:
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
                 for name, tensor in self.module.state_dict().items()
             },
+            hidden=saving.hidden,
             optimizer={
                 parameter: {k: _copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
                 for parameter, values in optimizer.items()
@@ -571,11 +596,14 @@ class Stage:
         first = step * self._schedule.per_update
         read = max(floor, self._schedule.reads(self.index, first))
         names = list(self.parameters.named)
-        state = read_stage(Path(folder), list(self.module.state_dict()), names, plain)
+        keys = list(self.module.state_dict())
+        hidden = [name for name, _ in self.module.named_buffers() if name not in keys]
+        state = read_stage(Path(folder), keys, names, hidden, plain)
         needed = range(read, step) if names else range(0)
         whole = all(version in state.versions for version in needed)
         older = {version: state.versions[version] for version in needed} if whole else {}
         self.parameters.restore(step, older, lambda: _load(self.module, state.weights))
+        _load_hidden(self.module, state.hidden)
         self.next_forward = self.ended = first
         if self.optimizer is not None:
             self.optimizer.load_state(state.optimizer)
@@ -645,6 +673,13 @@ def peak_memory_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _load_hidden(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load buffers that are in no state dict; their shape may have changed since the start."""
+    for name, tensor in state.items():
+        owner, _, short = name.rpartition(".")
+        module.get_submodule(owner)._buffers[short] = tensor.clone()
 
 
 def _load(module: nn.Module, state: dict[str, Tensor]) -> None:

@@ -1,0 +1,144 @@
+"""What a checkpoint must hold besides the obvious: found by trying to break it.
+
+Each model is trained with a failure in the middle, after a checkpoint that did not stop the pipe,
+and must give the bits of an undisturbed run.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.oracle import assert_same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipedream_rt import Pipeline
+
+pytestmark = pytest.mark.threads
+
+
+class FailsOnce(nn.Module):
+    """Raises in a forward that comes after a checkpoint, once in its life."""
+
+    def __init__(self, marker, at):
+        super().__init__()
+        self.marker, self.at, self.calls = str(marker), at, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.marker and self.calls == self.at and not os.path.exists(self.marker):
+            os.close(os.open(self.marker, os.O_CREAT))
+            raise RuntimeError("once")
+        return x
+
+
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+class Counts(nn.Module):
+    """A buffer in no state dict, which every forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8), persistent=False)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().mean(0)
+        return self.linear(x) + 0.1 * self.seen
+
+
+class Recomputes(nn.Module):
+    """BatchNorm inside a checkpoint: its backward changes the statistics once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+class Convolves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.conv(x.view(-1, 2, 2, 2)).flatten(1)
+
+
+class Turned(nn.Module):
+    """A weight whose strides are not those of a contiguous one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8).t() / 3)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+FUSED = (torch.optim.Adam, {"lr": 1e-2, "fused": True})
+CASES = {
+    "tied weights": (Tied, FUSED, torch.float32),
+    "a hidden buffer": (Counts, FUSED, torch.float32),
+    "buffers of a backward": (Recomputes, FUSED, torch.float32),
+    "channels last, fused": (Convolves, FUSED, torch.float32),
+    "strides, fused": (Turned, FUSED, torch.float32),
+    "momentum, fused": (
+        Turned, (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}), torch.float32,
+    ),
+    "state of another type": (Turned, (torch.optim.NAdam, {"lr": 1e-2}), torch.float64),
+    "lower precision": (Turned, (torch.optim.AdamW, {"lr": 1e-2}), torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
+    layer, optimizer, dtype = CASES[name]
+
+    def train(marker, folder, resume=False, until=24):
+        torch.manual_seed(3)
+        model = nn.Sequential(layer(), nn.ReLU(), layer(), nn.ReLU(), layer()).to(dtype)
+        model.insert(1, FailsOnce(marker, 16))
+        generator = torch.Generator().manual_seed(1)
+        data = [
+            (torch.randn(4, 8, generator=generator).to(dtype), torch.randint(8, (4,)))
+            for _ in range(24)
+        ]
+        with Pipeline(
+            model, stages=[2, 4], loss_fn=F.cross_entropy, optimizer=optimizer, resume=resume,
+            workers="in-process", checkpoint=folder, checkpoint_every=5, max_restarts=1,
+        ) as pipe:  # fmt: skip
+            losses = [r.loss for r in pipe.train_epoch(data[:until])]
+            buffers = dict(pipe.stages[0].rref.to_here().named_buffers())
+            return losses, {**pipe.state_dict(), **buffers}, len(pipe.restarts)
+
+    torch.manual_seed(0)
+    losses, weights, _ = train("", tmp_path / "calm")
+    torch.manual_seed(0)
+    found, found_weights, restarts = train(tmp_path / "marker", tmp_path / "stormy")
+    assert restarts == 1
+    assert found == losses
+    assert_same(found_weights, weights)
+    if name == "buffers of a backward":  # then there is no checkpoint, and that is said
+        assert "a layer changes its buffers in its backward" in caplog.text
+        return
+    torch.manual_seed(0)
+    train("", tmp_path / "stopped", until=17)
+    torch.manual_seed(0)
+    found, found_weights, _ = train("", tmp_path / "stopped", resume=True)
+    assert found == losses[-len(found) :]
+    assert_same(found_weights, weights)
