@@ -25,12 +25,14 @@ class Origin:
     Attributes:
         position: The first of the feed after it.
         folder: The checkpoint made there; None for the start of the run.
+        floor: Oldest weight version to be read from there on; None for what the checkpoint says.
         optimizer: Pickled `OptimizerSpec` of that time; empty if none was set.
         training: Mode that all modules were set to; None if never.
     """
 
     position: int = 0
     folder: Path | None = None
+    floor: int | None = None
     optimizer: bytes = b""
     training: bool | None = None
 

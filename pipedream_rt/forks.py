@@ -49,7 +49,7 @@ class ForkedWorker:
         self._server = server
         self.pid = pid
         self._pidfd = pidfd
-        weakref.finalize(self, os.close, pidfd)
+        self._close = weakref.finalize(self, os.close, pidfd)
         self.returncode: int | None = None
 
     def kill(self) -> None:
@@ -77,6 +77,7 @@ class ForkedWorker:
             if not poll.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
             self.returncode = self._server.code_of(self.pid)
+            self._close()
         return self.returncode
 
 

@@ -360,7 +360,7 @@ class WorkerGroup:
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         restore = None
         if origin.folder is not None and manifest is not None:
-            restore = load_argument(origin.folder, manifest)
+            restore = load_argument(origin.folder, manifest, origin.floor)
         for stage, (job, digest) in enumerate(zip(self._jobs, self._digests, strict=True)):
             start = Job(
                 digest=digest,

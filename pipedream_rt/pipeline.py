@@ -7,6 +7,7 @@ feeds, micro-batches and commands, with one counter (see `stage.messages`).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import threading
@@ -817,6 +818,8 @@ class Pipeline:
             self._floor = manifest.step
             self._command(CommandName.LOAD, load_argument(found, manifest, self._floor))
         self.flush()  # the stages begin their orders anew, from that step
+        here = dataclasses.replace(self._group.origin(), folder=found, floor=self._floor)
+        self._group.log.begin(here)
         self._step, self._passes = manifest.step, manifest.passes
         self._group.next_micro_batch = self._group.next_loss = self._step * self._micro_batches
         if manifest.place is not None:

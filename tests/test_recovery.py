@@ -215,7 +215,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
         for result in pipe.train_epoch(DATA):
             found.append(result.loss)
             before, newest = pipe._group.log.origins[0], pipe._group.log.origins[-1]
-            if before.folder and pipe._checkpointer._every:
+            idle = not pipe._checkpointer.is_begun
+            if before.folder and idle and pipe._checkpointer._every:
                 pipe._checkpointer._every = None  # the last one, and it is damaged
                 for path in newest.folder.glob("model-*"):
                     path.write_bytes(b"")
@@ -223,6 +224,29 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
         assert len(pipe.restarts) == 1
     assert found == expected
     assert "going back to the one before" in caplog.text
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_failure_after_going_back(tmp_path, stages):
+    """Also to a checkpoint that has not all versions that this split reads."""
+    with open_pipe(stages=stages) as pipe:
+        list(pipe.train_epoch(DATA[:6]))
+        pipe.save(tmp_path / "run")
+
+    def train(folder, faults):
+        with open_pipe(stages=4, folder=folder, faults=faults) as pipe:
+            list(pipe.train_epoch(DATA[:9]))
+            pipe.load(tmp_path / "run")
+            losses = [r.loss for r in pipe.train_epoch(DATA[6:])]
+            return losses, pipe.state_dict(), len(pipe.restarts)
+
+    losses, weights, _ = train(tmp_path / "calm", [])
+    faults = [fault(1, "forward", 15), fault(3, "backward", 5), fault(2, "step", 6)]
+    found, found_weights, restarts = train(tmp_path / "stormy", faults)
+    assert restarts == 3
+    assert found == losses
+    assert_same(found_weights, weights)
 
 
 @pytest.mark.threads

@@ -1,4 +1,5 @@
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -82,3 +83,32 @@ def test_truncated_and_altered_messages_never_do_more_than_raise(payload, data):
         decode(bytes(altered), [])
     except TransportError:
         pass
+
+
+def test_fuzz():
+    """100,000 random, cut and changed messages: refused, or a message; never anything else."""
+    draw = random.Random(2)
+    good = [
+        encode(Message(to=1, sender=0, index=4, generation=2, payload=payload))
+        for payload in PAYLOADS
+    ]
+    refused = 0
+    for i in range(100_000):
+        data = bytearray(draw.choice(good))
+        match i % 4:
+            case 0:
+                data = bytearray(draw.randbytes(draw.randrange(120)))
+            case 1:
+                del data[draw.randrange(len(data)) :]
+            case 2:
+                for _ in range(draw.randrange(1, 4)):
+                    data[draw.randrange(len(data))] = draw.randrange(256)
+            case 3:  # the heads of lists and texts of 4 GiB
+                data[draw.randrange(len(data)) :] = draw.choice([b"\xdd", b"\xdf", b"\xc6"]) + (
+                    b"\xff" * 4
+                )
+        try:
+            assert isinstance(decode(bytes(data), []), Message)
+        except TransportError:
+            refused += 1
+    assert refused > 60_000
