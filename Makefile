@@ -30,11 +30,11 @@ unit: $(VENV)/installed
 stress: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600
 
-# Workers and scripts that die, hang and raise at random places: the long versions of test_chaos.py
-# and test_resume.py, with their seeds.
+# Workers and scripts that die, hang and raise at random places: the long versions of three files of
+# tests, which are part of `make stress` too; they print their seeds.
 chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
-		tests/test_chaos.py tests/test_resume.py
+		tests/test_chaos.py tests/test_resume.py tests/test_recovery.py
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/async_vs_sync.py
