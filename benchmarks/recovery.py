@@ -17,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +35,29 @@ from train_charlm import Corpus, build_model, loss_fn  # from examples/
 ADAMW = (torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 0.05, "fused": True})
 
 
-def seconds_to_recover(kills: int, between: int) -> list[float]:
-    """Kill one worker after another; the time to the next new loss of each."""
-    corpus, found = Corpus.load(), []
+@contextmanager
+def opened(stages: int, every: int | None, max_restarts: int) -> Iterator[Pipeline]:
+    """A pipeline on local workers, with a folder for its checkpoints."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Pipeline(
             build_model(),
-            stages=4,
+            stages=stages,
             loss_fn=loss_fn,
             optimizer=ADAMW,
             workers="local",
             checkpoint=folder,
-            checkpoint_every=between,
-            max_restarts=kills,
+            checkpoint_every=every,
+            max_restarts=max_restarts,
         ) as pipe,
     ):
+        yield pipe
+
+
+def seconds_to_recover(kills: int, between: int) -> list[float]:
+    """Kill one worker after another; the time to the next new loss of each."""
+    corpus, found = Corpus.load(), []
+    with opened(4, between, kills) as pipe:
         killed, at = 0, 0.0
         for result in pipe.train_epoch(corpus.batches(8, 128, 1_000_000, 0)):
             if len(pipe.restarts) == killed > len(found):
@@ -56,8 +65,8 @@ def seconds_to_recover(kills: int, between: int) -> list[float]:
                 if killed == kills:
                     return found
             if len(found) == killed and result.step % between == between - 1:
-                names = pipe.stages[killed % 4].worker
-                pid = pipe._group.cluster._local.processes[names].pid  # type: ignore[attr-defined]
+                name = pipe.stages[killed % 4].worker
+                pid = pipe._group.cluster._local.processes[name].pid  # type: ignore[attr-defined]
                 at, killed = time.monotonic(), killed + 1
                 os.kill(pid, signal.SIGKILL)
     raise AssertionError("the loader has no end")
@@ -65,21 +74,8 @@ def seconds_to_recover(kills: int, between: int) -> list[float]:
 
 def throughput(every: int | None, count: int) -> tuple[float, float]:
     """Micro-batches per second from an empty pipe to an empty pipe; seconds kept by checkpoints."""
-    corpus = Corpus.load()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Pipeline(
-            build_model(),
-            stages=2,
-            loss_fn=loss_fn,
-            optimizer=ADAMW,
-            workers="local",
-            checkpoint=folder,
-            checkpoint_every=every,
-            max_restarts=0,
-        ) as pipe,
-    ):
-        data = list(corpus.batches(8, 128, count, 0))
+    data = list(Corpus.load().batches(8, 128, count, 0))
+    with opened(2, every, 0) as pipe:
         for _ in pipe.train_epoch(data[:10]):
             pass
         pipe.flush()

@@ -70,6 +70,7 @@ def export(folder: Path, output: Path) -> None:
 
     Its keys are the model's own: load it with safetensors.torch.load_file and load_state_dict.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from pipedream_rt.checkpoint import newest_good, weights_of
@@ -80,7 +81,7 @@ def export(folder: Path, output: Path) -> None:
     try:
         save_file(weights, part, metadata={"format": "pt"})
         part.replace(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{output} cannot be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)

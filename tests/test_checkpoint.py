@@ -196,11 +196,15 @@ def test_the_command_looks_at_them(tmp_path):
         for step in range(2):
             losses(pipe, DATA[step : step + 1])
             pipe.save(tmp_path, extra={"epoch": 1})
+        weights = pipe.state_dict()
     shown = call("inspect", tmp_path)
     assert "step 2, async-1f1b, 4 stages on 4 workers" in shown
     assert "parameter group 0: lr 0.003" in shown
     assert "extra: {'epoch': 1}" in shown
     assert call("verify", tmp_path).count("whole") == 2
+    assert "tensors of step 2" in call("export", tmp_path, tmp_path / "out.safetensors")
+    assert_same(load_file(tmp_path / "out.safetensors"), dict(sorted(weights.items())))
+    assert "cannot be written" in call("export", tmp_path, tmp_path / "no" / "out", code=1)
     (tmp_path / "step-00000002" / "manifest.msgpack").write_bytes(b"")
     assert "1 damaged" in call("verify", tmp_path, code=1)
     assert "step 1, async" in call("inspect", tmp_path)

@@ -1,6 +1,7 @@
 """What a user types: the command, scripts, signals."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -300,3 +301,51 @@ def test_help_names_every_verb():
     done = CliRunner().invoke(main, ["--help"])
     for verb in ("run", "worker", "schedule", "simulate", "timeline", "checkpoint"):
         assert verb in done.output
+
+
+def test_status_shows_a_running_pipeline(digest):
+    from torch import nn
+
+    from pipedream_rt import Pipeline
+
+    def shown():
+        return CliRunner().invoke(main, ["status", "--interval", "0.1"]).output
+
+    with Pipeline(
+        [nn.Linear(2, 2)] * 1 + [nn.Linear(2, 2)], stages=2, loss_fn=nn.functional.mse_loss,
+        workers="local",
+    ):  # fmt: skip
+        output = shown()
+        assert f"pid {os.getpid()}: async-1f1b, generation" in output
+        assert "0 restarts; micro-batch 0 done, 0 fed" in output
+        assert re.search(r"worker-1 +stage 1 +pid \d+ on", output)
+    assert f"pid {os.getpid()}:" not in shown()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_run_replaces_workers_that_fail(tmp_path, number):
+    """The script sees nothing of it; run has killed the workers that were left."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from datetime import timedelta\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline\n"
+        "torch.manual_seed(0)\n"
+        "data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]\n"
+        "with Pipeline([nn.Linear(8, 8) for _ in range(4)], stages=2,\n"
+        "              loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.Adam, {}),\n"
+        "              heartbeat=timedelta(seconds=1)) as pipe:\n"
+        "    for result in pipe.train_epoch(data):\n"
+        "        print(result.step, result.loss.hex())\n"
+        "        if result.step == 5 and len(sys.argv) > 1:\n"
+        "            member = pipe._group.cluster._members[1]\n"
+        "            os.kill(int(member.description.split()[1]), int(sys.argv[1]))\n"
+        "    print(len(pipe.restarts), 'restarts', file=sys.stderr)\n"
+    )
+    command = [*COMMAND, "run", "--nproc-per-node", 2, "--max-restarts", 2, script]
+    calm, _ = output_of(command)
+    found, err = output_of([*command, int(number)])
+    assert found == calm
+    assert "1 restarts" in err
+    assert "recovered in" in err

@@ -222,9 +222,7 @@ def test_a_data_loader_with_workers_and_a_loss_that_is_not_finite():
 
 
 def test_local_workers_that_do_not_join_in_time_are_named_and_ended():
-    with pytest.raises(
-        RendezvousTimeout, match=r"[12] of 2 workers did not join .*worker-1"
-    ):
+    with pytest.raises(RendezvousTimeout, match=r"[12] of 2 workers did not join .*worker-1"):
         open_pipe(stages=2, start_timeout=timedelta(milliseconds=5))
 
 
