@@ -22,7 +22,7 @@ import msgpack
 
 from pipedream_rt.control import close_in_forked_children
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PeerLost
+from pipedream_rt.errors import PeerLost, PipelineClosed
 from pipedream_rt.spawn import end_processes
 
 _START_TIMEOUT = timedelta(minutes=2)
@@ -44,9 +44,10 @@ class ForkedWorker:
         returncode: As of `subprocess.Popen`; None while it runs.
     """
 
-    def __init__(self, server: ForkServer, pid: int, pidfd: int) -> None:
+    def __init__(self, server: ForkServer, parent: socket.socket, pid: int, pidfd: int) -> None:
         """Own the descriptor."""
         self._server = server
+        self._parent = parent
         self.pid = pid
         self._pidfd = pidfd
         self._close = weakref.finalize(self, os.close, pidfd)
@@ -76,7 +77,7 @@ class ForkedWorker:
             poll.register(self._pidfd, select.POLLIN)
             if not poll.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-            self.returncode = self._server.code_of(self.pid)
+            self.returncode = self._server.code_of(self.pid, self._parent)
             self._close()
         return self.returncode
 
@@ -90,6 +91,7 @@ class ForkServer:
         self._connection: socket.socket | None = None
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     def fork(self, name: str, threads: int, control: socket.socket) -> ForkedWorker:
         """Fork a worker.
@@ -101,6 +103,7 @@ class ForkServer:
 
         Raises:
             PeerLost: The server is gone.
+            PipelineClosed: It was closed.
         """
         request = msgpack.packb({"name": name, "threads": threads})
         for last in (False, True):
@@ -108,15 +111,17 @@ class ForkServer:
                 connection = self._connection or self._start()
                 try:
                     socket.send_fds(connection, [request], [control.fileno()])
-                    return ForkedWorker(self, *self._answer(connection))
+                    return ForkedWorker(self, connection, *self._answer(connection))
                 except (OSError, PeerLost):
-                    if last:
+                    if last or self._closed:
                         raise
-            self.close()
+                self._end()
         raise AssertionError("the second attempt returns or raises")
 
     def _start(self) -> socket.socket:
         """Start the server, in a session of its own: Ctrl-C reaches the coordinator alone."""
+        if self._closed:
+            raise PipelineClosed("the pipeline was closed")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd = theirs.fileno()
@@ -127,7 +132,7 @@ class ForkServer:
                 start_new_session=True,
             )
         close_in_forked_children(ours)
-        self._connection = ours
+        self._connection, self._codes = ours, {}
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
@@ -158,19 +163,29 @@ class ForkServer:
             self._codes[record["ended"]] = record["code"]
         return record, fds
 
-    def code_of(self, pid: int) -> int:
-        """Exit code of a worker that has ended, as `subprocess` has it; 1 if nobody can say."""
+    def code_of(self, pid: int, parent: socket.socket) -> int:
+        """Exit code of a worker that has ended, as `subprocess` has it; 1 if nobody can say.
+
+        Args:
+            pid: Of the worker.
+            parent: Connection to the server that forked it, which may be gone.
+        """
         deadline = Deadline(_EXIT_TIMEOUT)
         with self._lock:
-            while pid not in self._codes and self._connection is not None:
+            while pid not in self._codes and self._connection is parent:
                 try:
-                    self._receive(self._connection, deadline)
+                    self._receive(parent, deadline)
                 except (OSError, PeerLost):
                     break
-            return self._codes.get(pid, 1)
+            return self._codes.pop(pid, 1) if self._connection is parent else 1
 
     def close(self) -> None:
         """End the server; its workers hear of it from the coordinator. Idempotent."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        """End the server that runs now."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -13,6 +13,7 @@ from there; nothing is drawn in vain then. ``torchdata``'s StatefulDataLoader is
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Iterable
@@ -67,13 +68,44 @@ def _own_generators(loader: object) -> list[torch.Generator]:
     return list(found.values())
 
 
-def between_epochs(epoch: int) -> dict[str, Any]:
+def between_epochs(epoch: int, loader: object) -> dict[str, Any]:
     """The place of a script that draws from no loader now.
 
     Args:
         epoch: Number of the next.
+        loader: The last one; None if there was none.
     """
-    return {"epoch": epoch, "drawn": None, "now": _saveable(generators())}
+    return {
+        "epoch": epoch,
+        "drawn": None,
+        "now": _saveable(generators(loader)),
+        "loader": _state_of(loader),
+        "warm": _is_warm(loader),
+    }
+
+
+def begin_epoch_at(place: dict[str, Any], loader: Any) -> None:
+    """Come back to a place between two epochs."""
+    if place["warm"] and not _is_warm(loader):
+        iter(loader)
+    set_generators(place["now"], loader)
+    if place["loader"] is not None:
+        loader.load_state_dict(place["loader"])
+
+
+def _is_warm(loader: object) -> bool:
+    """Whether a DataLoader has worker processes of an epoch before.
+
+    One that keeps them (``persistent_workers=True``) draws a seed only when it starts them.
+    """
+    return getattr(loader, "_iterator", None) is not None
+
+
+def _state_of(loader: object) -> Any:
+    """Where a loader says that it is, if it does; a copy, for it may go on with its own."""
+    ask = getattr(loader, "state_dict", None)
+    known = ask is not None and hasattr(loader, "load_state_dict")
+    return copy.deepcopy(ask()) if known else None  # type: ignore[misc]
 
 
 class Loading:
@@ -111,8 +143,11 @@ class Loading:
         self.error: Exception | None = None
         self._loader = loader
         if place is not None:
+            if place["warm"] and not _is_warm(loader):
+                iter(loader)
             set_generators(place["start"], loader)
         self._start = generators(loader)
+        self._warm = _is_warm(loader)
         stateful = place is not None and place["loader"] is not None
         if stateful:
             loader.load_state_dict(place["loader"])  # type: ignore[attr-defined, index]
@@ -142,7 +177,7 @@ class Loading:
     def fetch(self) -> None:
         """Draw an item into ``fetched``, which stays empty at the loader's end."""
         self._before = generators(self._loader)
-        self._state = self._loader_state()
+        self._state = _state_of(self._loader)
         try:
             self.fetched.append(next(self._items))
             self._drawn += 1
@@ -150,12 +185,6 @@ class Loading:
             pass
         except Exception as error:  # the user's code; raised again by `train_epoch`
             self.error = error
-
-    def _loader_state(self) -> Any:
-        """Where the loader says that it is, if it does."""
-        ask = getattr(self._loader, "state_dict", None)
-        known = ask is not None and hasattr(self._loader, "load_state_dict")
-        return ask() if known else None  # type: ignore[misc]
 
     def place(self) -> dict[str, Any]:
         """Say where the next injected item comes from, for `Loading` in another process."""
@@ -166,5 +195,6 @@ class Loading:
             "start": _saveable(self._start),
             "before": _saveable(self._before if ahead else now),
             "after": _saveable(now) if ahead else None,
-            "loader": self._state if ahead else self._loader_state(),
+            "loader": self._state if ahead else _state_of(self._loader),
+            "warm": self._warm,
         }

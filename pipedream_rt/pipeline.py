@@ -51,7 +51,7 @@ from pipedream_rt.launch import (
     start_cluster,
     trace_option,
 )
-from pipedream_rt.loading import Loading, between_epochs, set_generators
+from pipedream_rt.loading import Loading, begin_epoch_at, between_epochs
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.observe.recorder import NOBODY, Recorder
 from pipedream_rt.observe.summary import table
@@ -83,6 +83,7 @@ from pipedream_rt.stage.messages import (
     Target,
 )
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
+from pipedream_rt.stage.stage import buffer_slots
 from pipedream_rt.stage.tree import (
     Structure,
     batch_size,
@@ -265,6 +266,7 @@ class Pipeline:
         self._timeout = timeout
         self._step = self._floor = self._passes = self._epoch = 0
         self._loading: Loading | None = None
+        self._last_loader: Iterable[Any] | None = None
         self._attached: dict[str, Any] = {}
         self.resumed: Manifest | None = None
         self._pending: deque[PendingStep] = deque()
@@ -361,8 +363,11 @@ class Pipeline:
         """Draw from a loader; from where it was, where the run goes on in this epoch."""
         resumed, place = self.resumed, None
         if resumed is not None and resumed.place is not None and resumed.step == self._step:
-            here = resumed.place["epoch"] == self._epoch and resumed.place["drawn"] is not None
-            place = resumed.place if here else None
+            place = resumed.place if resumed.place["epoch"] == self._epoch else None
+        self._last_loader = loader
+        if place is not None and place["drawn"] is None:
+            begin_epoch_at(place, loader)
+            place = None
         if place is None or resumed is None:
             return Loading(loader, self._epoch)
         unseen = [PendingStep.finished(self, result_of(r)) for r in resumed.results]
@@ -760,7 +765,9 @@ class Pipeline:
             extra=extra,
             floor=self._floor,
             passes=self._passes,
-            place=self._loading.place() if self._loading else between_epochs(self._epoch),
+            place=self._loading.place()
+            if self._loading
+            else between_epochs(self._epoch, self._last_loader),
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
         )
 
@@ -772,8 +779,8 @@ class Pipeline:
         flush. In asynchronous ones the first micro-batches then read the newest weights in the
         place of older ones, and a warning says so.
 
-        What was given to `attach` gets its state of then, and so do the random generators of this
-        process. The next `train_epoch` brings its loader to the place where it was (see
+        What was given to `attach` gets its state of then. The next `train_epoch` gives the random
+        generators of this process theirs, brings its loader to the place where it was (see
         `pipedream_rt.loading`), and yields the results that the script had not seen first.
 
         Args:
@@ -797,8 +804,12 @@ class Pipeline:
             raise CheckpointError(
                 f"{found} has {len(manifest.groups)} parameter groups, the optimizer {len(groups)}"
             )
-        expected = {k: tuple(v.shape) for k, v in self._whole.state_dict().items()}
-        there = shapes(found)
+        # Buffers may have been made, or have grown, in a forward.
+        flexible = buffer_slots(self._whole)
+        expected = {
+            k: tuple(v.shape) for k, v in self._whole.state_dict().items() if k not in flexible
+        }
+        there = {k: shape for k, shape in shapes(found).items() if k not in flexible}
         if differing := sorted(there.items() ^ expected.items()):
             key = differing[0][0]
             raise CheckpointError(
@@ -824,8 +835,6 @@ class Pipeline:
         self._group.next_micro_batch = self._group.next_loss = self._step * self._micro_batches
         if manifest.place is not None:
             self._epoch = manifest.place["epoch"]
-            if manifest.place["drawn"] is None:
-                set_generators(manifest.place["now"])
         self.resumed = manifest
         self.attach(**self._attached)
         return manifest

@@ -4,7 +4,9 @@ Each model is trained with a failure in the middle, after a checkpoint that did 
 and must give the bits of an undisturbed run.
 """
 
+import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -70,6 +72,38 @@ class Recomputes(nn.Module):
         return checkpoint(self.inside, x, use_reentrant=False)
 
 
+class Lazy(nn.Module):
+    """A buffer that the first forward makes."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.register_buffer("mean", None, persistent=persistent)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.training:
+            now = x.detach().mean(0)
+            self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return self.linear(x) + (0 if self.mean is None else self.mean)
+
+
+class LazyHidden(Lazy):
+    def __init__(self):
+        super().__init__(persistent=False)
+
+
+class Shares(nn.Module):
+    """One hidden buffer in two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Counts(), Counts()
+        self.b.seen = self.a.seen
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
 class Convolves(nn.Module):
     def __init__(self):
         super().__init__()
@@ -94,6 +128,9 @@ FUSED = (torch.optim.Adam, {"lr": 1e-2, "fused": True})
 CASES = {
     "tied weights": (Tied, FUSED, torch.float32),
     "a hidden buffer": (Counts, FUSED, torch.float32),
+    "a lazy buffer": (Lazy, FUSED, torch.float32),
+    "a lazy hidden buffer": (LazyHidden, FUSED, torch.float32),
+    "a shared hidden buffer": (Shares, FUSED, torch.float32),
     "buffers of a backward": (Recomputes, FUSED, torch.float32),
     "channels last, fused": (Convolves, FUSED, torch.float32),
     "strides, fused": (Turned, FUSED, torch.float32),
@@ -142,3 +179,92 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
     found, found_weights, _ = train("", tmp_path / "stopped", resume=True)
     assert found == losses[-len(found) :]
     assert_same(found_weights, weights)
+
+
+class Remembers:
+    """A loader that says where it is, in a list that it goes on with."""
+
+    def __init__(self, items):
+        self.items, self.left, self.drawn = items, [], 0
+
+    def __iter__(self):
+        self.left = self.left or list(range(len(self.items)))
+        while self.left:
+            self.drawn += 1
+            yield self.items[self.left.pop()]
+
+    def state_dict(self):
+        return {"left": self.left}
+
+    def load_state_dict(self, state):
+        self.left = list(state["left"])
+
+
+def shuffling(data, kind):
+    """A loader of each kind that has a state of its own."""
+    if kind == "remembers":
+        return Remembers(data)
+    dataset = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*data)))
+    options = {
+        "torch's generator": {},
+        "its own generator": {"generator": torch.Generator().manual_seed(5)},
+        "kept workers": {"num_workers": 1, "persistent_workers": True},
+    }[kind]
+    return torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    "kind", ["torch's generator", "its own generator", "kept workers", "remembers"]
+)
+@pytest.mark.parametrize("between", [False, True])
+def test_a_loader_goes_on_where_it_was(tmp_path, kind, between):
+    """In the middle of the second epoch, and between two."""
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator))
+        for _ in range(6)
+    ]
+
+    loaders = []
+
+    def train(folder, epochs, resume=False, stop=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        loader, losses = shuffling(data, kind), {}
+        loaders.append(loader)
+        with Pipeline(
+            model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+            workers="in-process", checkpoint=folder, resume=resume, max_restarts=0,
+            checkpoint_every=None if between else 4,
+        ) as pipe:  # fmt: skip
+            for _ in range(pipe.epoch, epochs):
+                for result in pipe.train_epoch(loader):
+                    losses[result.step] = result.loss
+                    if result.step == stop:
+                        return losses
+                if between:
+                    pipe.save()
+        return losses
+
+    def train_and_end(*arguments, **options):
+        """And end the processes that a loader keeps."""
+        try:
+            return train(*arguments, **options)
+        finally:
+            for loader in loaders:
+                if getattr(loader, "_iterator", None) is not None:
+                    loader._iterator._shutdown_workers()
+            loaders.clear()
+            gc.collect()
+            for thread in threading.enumerate():
+                if thread.name == "QueueFeederThread":
+                    thread.join(10)
+
+    losses = train_and_end(tmp_path / "calm", 3)
+    train_and_end(tmp_path / "run", 2 if between else 3, stop=None if between else 9)
+    torch.manual_seed(99)
+    found = train_and_end(tmp_path / "run", 3, resume=True)
+    assert found
+    assert found == {step: loss for step, loss in losses.items() if step in found}
+    assert max(found) == 17

@@ -204,15 +204,13 @@ def test_everything_a_script_does_survives(tmp_path):
 
 @pytest.mark.threads
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
+    data = DATA * 3
     with open_pipe() as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+        expected = [r.loss for r in pipe.train_epoch(data)]
         weights = pipe.state_dict()
-    faults = [fault(1, "forward", 28)]
-    with open_pipe(
-        folder=tmp_path, faults=faults, checkpoint=tmp_path / "run", checkpoint_every=3
-    ) as pipe:
+    with open_pipe(folder=tmp_path, checkpoint=tmp_path / "run", checkpoint_every=3) as pipe:
         found = []
-        for result in pipe.train_epoch(DATA):
+        for result in pipe.train_epoch(data):
             found.append(result.loss)
             before, newest = pipe._group.log.origins[0], pipe._group.log.origins[-1]
             idle = not pipe._checkpointer.is_begun
@@ -220,6 +218,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
                 pipe._checkpointer._every = None  # the last one, and it is damaged
                 for path in newest.folder.glob("model-*"):
                     path.write_bytes(b"")
+                Plan(tmp_path / "plan", [fault(1, "forward", 1)])
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
     assert found == expected

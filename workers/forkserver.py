@@ -9,11 +9,13 @@ import random
 import select
 import signal
 import socket
+import traceback
 import warnings
 from collections.abc import Callable
 from importlib import import_module
 
 import msgpack
+import numpy as np
 
 _SET_NAME = 15
 """PR_SET_NAME of prctl."""
@@ -83,6 +85,9 @@ def _be_worker(control: socket.socket, name: str, threads: int, run: RunWorker) 
         os.setsid()
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
         random.seed()  # else all would draw the same
+        np.random.seed()
         code = run(control, name, threads)
+    except BaseException:  # the top of a process
+        traceback.print_exc()
     finally:
         os._exit(code)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Collection, Sequence
@@ -45,6 +46,7 @@ _MANIFEST = "manifest.msgpack"
 _INDEX = "model.safetensors.index.json"
 _NAME = "step-{:08d}"
 _OLD = ".old.part"
+_IS_ONE = re.compile(r"step-\d{8,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +331,7 @@ def newest_good(path: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: There is none, or none is whole.
     """
-    if (path / _MANIFEST).exists() or path.name.startswith("step-"):
+    if (path / _MANIFEST).exists() or (_IS_ONE.fullmatch(path.name) and not checkpoints(path)):
         return path, verify(path)
     reasons = []
     for folder in checkpoints(path):
@@ -382,16 +384,16 @@ def read_stage(
     folder: Path,
     weights: Sequence[str],
     parameters: Sequence[str],
-    hidden: Sequence[str],
+    buffers: Sequence[str],
     plain: dict[str, Any],
 ) -> StageState:
     """Read what a stage needs, whichever files it is in.
 
     Args:
         folder: Of a checkpoint that was verified.
-        weights: Keys of its state dict.
+        weights: Keys of its state dict that must be there.
         parameters: Names of its trainable parameters.
-        hidden: Names of its buffers that are in no state dict.
+        buffers: Names of its buffers, which come as ``hidden`` whether they are in a state dict.
         plain: Of the manifest.
 
     Returns:
@@ -401,11 +403,12 @@ def read_stage(
         CheckpointError: A weight is missing.
     """
     mine = set(parameters)
+    buffered = set(buffers).__contains__
     state = StageState(
         weights=_tensors(folder, "model", set(weights).__contains__),
         optimizer={name: dict(plain[name]) for name in parameters if name in plain},
         versions={},
-        hidden=_tensors(folder, "buffers", set(hidden).__contains__),
+        hidden=_tensors(folder, "buffers", buffered) | _tensors(folder, "model", buffered),
     )
     missing = [key for key in weights if key not in state.weights]
     if missing:

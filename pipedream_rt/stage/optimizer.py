@@ -120,6 +120,13 @@ class StageOptimizer:
                     key: _like(parameter, value) if isinstance(value, Tensor) else value
                     for key, value in state[name].items()
                 }
+        # Which brings states of older versions of torch up to date.
+        self.torch_optimizer.__setstate__(
+            {
+                "state": self.torch_optimizer.state,
+                "param_groups": self.torch_optimizer.param_groups,
+            }
+        )
 
 
 def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -529,9 +529,11 @@ class Stage:
         if saving is None:
             yield
             return
-        before = [(buffer, buffer._version) for buffer in self.module.buffers()]
+        before = [(name, b, b._version) for name, b in self.module.named_buffers()]
         yield
-        if any(buffer._version != version for buffer, version in before):
+        after = [(name, b, b._version) for name, b in self.module.named_buffers()]
+        same = [(n, id(b), v) for n, b, v in before] == [(n, id(b), v) for n, b, v in after]
+        if not same:
             self._saving = None
             self._tell_saved(saving.position, _CHANGED_IN_BACKWARD)
 
@@ -596,14 +598,14 @@ class Stage:
         first = step * self._schedule.per_update
         read = max(floor, self._schedule.reads(self.index, first))
         names = list(self.parameters.named)
-        keys = list(self.module.state_dict())
-        hidden = [name for name, _ in self.module.named_buffers() if name not in keys]
-        state = read_stage(Path(folder), keys, names, hidden, plain)
+        slots = buffer_slots(self.module)
+        keys = [key for key in self.module.state_dict() if key not in slots]
+        state = read_stage(Path(folder), keys, names, list(slots), plain)
         needed = range(read, step) if names else range(0)
         whole = all(version in state.versions for version in needed)
         older = {version: state.versions[version] for version in needed} if whole else {}
+        _load_buffers(self.module, state.hidden)
         self.parameters.restore(step, older, lambda: _load(self.module, state.weights))
-        _load_hidden(self.module, state.hidden)
         self.next_forward = self.ended = first
         if self.optimizer is not None:
             self.optimizer.load_state(state.optimizer)
@@ -675,13 +677,37 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _load_hidden(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load buffers that are in no state dict; their shape may have changed since the start."""
-    for name, tensor in state.items():
-        owner, _, short = name.rpartition(".")
-        module.get_submodule(owner)._buffers[short] = tensor.clone()
+def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where a module keeps its buffers, those included that are None: by name, all that share one.
+
+    ``named_buffers`` leaves out those that are None, and all names of a buffer but the first.
+    """
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
+    for prefix, owner in module.named_modules():
+        for short, buffer in owner._buffers.items():
+            shared = [] if buffer is None else by_tensor.setdefault(id(buffer), [])
+            shared.append((owner, short))
+            found[f"{prefix}.{short}" if prefix else short] = shared
+    return found
+
+
+def _load_buffers(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load buffers, in place where they fit: others may hold them too."""
+    for name, slots in buffer_slots(module).items():
+        if name not in state:
+            continue
+        owner, short = slots[0]
+        current, saved = owner._buffers[short], state[name]
+        if current is not None and (current.shape, current.dtype) == (saved.shape, saved.dtype):
+            current.copy_(saved)
+            continue
+        made = saved.clone()
+        for holder, its_name in slots:
+            holder._buffers[its_name] = made
 
 
 def _load(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load a state dict, with the keys of this module alone."""
-    module.load_state_dict({name: state[name] for name in module.state_dict()})
+    """Load a state dict, with the keys of this module alone; what is not there is not loaded."""
+    keys = module.state_dict()
+    module.load_state_dict({k: state[k] for k in keys if k in state}, strict=False)
