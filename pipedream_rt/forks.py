@@ -141,6 +141,7 @@ class ForkServer:
         while True:
             record, fds = self._receive(connection, deadline)
             if "pid" in record:
+                self._codes.pop(record["pid"], None)  # of one that had the same number
                 return record["pid"], fds[0]
 
     def _receive(
@@ -177,7 +178,8 @@ class ForkServer:
                     self._receive(parent, deadline)
                 except (OSError, PeerLost):
                     break
-            return self._codes.pop(pid, 1) if self._connection is parent else 1
+            # Left there: several threads may ask.
+            return self._codes.get(pid, 1) if self._connection is parent else 1
 
     def close(self) -> None:
         """End the server; its workers hear of it from the coordinator. Idempotent."""
