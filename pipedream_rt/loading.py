@@ -6,6 +6,9 @@ set as at the start of the epoch, the items are drawn again and dropped, the gen
 they were then: that is right for any iterable that yields the same items from the same generators,
 as a `torch.utils.data.DataLoader` does, whether it shuffles by torch's generator or by its own.
 
+A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the numbers from
+``for epoch in range(pipe.epoch, epochs)``, as ever.
+
 A loader that can do better has ``state_dict()``, which says where it is (and returns numbers,
 texts, lists and dicts), and ``load_state_dict(state)``, after which its next iteration goes on
 from there; nothing is drawn in vain then. ``torchdata``'s StatefulDataLoader is one.

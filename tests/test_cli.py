@@ -349,3 +349,44 @@ def test_run_replaces_workers_that_fail(tmp_path, number):
     assert found == calm
     assert "1 restarts" in err
     assert "recovered in" in err
+
+
+def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
+    """One with --persist joins again by itself, and a new one may have another name."""
+    import torch
+    from support.models import mlp, regression
+    from torch import nn
+
+    from pipedream_rt import Pipeline
+
+    address = f"127.0.0.1:{free_port()}"
+    workers = []
+
+    def start(name):
+        command = [*COMMAND, "worker", address, "--persist", "--name", name]
+        workers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    def train(where):
+        losses = []
+        with Pipeline(
+            mlp(), stages=2, loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.Adam, {}),
+            workers=where, max_restarts=1,
+        ) as pipe:  # fmt: skip
+            for result in pipe.train_epoch(regression(12)):
+                losses.append(result.loss)
+                if result.step == 5 and workers:
+                    workers[1].kill()
+                    start("later")
+            return losses, [stage.worker for stage in pipe.stages]
+
+    expected, _ = train("in-process")
+    try:
+        start("early")
+        start("lost")
+        losses, names = train(address)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait(timeout=30)
+    assert losses == expected
+    assert names == ["early", "later"]
