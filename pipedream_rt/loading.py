@@ -11,7 +11,8 @@ A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the numbe
 
 A loader that can do better has ``state_dict()``, which says where it is (and returns numbers,
 texts, lists and dicts), and ``load_state_dict(state)``, after which its next iteration goes on
-from there; nothing is drawn in vain then. ``torchdata``'s StatefulDataLoader is one.
+from there; nothing is drawn in vain then. ``torchdata``'s StatefulDataLoader is one. It needs a
+``len``, in items of an epoch, for at the end of an epoch "from there" may be its next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,10 @@ class Loading:
         stateful = place is not None and place["loader"] is not None
         if stateful:
             loader.load_state_dict(place["loader"])  # type: ignore[attr-defined, index]
-        self._items = iter(loader)
+        # At its end a loader that goes on from a state would begin its next epoch.
+        length = len(loader) if stateful and isinstance(loader, Sized) else None
+        ended = place is not None and length is not None and place["drawn"] >= length
+        self._items = iter(()) if ended else iter(loader)
         self._drawn = 0
         self._before: Generators = self._start
         self._state: Any = None
