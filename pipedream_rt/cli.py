@@ -20,6 +20,7 @@ from pipedream_rt import __version__
 from pipedream_rt.cli_checkpoint import checkpoint
 from pipedream_rt.cli_status import status
 from pipedream_rt.cli_trace import simulate, timeline
+from pipedream_rt.control import NONCE
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.schedules import check, describe_schedules, schedule_named
@@ -121,7 +122,7 @@ class _Workers:
     def __init__(self, count: int, threads: int, listener: socket.socket) -> None:
         """Start none yet."""
         self.listener = listener
-        self.secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(NONCE)
         self._count = count
         self._threads = threads
         self._children: list[subprocess.Popen[bytes]] = []

@@ -49,7 +49,7 @@ import msgpack
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, TransportError
-from pipedream_rt.transport.signing import proof
+from pipedream_rt.transport.signing import DIGEST, proof
 
 VERSION = 3
 """Of this protocol; the two ends must agree."""
@@ -67,7 +67,6 @@ EXIT_COORDINATOR_LOST = 3
 """Exit code of a worker whose coordinator died."""
 
 _LENGTH = struct.Struct("!I")
-_DIGEST = 32
 _LARGEST = 1 << 20
 _LARGEST_OF_A_STRANGER = 1 << 12
 
@@ -261,15 +260,15 @@ class Control:
         if self._open_with is None:
             return data
         key, name = self._open_with
-        expected = proof(key, name, self._received.to_bytes(8, "big"), data[_DIGEST:])
-        if not hmac.compare_digest(expected, data[:_DIGEST]):
+        expected = proof(key, name, self._received.to_bytes(8, "big"), data[DIGEST:])
+        if not hmac.compare_digest(expected, data[:DIGEST]):
             raise TransportError(
                 self._refusal(data)
                 or f"{self.peer} does not know the secret of this job; give both sides the same "
                 "PIPEDREAM_RT_SECRET"
             )
         self._received += 1
-        return data[_DIGEST:]
+        return data[DIGEST:]
 
     def _refusal(self, data: bytes) -> str:
         """The reason in a refusal, which is not signed: the two may not share a secret."""

@@ -266,11 +266,16 @@ def _under_torchrun(shape: Shape, common: dict[str, Any]) -> Cluster:
     if rank == 0:
         with _listening(_own_address(), 0) as listener:
             host, port = listener.getsockname()[:2]
-            secret = _hand_over(store, key, world - 1, deadline)
+            secret = (
+                _hand_over(store, key, world - 1, deadline)
+                if _agrees_by_itself()
+                else _secret_of_environment()
+            )
             store.set(key, f"{host}:{port}")
             return ProcessCluster(shape, listener=listener, own=own, secret=secret, **common)
     try:
-        secret = _be_handed(store, key, deadline)
+        by_itself = _agrees_by_itself()
+        secret = _be_handed(store, key, deadline) if by_itself else _secret_of_environment()
         address = store.get(key).decode()
     except dist.DistStoreError as error:
         raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
@@ -287,19 +292,19 @@ def _is_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
-def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> bytes:
-    """Agree on a secret with the other ranks: the environment's, or one that is made here.
+def _agrees_by_itself() -> bool:
+    """Whether the ranks of torchrun need no secret of the user's."""
+    return _is_one_machine() and read_secret(None) is None
 
-    On one machine it goes over a socket whose ends the kernel vouches for: both must belong to the
-    same user.
+
+def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> bytes:
+    """Make a secret and hand it to the other ranks, on this machine.
+
+    It goes over a socket whose ends the kernel vouches for: both must belong to the same user.
 
     Raises:
-        ConfigError: There are several machines, and no secret in the environment.
         RendezvousTimeout: A rank did not come for it.
     """
-    known = read_secret(None)
-    if known is not None or not _is_one_machine():
-        return known or _secret_of_environment()
     secret = secrets.token_bytes(NONCE)
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/secret")
@@ -325,9 +330,6 @@ def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> bytes:
     Raises:
         RendezvousTimeout: It did not come.
     """
-    known = read_secret(None)
-    if known is not None or not _is_one_machine():
-        return known or _secret_of_environment()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(deadline.remaining_s() or 1e-3)
         try:

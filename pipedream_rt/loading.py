@@ -90,11 +90,16 @@ def between_epochs(epoch: int, loader: object) -> dict[str, Any]:
 
 def begin_epoch_at(place: dict[str, Any], loader: Any) -> None:
     """Come back to a place between two epochs."""
-    if place["warm"] and not _is_warm(loader):
-        iter(loader)
-    set_generators(place["now"], loader)
+    _start_as(place["now"], place["warm"], loader)
     if place["loader"] is not None:
         loader.load_state_dict(place["loader"])
+
+
+def _start_as(state: Generators, warm: bool, loader: Any) -> None:
+    """Let the next epoch of a loader begin with generators, and worker processes, as they were."""
+    if warm and not _is_warm(loader):
+        iter(loader)
+    set_generators(state, loader)
 
 
 def _is_warm(loader: object) -> bool:
@@ -121,7 +126,7 @@ class Loading:
         loader: Any iterable.
         epoch: Number.
         place: Where to go on; None for the beginning.
-        seen: Results that the script is still to see, from before that place.
+        pending: Mini-batches before that place whose results the script is still to see.
 
     Attributes:
         epoch: Number.
@@ -147,9 +152,7 @@ class Loading:
         self.error: Exception | None = None
         self._loader = loader
         if place is not None:
-            if place["warm"] and not _is_warm(loader):
-                iter(loader)
-            set_generators(place["start"], loader)
+            _start_as(place["start"], place["warm"], loader)
         self._start = generators(loader)
         self._warm = _is_warm(loader)
         stateful = place is not None and place["loader"] is not None

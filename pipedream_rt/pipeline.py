@@ -685,7 +685,7 @@ class Pipeline:
         self.flush()
         self._finish_checkpoint()
         self._checkpointer.begin(root, keep, self._manifest(extra), self._unseen())
-        with self._failing_on_loss():
+        with self._closing_on_error(spare=(CheckpointError,)):
             written = self._checkpointer.finish()
         assert written is not None
         return written
@@ -734,23 +734,11 @@ class Pipeline:
 
     def _finish_checkpoint(self) -> None:
         """Wait for a checkpoint that was begun by itself; after a flush."""
-        with self._failing_on_loss():
+        with self._closing_on_error():
             try:
                 self._checkpointer.finish()
             except CheckpointError as error:
                 _log.error("%s", error)
-
-    @contextmanager
-    def _failing_on_loss(self) -> Iterator[None]:
-        """End everything if the body fails, but for a checkpoint that cannot be written."""
-        with self._closing_on_error():
-            problem: CheckpointError | None = None
-            try:
-                yield
-            except CheckpointError as error:
-                problem = error
-        if problem is not None:
-            raise problem
 
     def _manifest(self, extra: Any) -> Manifest:
         """What a checkpoint that is begun now says of itself, but for its files."""
@@ -1036,10 +1024,16 @@ class Pipeline:
             return self._group.take(key)
 
     @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        """End everything if the body fails: nothing may be left running behind an error."""
+    def _closing_on_error(self, spare: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """End everything if the body fails: nothing may be left running behind an error.
+
+        Args:
+            spare: What ends nothing.
+        """
         try:
             yield
+        except spare:
+            raise
         except BaseException as error:
             if isinstance(error, Exception) and not self._closed:
                 self._failure = error

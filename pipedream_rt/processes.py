@@ -478,15 +478,17 @@ class ProcessCluster:
         except PeerLost as error:
             raise self._lost(member) from error
         for record in records:
+            if record["type"] == "joined":
+                return True  # what may have come behind it is a sign of life
             if record["type"] == "address":
                 found[member.name] = str(record["address"])
-            elif record["type"] != "joined":
+            else:
                 raise WorkerLost(
                     f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
                     worker=member.name,
                     stage=member.stages[0],
                 )
-        return bool(records) and bool(records[-1]["type"] == "joined")
+        return False
 
     # -- while it runs --------------------------------------------------------------------------
 
@@ -521,11 +523,8 @@ class ProcessCluster:
         limit_s = self._heartbeat.total_seconds()
         for member in self._members:
             if now - member.heard > limit_s and not member.stopped and not self._closing:
-                error = self._lost(member)
-                text = f"{error} (it has been silent for {now - member.heard:.1f} s)"
-                self._fail(
-                    WorkerLost(text, worker=error.worker, stage=error.stage, doing=error.doing)
-                )
+                silent = f" (it has been silent for {now - member.heard:.1f} s)"
+                self._fail(self._lost(member, note=silent))
 
     def _read(self, member: _Member) -> bool:
         """Read the records of a member.
@@ -560,18 +559,22 @@ class ProcessCluster:
         if all(m.stopped for m in self._members):
             self._all_stopped.set()
 
-    def _lost(self, member: _Member, problem: PipelineError | None = None) -> WorkerLost:
+    def _lost(
+        self, member: _Member, problem: PipelineError | None = None, note: str = ""
+    ) -> WorkerLost:
         """Say which worker is gone, and how if it is ours.
 
         Args:
             member: The worker.
             problem: What was noticed, if not the end of its connection.
+            note: To be added.
         """
         ending = self._local.ending(member.name)
         what = "does not answer" if "still" in ending else "is gone"
         error = WorkerLost(
             f"worker {member.name!r} ({member.hosts}, {member.description}) {what}"
-            + (f": {ending}" if ending else ""),
+            + (f": {ending}" if ending else "")
+            + note,
             worker=member.name,
             stage=member.stages[0],
             doing=member.doing,

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from pipedream_rt.control import NONCE
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 
@@ -38,7 +39,6 @@ SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
 """Set with it: a socket over which the script has all workers replaced."""
 
 _SHORTEST_SECRET = 16
-_SECRET_BYTES = 32
 
 
 def secret_pipe(secret: bytes) -> int:
@@ -63,7 +63,7 @@ def read_secret(fd: int | None) -> bytes | None:
     if fd is not None:
         with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
             text = stream.read().decode("utf-8", "replace").strip()
-        if len(text) == 2 * _SECRET_BYTES and fd != 0:
+        if len(text) == 2 * NONCE and fd != 0:
             return bytes.fromhex(text)  # of `secret_pipe`
     else:
         text = os.environ.get(SECRET, "")

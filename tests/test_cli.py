@@ -122,8 +122,13 @@ def test_run_with_too_few_workers_says_so():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_under_torchrun_the_ranks_are_used(digest, ranks):
-    """With 2 ranks the first one starts a worker beside itself; with 3 it only coordinates."""
+def test_under_torchrun_the_ranks_are_used(digest, ranks, monkeypatch):
+    """With 2 ranks the first one starts a worker beside itself; with 3 it only coordinates.
+
+    With 2 they agree on a secret by themselves.
+    """
+    if ranks == 2:
+        monkeypatch.delenv("PIPEDREAM_RT_SECRET")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
     out, err = output_of([*torchrun, "--master-port", free_port(), SCRIPT])
     assert "tensorpipe" not in err

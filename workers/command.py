@@ -53,7 +53,6 @@ _RETRY_S = 0.2
               help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
 @click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
 @click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see forkserver.py.")
-@click.option("--control-fd", type=int, hidden=True, help="Inherited connection, instead.")
 def main(
     address: str | None,
     name: str | None,
@@ -64,26 +63,23 @@ def main(
     secret_stdin: bool,
     secret_fd: int | None,
     fork_server_fd: int | None,
-    control_fd: int | None,
 ) -> None:
     """Start a worker process that joins the coordinator at HOST:PORT."""
     if fork_server_fd is not None:
         # torch reads it when imported; see `serve`.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        serve_forks(_inherit(fork_server_fd), _run_forked)
+        serve_forks(socket.socket(fileno=fork_server_fd), _run_forked)
         os._exit(0)
     name = name or f"{socket.gethostname()}-{os.getpid()}"
-    _set_up(name, "INFO" if control_fd is None else "WARNING")
-    if (address is None) == (control_fd is None):
+    _set_up(name, "INFO")
+    if address is None:
         raise click.UsageError("give the HOST:PORT of the coordinator")
     if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
         raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
     try:
         secret = read_secret(0 if secret_stdin else secret_fd)
-        connection = (
-            _inherit(control_fd) if control_fd is not None else _connect(address or "", timeout)
-        )
-        code = serve(Control(connection, "the coordinator"), name, threads, secret, bind)
+        control = Control(_connect(address, timeout), "the coordinator")
+        code = serve(control, name, threads, secret, bind)
     except PipelineError as error:
         _log.error("%s", error)
         code = EXIT_FAILED
@@ -133,11 +129,6 @@ def _end_by_signal(number: int, frame: FrameType | None) -> None:
     _log.info("ended by %s", signal.Signals(number).name)
     logging.shutdown()
     os._exit(128 + number)
-
-
-def _inherit(fd: int) -> socket.socket:
-    """The connection that the launcher made."""
-    return socket.socket(fileno=fd)
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:

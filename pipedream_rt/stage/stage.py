@@ -43,7 +43,7 @@ from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import VersionedParameters
 from pipedream_rt.stage.random import layer_seed
 from pipedream_rt.stage.split_backward import SplitBackward
-from pipedream_rt.stage.tree import flatten, own, unflatten
+from pipedream_rt.stage.tree import flat_copy, flatten, own, unflatten
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -631,9 +631,8 @@ class Stage:
 
     def reply(self, position: int, result: object) -> None:
         """Send the result of a command to the coordinator."""
-        structure, tensors = flatten(result)
         # Copies: what was asked for must not change under the reader with the next update.
-        copies = tuple(own(t, copy=True) for t in tensors)
+        structure, copies = flat_copy(result)
         self._send(COORDINATOR, position, Reply(structure=structure), copies)
 
     @contextmanager

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pipedream_rt.errors import TransportError
 
 _HEAD = struct.Struct("!IIQB")
-_DIGEST = 32
+DIGEST = hashlib.sha256().digest_size
 _WINDOW = 4096
 """How far behind the newest number of a sender an older one may come: messages overtake others."""
 
@@ -92,11 +92,11 @@ class Signer:
             TransportError: They are cut, not signed with the key, of another generation, or come a
                 second time.
         """
-        body = memoryview(signed)[_DIGEST:]
+        body = memoryview(signed)[DIGEST:]
         if len(body) < _HEAD.size:
             raise TransportError(f"{len(signed)} bytes are too few to be signed")
         expected = hmac.digest(self._key, body, hashlib.sha256)
-        if not hmac.compare_digest(expected, signed[:_DIGEST]):
+        if not hmac.compare_digest(expected, signed[:DIGEST]):
             raise TransportError("a message is not signed with the key of this job")
         generation, sender, number, kind = _HEAD.unpack_from(body)
         if generation != self._generation:
