@@ -10,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+    from pipedream_rt.coordinator.recovery import Restart
+    from pipedream_rt.coordinator.results import PendingStep, StepResult
     from pipedream_rt.errors import (
         CheckpointError,
         ConfigError,
@@ -29,10 +32,7 @@ if TYPE_CHECKING:
     )
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
-    from pipedream_rt.optimizer import DistributedOptimizer
     from pipedream_rt.pipeline import Pipeline
-    from pipedream_rt.recovery import Restart
-    from pipedream_rt.results import PendingStep, StepResult
 
 __version__ = "0.1.0"
 
@@ -62,13 +62,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DistributedOptimizer": "pipedream_rt.optimizer",
-    "PendingStep": "pipedream_rt.results",
+    "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
+    "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Replay": "pipedream_rt.observe.replay",
-    "Restart": "pipedream_rt.recovery",
+    "Restart": "pipedream_rt.coordinator.recovery",
     "Trace": "pipedream_rt.observe.trace",
-    "StepResult": "pipedream_rt.results",
+    "StepResult": "pipedream_rt.coordinator.results",
 }
 
 

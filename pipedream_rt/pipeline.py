@@ -32,46 +32,35 @@ from pipedream_rt.checkpoint import (
     refuse_unsaveable,
     shapes,
 )
-from pipedream_rt.checkpointer import Checkpointer, result_of
-from pipedream_rt.cluster import Cluster, Fail, Reference
+from pipedream_rt.cluster.base import Cluster, Fail, Reference
+from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.launch import Workers, start_cluster
+from pipedream_rt.coordinator.checkpointer import Checkpointer, result_of
+from pipedream_rt.coordinator.distributed_optimizer import (
+    DistributedOptimizer,
+    OptimizerArgument,
+    grouped_names,
+    state_by_name,
+)
+from pipedream_rt.coordinator.group import WorkerGroup, load_argument
+from pipedream_rt.coordinator.loading import Loading, begin_epoch_at, between_epochs
+from pipedream_rt.coordinator.options import (
+    TraceOption,
+    restart_option,
+    resume_option,
+    trace_option,
+)
+from pipedream_rt.coordinator.recovery import Failures, Restart
+from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.coordinator.specs import pickled_jobs
+from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, put_together
 from pipedream_rt.errors import (
     CheckpointError,
     ConfigError,
     PipelineClosed,
     PipelineError,
 )
-from pipedream_rt.forks import ForkServer
-from pipedream_rt.group import WorkerGroup, load_argument
-from pipedream_rt.jobs import pickled_jobs
-from pipedream_rt.launch import (
-    TraceOption,
-    Workers,
-    restart_option,
-    resume_option,
-    start_cluster,
-    trace_option,
-)
-from pipedream_rt.loading import Loading, begin_epoch_at, between_epochs
-from pipedream_rt.observe.clock import Reading
-from pipedream_rt.observe.recorder import NOBODY, Recorder
-from pipedream_rt.observe.summary import table
-from pipedream_rt.observe.trace import INJECTED, LOSS_CAME, Trace
-from pipedream_rt.optimizer import (
-    DistributedOptimizer,
-    OptimizerArgument,
-    grouped_names,
-    state_by_name,
-)
-from pipedream_rt.planning.split import (
-    layers_of,
-    refuse_shared_parameters,
-    split_points,
-)
-from pipedream_rt.recovery import Failures, Restart
-from pipedream_rt.results import PendingStep, StepResult
-from pipedream_rt.schedules import schedule_for
-from pipedream_rt.stage.job import LossFunction
-from pipedream_rt.stage.messages import (
+from pipedream_rt.messages.message import (
     COORDINATOR,
     Channel,
     CommandName,
@@ -82,9 +71,7 @@ from pipedream_rt.stage.messages import (
     Mode,
     Target,
 )
-from pipedream_rt.stage.optimizer import Hyper, set_hyper
-from pipedream_rt.stage.stage import buffer_slots
-from pipedream_rt.stage.tree import (
+from pipedream_rt.messages.tree import (
     Structure,
     batch_size,
     flat_copy,
@@ -92,7 +79,19 @@ from pipedream_rt.stage.tree import (
     split,
     unflatten,
 )
-from pipedream_rt.tracing import SPANS_KEPT, put_together
+from pipedream_rt.observe.clock import Reading
+from pipedream_rt.observe.spans import NOBODY, Recorder
+from pipedream_rt.observe.summary import table
+from pipedream_rt.observe.trace import INJECTED, LOSS_CAME, Trace
+from pipedream_rt.planning.split import (
+    layers_of,
+    refuse_shared_parameters,
+    split_points,
+)
+from pipedream_rt.schedules import schedule_for
+from pipedream_rt.stage.optimizer import Hyper, set_hyper
+from pipedream_rt.stage.spec import LossFunction
+from pipedream_rt.stage.stage import buffer_slots
 from pipedream_rt.transport.base import Receive
 
 T = TypeVar("T")
@@ -769,7 +768,7 @@ class Pipeline:
 
         What was given to `attach` gets its state of then. The next `train_epoch` gives the random
         generators of this process theirs, brings its loader to the place where it was (see
-        `pipedream_rt.loading`), and yields the results that the script had not seen first.
+        `coordinator.loading`), and yields the results that the script had not seen first.
 
         Args:
             folder: Of a checkpoint, or of a run: then its newest one that is whole.

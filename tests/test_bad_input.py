@@ -18,7 +18,7 @@ from pipedream_rt import (
     RendezvousTimeout,
     StageFailed,
 )
-from pipedream_rt.cluster import InProcessCluster
+from pipedream_rt.cluster.in_process import InProcessCluster
 
 pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
 

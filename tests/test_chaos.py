@@ -14,7 +14,7 @@ from support.models import POINTS, batches, kitchen_sink
 from support.oracle import assert_same, oracle
 
 from pipedream_rt import Pipeline
-from pipedream_rt.cluster import InProcessCluster
+from pipedream_rt.cluster.in_process import InProcessCluster
 
 PLANS = [
     (4, {"schedule": "async-1f1b"}, "async-1f1b"),
@@ -32,7 +32,7 @@ BATCHES = 40
 @pytest.fixture(autouse=True)
 def nothing_is_poison(monkeypatch):
     """Different faults may strike in the same action."""
-    monkeypatch.setattr("pipedream_rt.recovery._MOST_OF_ONE", 1000)
+    monkeypatch.setattr("pipedream_rt.coordinator.recovery._MOST_OF_ONE", 1000)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import Pipeline, StageFailed
-from pipedream_rt.cluster import InProcessCluster
+from pipedream_rt.cluster.in_process import InProcessCluster
 
 pytestmark = pytest.mark.threads
 

@@ -22,7 +22,7 @@ from support.models import (
 from torch import nn
 
 from pipedream_rt import ConfigError, DistributedOptimizer, Pipeline, PipelineClosed, PipelineError
-from pipedream_rt.cluster import InProcessCluster
+from pipedream_rt.cluster.in_process import InProcessCluster
 
 pytestmark = pytest.mark.threads
 

@@ -21,7 +21,7 @@ from support.models import mlp, regression
 from support.oracle import assert_same
 
 from pipedream_rt import Pipeline
-from pipedream_rt.control import COORDINATOR_END, WORKER_END, Control, session_key
+from pipedream_rt.cluster.control import COORDINATOR_END, WORKER_END, Control, session_key
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.pickling import SignedPickler
@@ -277,7 +277,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
         "import os, torch\n"
         "from torch import nn\n"
         "from pathlib import Path\n"
-        "from pipedream_rt import Pipeline, launch\n"
+        "from pipedream_rt import Pipeline\n"
         "if __name__ == '__main__':\n"
         "    with Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:\n"
         "        cluster = pipe._group.cluster\n"

@@ -15,7 +15,7 @@ from types import FrameType
 import click
 from pipedream_rt.workers.forkserver import serve_forks
 
-from pipedream_rt.control import (
+from pipedream_rt.cluster.control import (
     COORDINATOR_END,
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
@@ -29,9 +29,9 @@ from pipedream_rt.control import (
     prove,
     session_key,
 )
+from pipedream_rt.cluster.spawn import read_secret, secret_pipe
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
-from pipedream_rt.spawn import read_secret, secret_pipe
 
 _log = logging.getLogger("pipedream_rt.worker")
 

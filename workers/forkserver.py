@@ -1,4 +1,7 @@
-"""The other end of `pipedream_rt.forks`: imports torch, then forks a worker for each request."""
+"""The fork server: imports torch once, then forks a worker for each request.
+
+Its client is `pipedream_rt.cluster.fork_server`.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from pipedream_rt.control import (
+from pipedream_rt.cluster.control import (
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
     Control,
@@ -28,8 +28,8 @@ from pipedream_rt.errors import (
     PipelineClosed,
     PipelineError,
 )
+from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.stage.host import StageHost
-from pipedream_rt.stage.inbox import Inbox
 from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 

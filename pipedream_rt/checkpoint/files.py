@@ -80,7 +80,7 @@ class Manifest:
         extra: The user's own.
         floor: Oldest weight version that may be read: that of weights loaded in mid-run.
         passes: Micro-batches that were evaluated or inferred from so far.
-        place: Where the loader was; see `pipedream_rt.loading`.
+        place: Where the loader was; see `pipedream_rt.coordinator.loading`.
         attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
     """

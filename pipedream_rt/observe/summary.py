@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.observe.recorder import NOBODY, Spans
+from pipedream_rt.observe.spans import NOBODY, Spans
 from pipedream_rt.observe.trace import CODES, DRAIN, Trace
 from pipedream_rt.schedules import Kind
 

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.observe.recorder import NOBODY
+from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace
 from pipedream_rt.schedules import Kind, Shape

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.observe.recorder import SPAN, Spans
+from pipedream_rt.observe.spans import SPAN, Spans
 from pipedream_rt.schedules import Action, Kind, Shape
 
 _MAGIC = "pipedream-rt trace"

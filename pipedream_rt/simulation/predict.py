@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.observe.recorder import Spans
 from pipedream_rt.observe.replay import Replay
+from pipedream_rt.observe.spans import Spans
 from pipedream_rt.observe.summary import (
     BACKWARDS,
     FORWARDS,

@@ -14,7 +14,7 @@ import struct
 from collections import deque
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.observe.recorder import NOBODY, Recorder
+from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace, WorkerFacts
 from pipedream_rt.schedules import Kind, Schedule, VersionLedger
 from pipedream_rt.schedules.execution import Execution

@@ -15,12 +15,12 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, TransportError
-from pipedream_rt.observe.recorder import Recorder
-from pipedream_rt.stage.inbox import Inbox
-from pipedream_rt.stage.job import StageJob
+from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.message import COORDINATOR, Channel, Failed, Job, Key, Ready, Send
+from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.stage.loop import Loop
-from pipedream_rt.stage.messages import COORDINATOR, Channel, Failed, Job, Key, Ready
-from pipedream_rt.stage.stage import Send, Stage
+from pipedream_rt.stage.spec import StageJob
+from pipedream_rt.stage.stage import Stage
 
 
 class StageHost:

@@ -19,12 +19,8 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ScheduleError
-from pipedream_rt.observe.recorder import NOBODY, Recorder
-from pipedream_rt.observe.trace import CODES, DRAIN
-from pipedream_rt.schedules import Action, Kind, Schedule
-from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, until
-from pipedream_rt.stage.inbox import Inbox
-from pipedream_rt.stage.messages import (
+from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.message import (
     Channel,
     Command,
     CommandName,
@@ -33,6 +29,10 @@ from pipedream_rt.stage.messages import (
     MicroBatch,
     Mode,
 )
+from pipedream_rt.observe.spans import NOBODY, Recorder
+from pipedream_rt.observe.trace import CODES, DRAIN
+from pipedream_rt.schedules import Action, Kind, Schedule
+from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, until
 from pipedream_rt.stage.stage import Stage, peak_memory_bytes
 
 _PASS, _COMMAND = ord("E"), ord("C")

@@ -23,8 +23,7 @@ from torch.autograd.graph import Node
 
 from pipedream_rt.checkpoint import StageState, read_stage, write_stage
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
-from pipedream_rt.stage.job import StageJob
-from pipedream_rt.stage.messages import (
+from pipedream_rt.messages.message import (
     COORDINATOR,
     Command,
     CommandName,
@@ -36,14 +35,16 @@ from pipedream_rt.stage.messages import (
     Payload,
     Reply,
     Saved,
+    Send,
     Target,
 )
-from pipedream_rt.stage.messages import Job as JobMessage
+from pipedream_rt.messages.message import Job as JobMessage
+from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import VersionedParameters
-from pipedream_rt.stage.random import layer_seed
+from pipedream_rt.stage.seeds import layer_seed
+from pipedream_rt.stage.spec import StageJob
 from pipedream_rt.stage.split_backward import SplitBackward
-from pipedream_rt.stage.tree import flat_copy, flatten, own, unflatten
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -51,9 +52,6 @@ _CHANGED_IN_BACKWARD = (
     "end of an epoch, or take the layer out of torch's checkpoint"
 )
 """Why a stage cannot save without a flush."""
-
-Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
-"""``send(to, index, payload, tensors)``: hands a message to the transport; never blocks."""
 
 
 class _Boundary(torch.autograd.Function):

@@ -8,8 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.stage.messages import Message, Payload
-from pipedream_rt.stage.stage import Send
+from pipedream_rt.messages.message import Message, Payload, Send
 
 Receive = Callable[[Message], object]
 """Takes a message that has arrived: an inbox's ``put``. Called from any thread; never blocks."""

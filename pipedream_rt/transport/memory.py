@@ -6,10 +6,10 @@ import random
 import threading
 
 from pipedream_rt.errors import PeerLost
-from pipedream_rt.stage.messages import Message
-from pipedream_rt.stage.tree import own
+from pipedream_rt.messages.message import Message
+from pipedream_rt.messages.tree import own
+from pipedream_rt.messages.wire import decode, encode
 from pipedream_rt.transport.base import Lost, Receive
-from pipedream_rt.transport.wire import decode, encode
 
 
 class MemoryTransport:

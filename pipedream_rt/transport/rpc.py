@@ -49,11 +49,11 @@ from pipedream_rt.errors import (
     RendezvousTimeout,
     TransportError,
 )
-from pipedream_rt.stage.messages import COORDINATOR, Message
+from pipedream_rt.messages.message import COORDINATOR, Message
+from pipedream_rt.messages.wire import decode, encode
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.pickling import allow, install
 from pipedream_rt.transport.signing import Signer
-from pipedream_rt.transport.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from support.shapes import schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.observe.recorder import SPAN
+from pipedream_rt.observe.spans import SPAN
 from pipedream_rt.observe.summary import summarize
 from pipedream_rt.schedules import schedule_for, schedule_named
 from pipedream_rt.simulation.costs import Costs, costs_of

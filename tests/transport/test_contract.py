@@ -8,7 +8,7 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost
-from pipedream_rt.stage.messages import COORDINATOR, Gradient, Message
+from pipedream_rt.messages.message import COORDINATOR, Gradient, Message
 from pipedream_rt.transport.memory import MemoryTransport
 from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 

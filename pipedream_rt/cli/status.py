@@ -1,0 +1,57 @@
+"""The command ``status``: looks at running pipelines."""
+
+from __future__ import annotations
+
+import threading
+
+import click
+
+from pipedream_rt.coordinator.status import Status, ask, running
+from pipedream_rt.observe.summary import bytes_text, table
+
+
+@click.command()
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
+              help="Seconds over which the rate is measured.")  # fmt: skip
+def status(interval: float) -> None:
+    """Show the pipelines of this user that run on this machine, with their workers."""
+    found = list(running())
+    if not found:
+        click.echo("no pipeline is running on this machine (of this user, on worker processes)")
+        return
+    threading.Event().wait(interval)
+    for path, before in found:
+        try:
+            now = ask(path)
+        except (OSError, ValueError):
+            continue  # it has ended meanwhile
+        click.echo(_described(before, now))
+
+
+def _described(before: Status, now: Status) -> str:
+    """One pipeline as text.
+
+    Args:
+        before: What it said first.
+        now: What it said some time later.
+    """
+    seconds = (now["ns"] - before["ns"]) / 1e9
+    rate = (now["losses"] - before["losses"]) / seconds
+    head = (
+        f"pid {now['pid']}: {now['schedule']}, generation {now['generation']}, "
+        f"{now['restarts']} restarts; micro-batch {now['losses']} done, {now['fed']} fed, "
+        f"{rate:.3g} micro-batches/s"
+    )
+    rows = [("worker", "stages", "process", "heard", "memory", "doing")]
+    rows += [
+        (
+            str(worker["name"]),
+            str(worker["stages"]),
+            str(worker["process"]),
+            f"{worker['silent_s']:.1f} s ago",
+            bytes_text(worker["rss"]) if worker["rss"] else "-",
+            str(worker["doing"]).partition(";")[0] or "-",
+        )
+        for worker in now["workers"]
+    ]
+    return f"{head}\n{table(rows)}"

@@ -1,0 +1,1 @@
+"""Where stages run: threads of this process, or worker processes; how they start, join and end."""

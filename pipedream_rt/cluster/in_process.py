@@ -1,0 +1,224 @@
+"""Every worker as a thread of this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from pipedream_rt.cluster.base import Fail, Reference
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PipelineClosed, PipelineError
+from pipedream_rt.messages.message import COORDINATOR
+from pipedream_rt.observe.clock import Reading
+from pipedream_rt.schedules import Shape
+from pipedream_rt.stage.host import StageHost
+from pipedream_rt.stage.seeds import kept_generator_state
+from pipedream_rt.transport.base import Receive, Transport, sender
+from pipedream_rt.transport.memory import MemoryTransport
+
+_log = logging.getLogger(__name__)
+
+_STOP_TIMEOUT = timedelta(seconds=5)
+"""For the stages to end the action at hand; a thread cannot be killed."""
+
+_LOOK_S = 0.1
+"""How often a stage that waits for its turn looks whether the pipeline is closing."""
+
+
+class _Baton:
+    """Lets one thread of the process run at a time: the user's own, or a stage that computes.
+
+    torch has one default random generator in a process. A stage seeds it for every layer, and the
+    user's loader may draw from it at any time; were both to run at once, the data would depend on
+    timing. So stages compute only while the coordinator waits for them, one at a time, and leave
+    the generator as they found it.
+    """
+
+    def __init__(self) -> None:
+        """The calling thread has the baton."""
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._given_away = False
+        self._closing = False
+
+    def close(self) -> None:
+        """Let no stage compute any more."""
+        self._closing = True
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Hold the baton, on a stage's thread.
+
+        Raises:
+            PipelineClosed: The pipeline is closing. Looked for now and then while waiting: a signal
+                handler may close it at the instant at which the coordinator has the baton back.
+        """
+        while not self._lock.acquire(timeout=_LOOK_S):
+            if self._closing:
+                raise PipelineClosed("the pipeline was closed")
+        try:
+            with kept_generator_state():
+                yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Give the baton away, on the coordinator's thread.
+
+        Does nothing inside another `waiting`, as when a signal handler closes the pipeline. After
+        an error it does not wait for long: a stage that is stuck must not hold the error back.
+        """
+        if self._given_away:
+            yield
+            return
+        self._given_away = True
+        self._lock.release()
+        try:
+            yield
+        except BaseException:
+            self._given_away = not self._lock.acquire(timeout=1)
+            raise
+        self._lock.acquire()
+        self._given_away = False
+
+
+class _LocalReference:
+    """A reference within the process."""
+
+    def __init__(self, value: Any, owner: str) -> None:
+        """Args: value: What it refers to. owner: Name of the worker."""
+        self._value = value
+        self._owner = owner
+
+    def to_here(self) -> Any:
+        """Return the value; a tensor as a copy."""
+        return (
+            self._value.detach().clone() if isinstance(self._value, torch.Tensor) else self._value
+        )
+
+    def local_value(self) -> Any:
+        """Return the value itself."""
+        return self._value
+
+    def owner_name(self) -> str:
+        """Return the name of the thread that runs the stage."""
+        return self._owner
+
+
+class InProcessCluster:
+    """Every worker is a thread of this process.
+
+    The threads are daemons, though `close` joins them: the interpreter joins others before it runs
+    what would close a pipeline that its user forgot.
+
+    Args:
+        shape: How many workers, and which stages each hosts.
+        receive: Takes messages for the coordinator.
+        fail: Told of a failure.
+        generation: Number of this group in the process.
+        timeout: For messages that are sure to come.
+        threads: For torch's own parallel loops.
+        shuffle_seed: See `MemoryTransport`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        receive: Receive,
+        fail: Fail,
+        *,
+        generation: int,
+        timeout: timedelta,
+        threads: int,
+        shuffle_seed: int | None = None,
+    ) -> None:
+        """Start the threads."""
+        self._shape = shape
+        self._baton = _Baton()
+        self._torch_threads = torch.get_num_threads()
+        self._closed = False
+        memory = MemoryTransport(shuffle_seed)
+        self.transport: Transport = memory
+        memory.open(COORDINATOR, receive, fail)
+        self._hosts = []
+        self._threads = []
+        for w in range(shape.workers):
+            stages = shape.stages_of(w)
+            host = StageHost(
+                w,
+                stages,
+                generation,
+                lambda stage: sender(memory, stage, generation),
+                timeout,
+                threads,
+                self._baton.computing,
+            )
+            for s in stages:
+                memory.open(s, host.inbox.put, host.inbox.close)
+            self._hosts.append(host)
+            name = host.name.replace(" ", "-")
+            self._threads.append(threading.Thread(target=host.serve, name=name, daemon=True))
+        self.names = tuple(thread.name for thread in self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """See `Cluster.waiting`."""
+        return self._baton.waiting()
+
+    def name_loss(self, error: PipelineError) -> PipelineError:
+        """See `Cluster.name_loss`; threads do not get lost."""
+        return error
+
+    def stories(self) -> list[str]:
+        """See `Cluster.stories`."""
+        return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
+
+    def status(self) -> list[dict[str, Any]]:
+        """See `Cluster.status`."""
+        return []
+
+    def clocks(self) -> list[Reading]:
+        """See `Cluster.clocks`; it is one clock."""
+        now = time.monotonic_ns()
+        return [Reading(now, now, now)] * self._shape.workers
+
+    def reference(self, stage: int, part: str) -> Reference:
+        """See `Cluster.reference`."""
+        worker = self._shape.worker_of(stage)
+        return _LocalReference(self._hosts[worker].part(stage, part), self.names[worker])
+
+    def parameter_references(self, stage: int) -> list[Reference]:
+        """See `Cluster.parameter_references`."""
+        worker = self._shape.worker_of(stage)
+        parameters = self._hosts[worker].part(stage, "module").parameters()
+        return [_LocalReference(p, self.names[worker]) for p in parameters if p.requires_grad]
+
+    def close(self) -> None:
+        """See `Cluster.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._baton.close()
+        for host in self._hosts:
+            host.inbox.close(PipelineClosed("the pipeline was closed"))
+        deadline = Deadline(_STOP_TIMEOUT)
+        with self.waiting():
+            for thread in self._threads:
+                thread.join(deadline.remaining_s())
+                if thread.is_alive():
+                    _log.warning("%s computes without end and is left behind", thread.name)
+            self.transport.close()
+        torch.set_num_threads(self._torch_threads)
+
+    def kill(self) -> None:
+        """See `Cluster.kill`; a thread can only be asked."""
+        self.close()

@@ -1,0 +1,1 @@
+"""What the process of the user's script does for a pipeline: small objects with one job each."""

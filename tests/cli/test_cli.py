@@ -1,0 +1,397 @@
+"""What a user types: the command, scripts, signals."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipedream_rt.cli import main
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "tests" / "support" / "script.py"
+COMMAND = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def output_of(command, code=0, timeout=60):
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=timeout, cwd="/"
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout, done.stderr
+
+
+def digest_of(output):
+    return next(line for line in output.splitlines() if line.startswith("digest"))
+
+
+def descendants(pid):
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def gone(pid):
+    """Ended, or a zombie that nobody reaped (its parent was killed)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_gone(pids, seconds=10):
+    """Wait for processes that are not our children, by pidfd."""
+    import select
+
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([fd], [], [], seconds)
+        finally:
+            os.close(fd)
+    return all(map(gone, pids))
+
+
+@pytest.fixture(scope="module")
+def digest():
+    """What the script gives in one process; everything else must give the same."""
+    return digest_of(output_of([sys.executable, SCRIPT, "--workers", "in-process"])[0])
+
+
+def test_the_script_alone_starts_its_own_workers_and_is_quiet(digest):
+    out, err = output_of([sys.executable, SCRIPT])
+    assert "ready worker-0 worker-1" in out
+    assert digest_of(out) == digest
+    assert err == ""
+
+
+@pytest.mark.parametrize("workers", ["in-process", "local"])
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(4)", "1 / 0"])
+def test_a_script_that_never_closes_its_pipeline_ends_all_the_same(tmp_path, workers, ending):
+    script = tmp_path / "forgetful.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline\n"
+        f"pipe = Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss, workers={workers!r},\n"
+        "                optimizer=(torch.optim.SGD, {}))\n"
+        "epoch = pipe.train_epoch((torch.ones(1, 2), torch.ones(1, 2)) for _ in range(100))\n"
+        "print(next(epoch).step)\n"
+        f"{ending}\n"
+    )
+    code = {"": 0, "1 / 0": 1}.get(ending, 4)
+    out, err = output_of([sys.executable, script], code=code, timeout=30)
+    assert out == "0\n"
+    assert ("ZeroDivisionError" in err) == (code == 1)
+
+
+def test_run_starts_workers_for_one_pipeline_after_another(digest):
+    out, err = output_of([*COMMAND, "run", "--nproc-per-node", 2, SCRIPT, "--pipelines", 2])
+    assert out.count("ready worker-0 worker-1") == 2
+    assert digest_of(out) == digest
+    assert err == ""
+
+
+def test_run_gives_the_exit_code_of_the_script(tmp_path):
+    script = tmp_path / "exits.py"
+    script.write_text("import sys; sys.exit(5)")
+    output_of([*COMMAND, "run", "--nproc-per-node", 1, script], code=5)
+
+
+def test_run_with_too_few_workers_says_so():
+    _, err = output_of([*COMMAND, "run", "--nproc-per-node", 1, SCRIPT], code=1)
+    assert "2 stages need 2 workers, `pipedream-rt run` has started 1" in err
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_under_torchrun_the_ranks_are_used(digest, ranks, monkeypatch):
+    """With 2 ranks the first one starts a worker beside itself; with 3 it only coordinates.
+
+    With 2 they agree on a secret by themselves.
+    """
+    if ranks == 2:
+        monkeypatch.delenv("PIPEDREAM_RT_SECRET")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    out, err = output_of([*torchrun, "--master-port", free_port(), SCRIPT])
+    assert "tensorpipe" not in err
+    assert digest_of(out) == digest
+    names = "worker-0 rank-1" if ranks == 2 else "rank-1 rank-2"
+    assert set(names.split()) <= set(out.split())
+
+
+def test_workers_elsewhere_join_by_address_also_before_the_coordinator(digest):
+    address = f"127.0.0.1:{free_port()}"
+    workers = [
+        subprocess.Popen([*COMMAND, "worker", address, "--name", name], stderr=subprocess.PIPE)
+        for name in ("w10", "w9")
+    ]
+    out, _ = output_of([sys.executable, SCRIPT, "--workers", address])
+    assert "ready w9 w10" in out, "stages go to the names in natural order"
+    assert digest_of(out) == digest
+    for worker in workers:
+        worker.communicate(timeout=20)
+        assert worker.returncode == 0
+
+
+def test_two_workers_of_one_name():
+    """The second is refused and told why; the coordinator goes on waiting, then says who came."""
+    address = f"127.0.0.1:{free_port()}"
+    code = (
+        "import torch, sys; from torch import nn; from datetime import timedelta\n"
+        "from pipedream_rt import Pipeline\n"
+        f"Pipeline([nn.Linear(1, 1)] * 1 + [nn.Linear(1, 1)], stages=2, workers={address!r},\n"
+        "         start_timeout=timedelta(seconds=8))"
+    )
+    coordinator = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    workers = [
+        subprocess.Popen(
+            [*COMMAND, "worker", address, "--name", "w"], stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    errors = [worker.communicate(timeout=30)[1] for worker in workers]
+    message = coordinator.communicate(timeout=30)[1]
+    assert coordinator.returncode == 1
+    assert "1 of 2 workers did not join within 8 s; joined: w;" in message
+    assert "refused worker 'w'" in message
+    assert sorted(worker.returncode for worker in workers) == [1, 3]
+    assert sum("the name 'w' is taken by pid" in error for error in errors) == 1
+
+
+def started(command, **kwargs):
+    """A running script, after its pipeline is ready."""
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    assert process.stdout.readline().startswith("ready")
+    timer.cancel()
+    timer.join()
+    return process
+
+
+LONG = [SCRIPT, "--steps", 80_000_000]
+
+
+def test_ctrl_c_ends_everything():
+    process = started([sys.executable, *LONG])
+    family = descendants(process.pid)
+    assert len(family) == 3  # two workers, and what has forked them
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert "KeyboardInterrupt" in err
+    assert process.returncode in (-signal.SIGINT, 130)
+    assert wait_gone(family)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_the_coordinator_dies_its_workers_end_by_themselves(number):
+    process = started([sys.executable, *LONG])
+    family = descendants(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    assert process.returncode == -number
+    assert wait_gone(family)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_run_ends_script_and_workers(number):
+    process = started([*COMMAND, "run", "--nproc-per-node", 2, *LONG], start_new_session=True)
+    family = descendants(process.pid)
+    assert len(family) == 3
+    process.send_signal(number)
+    _, err = process.communicate(timeout=15)
+    assert process.returncode in (128 + number, 1)
+    assert f"pipedream-rt: ending on {number.name}" in err
+    assert wait_gone(family)
+
+
+def test_when_run_is_killed_nothing_stays():
+    process = started([*COMMAND, "run", "--nproc-per-node", 2, *LONG], start_new_session=True)
+    family = descendants(process.pid)
+    script = next(p for p in family if "script.py" in Path(f"/proc/{p}/cmdline").read_text())
+    process.kill()
+    os.kill(script, signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert wait_gone(family)
+
+
+def test_a_worker_whose_coordinator_never_listens_gives_up():
+    address = f"127.0.0.1:{free_port()}"
+    _, err = output_of([*COMMAND, "worker", address, "--timeout", 0.5], code=1)
+    assert f"no coordinator listened at {address} within 0.5 s" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give the HOST:PORT"),
+        (["nowhere"], "write HOST:PORT"),
+        (["127.0.0.1:1", "--name", "a b"], "use letters, digits"),
+        (["127.0.0.1:1", "--threads", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_arguments_of_a_worker(arguments, words):
+    done = subprocess.run(
+        [*COMMAND, "worker", *arguments], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+
+
+def test_a_stranger_at_the_rendezvous_does_not_disturb(digest):
+    """A port scan and an HTTP request come before the workers."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "--workers", f"127.0.0.1:{port}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    strangers = []
+    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+        while True:
+            try:
+                strangers.append(socket.create_connection(("127.0.0.1", port), timeout=30))
+                break
+            except ConnectionRefusedError:
+                assert process.poll() is None
+                threading.Event().wait(0.05)
+        strangers[-1].sendall(junk)
+    strangers[0].close()
+    workers = [
+        subprocess.Popen(
+            [*COMMAND, "worker", f"127.0.0.1:{port}", "--name", n], stderr=subprocess.PIPE
+        )
+        for n in "ab"
+    ]
+    out, err = process.communicate(timeout=60)
+    for other in workers:
+        other.communicate(timeout=20)
+    strangers[1].close()
+    assert digest_of(out) == digest, err
+
+
+def test_the_schedule_command_draws():
+    done = CliRunner().invoke(
+        main, ["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--updates", "1"]
+    )
+    assert done.exit_code == 0
+    assert done.output.splitlines()[1:] == [
+        "stage 0  F0 F1 .  B0 .  B1",
+        "stage 1  .  F0 B0 F1 B1 .",
+    ]
+
+
+def test_help_names_every_verb():
+    done = CliRunner().invoke(main, ["--help"])
+    for verb in ("run", "worker", "schedule", "simulate", "timeline", "checkpoint"):
+        assert verb in done.output
+
+
+def test_status_shows_a_running_pipeline(digest):
+    from torch import nn
+
+    from pipedream_rt import Pipeline
+
+    def shown():
+        return CliRunner().invoke(main, ["status", "--interval", "0.1"]).output
+
+    with Pipeline(
+        [nn.Linear(2, 2)] * 1 + [nn.Linear(2, 2)], stages=2, loss_fn=nn.functional.mse_loss,
+        workers="local",
+    ):  # fmt: skip
+        output = shown()
+        assert f"pid {os.getpid()}: async-1f1b, generation" in output
+        assert "0 restarts; micro-batch 0 done, 0 fed" in output
+        assert re.search(r"worker-1 +stage 1 +pid \d+ on", output)
+    assert f"pid {os.getpid()}:" not in shown()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_run_replaces_workers_that_fail(tmp_path, number):
+    """The script sees nothing of it; run has killed the workers that were left."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from datetime import timedelta\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline\n"
+        "torch.manual_seed(0)\n"
+        "data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]\n"
+        "with Pipeline([nn.Linear(8, 8) for _ in range(4)], stages=2,\n"
+        "              loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.Adam, {}),\n"
+        "              heartbeat=timedelta(seconds=1)) as pipe:\n"
+        "    for result in pipe.train_epoch(data):\n"
+        "        print(result.step, result.loss.hex())\n"
+        "        if result.step == 5 and len(sys.argv) > 1:\n"
+        "            member = pipe._group.cluster._members[1]\n"
+        "            os.kill(int(member.description.split()[1]), int(sys.argv[1]))\n"
+        "    print(len(pipe.restarts), 'restarts', file=sys.stderr)\n"
+    )
+    command = [*COMMAND, "run", "--nproc-per-node", 2, "--max-restarts", 2, script]
+    calm, _ = output_of(command)
+    found, err = output_of([*command, int(number)])
+    assert found == calm
+    assert "1 restarts" in err
+    assert "recovered in" in err
+
+
+def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
+    """One with --persist joins again by itself, and a new one may have another name."""
+    import torch
+    from support.models import mlp, regression
+    from torch import nn
+
+    from pipedream_rt import Pipeline
+
+    address = f"127.0.0.1:{free_port()}"
+    workers = []
+
+    def start(name):
+        command = [*COMMAND, "worker", address, "--persist", "--name", name]
+        workers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    def train(where):
+        losses = []
+        with Pipeline(
+            mlp(), stages=2, loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.Adam, {}),
+            workers=where, max_restarts=1,
+        ) as pipe:  # fmt: skip
+            for result in pipe.train_epoch(regression(12)):
+                losses.append(result.loss)
+                if result.step == 5 and workers:
+                    workers[1].kill()
+                    start("later")
+            return losses, [stage.worker for stage in pipe.stages]
+
+    expected, _ = train("in-process")
+    try:
+        start("early")
+        start("lost")
+        losses, names = train(address)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait(timeout=30)
+    assert losses == expected
+    assert names == ["early", "later"]

@@ -1,0 +1,240 @@
+"""Saving and going on: the same bits as a run that never stopped."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
+from support.oracle import assert_same
+
+from pipedream_rt import CheckpointError, ConfigError, Pipeline, WorkerLost
+from pipedream_rt.cli import main
+from pipedream_rt.cluster.in_process import InProcessCluster
+
+pytestmark = pytest.mark.threads
+
+
+def open_pipe(n=4, optimizer="adamw", **kwargs):
+    defaults = {
+        "stages": POINTS[n][1:] or 1,
+        "loss_fn": F.cross_entropy,
+        "optimizer": OPTIMIZERS[optimizer],
+        "workers": functools.partial(InProcessCluster, shuffle_seed=n),
+    }
+    return Pipeline(kitchen_sink(), **{**defaults, **kwargs})
+
+
+DATA = batches(12, samples=8)
+
+
+def losses(pipe, data):
+    return [loss for r in pipe.train_epoch(data) for loss in r.losses]
+
+
+@functools.cache
+def undisturbed(n, optimizer, options):
+    with open_pipe(n, optimizer, **dict(options)) as pipe:
+        return losses(pipe, DATA), pipe.state_dict()
+
+
+@pytest.mark.parametrize("after", [1, 5, 11])
+@pytest.mark.parametrize(
+    ("n", "optimizer", "options"),
+    [
+        (1, "sgd", {}),
+        (4, "adamw", {}),
+        (5, "sgd", {}),
+        (4, "adamw-foreach", {"micro_batches": 2}),
+        (4, "adamw", {"vertical_sync": True}),
+        (4, "adamw", {"schedule": "2bw", "micro_batches": 4}),
+        (3, "adam", {"schedule": "1f1b", "micro_batches": 3}),
+        (4, "adamw", {"schedule": "zero-bubble", "micro_batches": 4}),
+        (4, "adamw-fused", {"schedule": "interleaved-1f1b", "micro_batches": 4}),
+    ],
+)
+def test_a_resumed_run_is_the_run(tmp_path, n, optimizer, options, after):
+    """Saving changes nothing, and what goes on from it gives the same losses and weights."""
+    expected, weights = undisturbed(n, optimizer, tuple(options.items()))
+    with open_pipe(n, optimizer, **options) as pipe:
+        begun = losses(pipe, DATA[:after])
+        pipe.save(tmp_path)
+        assert begun + losses(pipe, DATA[after:]) == expected
+        assert_same(pipe.state_dict(), weights)
+    with open_pipe(n, optimizer, **options) as pipe:
+        assert pipe.load(tmp_path).step == after
+        results = list(pipe.train_epoch(DATA[after:]))
+        assert [loss for r in results for loss in r.losses] == expected[len(begun) :]
+        assert [r.step for r in results] == list(range(after, 12))
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.parametrize(("before", "later"), [(4, 2), (2, 5), (1, 3)])
+def test_another_number_of_stages_is_exact_in_schedules_that_flush(tmp_path, before, later):
+    options = {"schedule": "1f1b", "micro_batches": 2}
+    expected, weights = undisturbed(before, "adamw", tuple(options.items()))
+    with open_pipe(before, **options) as pipe:
+        begun = losses(pipe, DATA[:5])
+        pipe.save(tmp_path)
+    with open_pipe(later, **{**options, "schedule": "gpipe"}) as pipe:
+        pipe.load(tmp_path)
+        assert begun + losses(pipe, DATA[5:]) == expected
+        assert_same(pipe.state_dict(), weights)
+
+
+def test_another_number_of_stages_in_an_asynchronous_schedule_is_said(tmp_path, caplog):
+    with open_pipe(2) as pipe:
+        losses(pipe, DATA[:5])
+        pipe.save(tmp_path)
+    with open_pipe(5) as pipe:
+        pipe.load(tmp_path)
+        assert "has not all weight versions that this split reads" in caplog.text
+        assert len(losses(pipe, DATA[5:])) == 7
+
+
+def test_a_run_can_go_back(tmp_path):
+    """Load in the middle of a run: its later updates are forgotten."""
+    expected, weights = undisturbed(4, "adamw", ())
+    with open_pipe() as pipe:
+        losses(pipe, DATA[:4])
+        pipe.save(tmp_path)
+        losses(pipe, DATA[4:9])
+        pipe.evaluate(DATA[:2])
+        pipe.load(tmp_path)
+        assert losses(pipe, DATA[4:]) == expected[4:]
+        assert_same(pipe.state_dict(), weights)
+
+
+def test_hyper_parameters_and_the_users_own_are_there(tmp_path):
+    with open_pipe() as pipe:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
+        for _ in pipe.train_epoch(DATA[:3]):
+            scheduler.step()
+        rate = pipe.optimizer.param_groups[0]["lr"]
+        folder = pipe.save(tmp_path, extra={"last_epoch": scheduler.last_epoch})
+    assert folder == tmp_path / "step-00000003"
+    with open_pipe() as pipe:
+        manifest = pipe.load(folder)
+        assert manifest.extra == {"last_epoch": 3}
+        assert pipe.optimizer.param_groups[0]["lr"] == rate
+        assert pipe.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_the_weights_are_plain_safetensors(tmp_path):
+    with open_pipe() as pipe:
+        losses(pipe, DATA[:2])
+        folder = pipe.save(tmp_path)
+        expected = pipe.state_dict()
+    found = {}
+    for path in folder.glob("model-*.safetensors"):
+        found.update(load_file(path))
+    assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+
+def test_the_newest_whole_checkpoint_is_loaded(tmp_path, caplog):
+    with open_pipe() as pipe:
+        for step in range(4):
+            losses(pipe, DATA[step : step + 1])
+            pipe.save(tmp_path, keep=3)
+    assert sorted(os.listdir(tmp_path)) == [f"step-0000000{n}" for n in (2, 3, 4)]
+    damaged = tmp_path / "step-00000004" / "optimizer-00002-of-00004.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with open_pipe() as pipe:
+        assert pipe.load(tmp_path).step == 3
+        assert "it was written with" in caplog.text
+        assert "trying the one before" in caplog.text
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+    with open_pipe() as pipe:
+        losses(pipe, DATA[:2])
+        pipe.save(tmp_path)
+    with (
+        open_pipe(micro_batches=2) as pipe,
+        pytest.raises(CheckpointError, match="1 micro-batches"),
+    ):
+        pipe.load(tmp_path)
+    with (
+        Pipeline(mlp(), workers="in-process") as pipe,
+        pytest.raises(
+            CheckpointError, match=r"is of another model: 0\.bias has the shape None there"
+        ),
+    ):
+        pipe.load(tmp_path)
+    with open_pipe() as pipe:
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+            pipe.load(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match="keep must be"):
+            pipe.save(tmp_path, keep=0)
+        losses(pipe, DATA)
+        assert_same(pipe.state_dict(), undisturbed(4, "adamw", ())[1])
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with open_pipe() as pipe:
+        begun = losses(pipe, DATA[:5])
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            pipe.save(tmp_path / "file")
+        with pytest.raises(CheckpointError, match="can hold numbers"):
+            pipe.save(tmp_path / "run", extra=object())
+        assert begun + losses(pipe, DATA[5:]) == undisturbed(4, "adamw", ())[0]
+    assert not os.listdir(tmp_path / "run")
+
+
+def test_the_command_looks_at_them(tmp_path):
+    def call(*words, code=0):
+        done = CliRunner().invoke(main, ["checkpoint", *map(str, words)])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    with open_pipe() as pipe:
+        for step in range(2):
+            losses(pipe, DATA[step : step + 1])
+            pipe.save(tmp_path, extra={"epoch": 1})
+        weights = pipe.state_dict()
+    shown = call("inspect", tmp_path)
+    assert "step 2, async-1f1b, 4 stages on 4 workers" in shown
+    assert "parameter group 0: lr 0.003" in shown
+    assert "extra: {'epoch': 1}" in shown
+    assert call("verify", tmp_path).count("whole") == 2
+    assert "tensors of step 2" in call("export", tmp_path, tmp_path / "out.safetensors")
+    assert_same(load_file(tmp_path / "out.safetensors"), dict(sorted(weights.items())))
+    assert "cannot be written" in call("export", tmp_path, tmp_path / "no" / "out", code=1)
+    (tmp_path / "step-00000002" / "manifest.msgpack").write_bytes(b"")
+    assert "1 damaged" in call("verify", tmp_path, code=1)
+    assert "step 1, async" in call("inspect", tmp_path)
+    assert "cannot be used" in call("inspect", tmp_path / "step-00000002", code=1)
+
+
+@pytest.mark.processes
+def test_on_processes(tmp_path):
+    """Each worker writes its own files; another group of workers goes on."""
+    expected, weights = undisturbed(4, "adamw", ())
+    with open_pipe(workers="local") as pipe:
+        begun = losses(pipe, DATA[:6])
+        pipe.save(tmp_path)
+    with open_pipe(workers="local") as pipe:
+        pipe.load(tmp_path)
+        assert begun + losses(pipe, DATA[6:]) == expected
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_before_its_part_is_written(tmp_path):
+    """No half checkpoint; the one before is loaded."""
+    pipe = open_pipe(workers="local")
+    begun = losses(pipe, DATA[:4])
+    pipe.save(tmp_path)
+    losses(pipe, DATA[4:6])
+    os.kill(pipe._group.cluster._local.processes["worker-2"].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="worker-2"):
+        pipe.save(tmp_path)
+    assert os.listdir(tmp_path) == ["step-00000004"]
+    with open_pipe(workers="local") as again:
+        again.load(tmp_path)
+        assert begun + losses(again, DATA[4:]) == undisturbed(4, "adamw", ())[0]

@@ -1,0 +1,271 @@
+"""Traces of real runs: threads and processes."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.events import check_trace_events
+from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
+from support.oracle import assert_same
+
+from pipedream_rt import ConfigError, Pipeline, Replay, StageFailed, Trace, TraceError
+from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.observe import timeline
+from pipedream_rt.observe.summary import describe, summarize
+from pipedream_rt.schedules import Kind
+from pipedream_rt.simulation.predict import predict
+
+
+def open_pipe(**kwargs):
+    defaults = {
+        "stages": POINTS[3][1:],
+        "loss_fn": F.cross_entropy,
+        "optimizer": OPTIMIZERS["adamw"],
+        "workers": "in-process",
+        "trace": True,
+    }
+    return Pipeline(kitchen_sink(), **{**defaults, **kwargs})
+
+
+def actions_of(trace, stage):
+    return [
+        f"{chr(s['kind'])}{s['index']}" for s in trace.of_stage(stage) if chr(s["kind"]) in "FBIWS"
+    ]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("schedule", "k", "stages"),
+    [
+        ("async-1f1b", 1, 3),
+        ("1f1b", 4, 3),
+        ("zero-bubble", 4, 3),
+        ("2bw", 4, 3),
+        ("interleaved-1f1b", 4, 4),
+    ],
+)
+def test_a_trace_is_what_the_order_says(schedule, k, stages):
+    with open_pipe(schedule=schedule, micro_batches=k, stages=POINTS[stages][1:]) as pipe:
+        results = list(pipe.train_epoch(batches(4, samples=8)))
+        trace = pipe.trace()
+        planned = pipe.schedule
+    shape = planned.shape
+    for worker in range(shape.workers):
+        assert list(trace.actions(worker)) == list(planned.order(worker, 0, 4 * k))
+    for stage in range(stages):
+        spans = trace.of_stage(stage)
+        for span in spans:
+            assert span["ready"] <= span["end"]
+            assert span["start"] <= span["end"]
+            assert span["arrived"] <= span["start"]
+        forwards = spans[spans["kind"] == ord("F")]
+        assert forwards["version"].tolist() == [planned.reads(stage, m) for m in range(4 * k)]
+        assert forwards["waited_for"].tolist() == [stage - 1] * 4 * k
+        assert spans["kept"].max() <= planned.kept(stage)
+        assert spans["in_flight"].max() <= planned.in_flight(stage)
+        assert (forwards["bytes"] > 0).all() == (stage < stages - 1)
+    assert [chr(s["kind"]) for s in trace.of_stage(-1)].count("L") == 4 * k
+    summary = summarize(trace)
+    assert summary.micro_batches == 4 * k
+    assert max(summary.staleness) == max(r.staleness for r in results)
+    assert "one clock for all workers" in describe(trace)
+    check_trace_events(json.loads(timeline.perfetto(trace)))
+
+
+@pytest.mark.threads
+def test_a_replayed_run_gives_the_same_bits():
+    """With a flush in the middle, where the order of the trace drains and starts anew."""
+    data = batches(10)
+    states = []
+    schedule = "async-1f1b"
+    for _ in range(2):
+        with open_pipe(
+            schedule=schedule, workers=functools.partial(InProcessCluster, shuffle_seed=4)
+        ) as pipe:
+            list(pipe.train_epoch(data[:6]))
+            pipe.evaluate(data[:2])
+            list(pipe.train_epoch(data[6:]))
+            trace = pipe.trace()
+            states.append(pipe.state_dict())
+        schedule = Replay(trace)
+    assert_same(states[1], states[0])
+
+
+@pytest.mark.threads
+def test_a_run_longer_than_its_replay_is_refused():
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(batches(4)))
+        trace = pipe.trace()
+    with (
+        open_pipe(schedule=Replay(trace)) as pipe,
+        pytest.raises(StageFailed, match=r"ends with micro-batch 3, there are more|ends before"),
+    ):
+        list(pipe.train_epoch(batches(6)))
+
+
+@pytest.mark.threads
+def test_what_does_not_train_is_in_the_trace_too():
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(batches(3)))
+        pipe.evaluate(batches(2))
+        pipe(batches(1)[0][0])
+        trace = pipe.trace()
+    kinds = [chr(s["kind"]) for s in trace.of_stage(2)]
+    assert kinds.count("E") == 3
+    assert "C" in kinds
+    assert "D" in kinds
+
+
+@pytest.mark.threads
+def test_a_file_is_written_at_the_end(tmp_path):
+    path = tmp_path / "run.trace"
+    with open_pipe(trace=path) as pipe:
+        list(pipe.train_epoch(batches(5)))
+        assert not path.exists()
+    assert summarize(Trace.load(path)).micro_batches == 5
+    with contextlib.suppress(ZeroDivisionError), open_pipe(trace=path) as pipe:
+        list(pipe.train_epoch(batches(7)))
+        raise ZeroDivisionError  # the caller's own: the run so far is worth having
+    assert summarize(Trace.load(path)).micro_batches == 7
+
+
+@pytest.mark.threads
+def test_after_a_failure_and_after_ctrl_c_nothing_is_written(tmp_path):
+    path = tmp_path / "run.trace"
+    model = torch.nn.Sequential(*mlp(), Raises())
+    with pytest.raises(StageFailed), Pipeline(
+        model, stages=2, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["sgd"], workers="in-process",
+        trace=path,
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(regression(9)))
+    with pytest.raises(KeyboardInterrupt), open_pipe(trace=path):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.threads
+def test_a_trace_that_can_no_longer_be_written_ends_everything_all_the_same(tmp_path):
+    folder = tmp_path / "soon gone"
+    folder.mkdir()
+    pipe = open_pipe(trace=folder / "run.trace")
+    folder.rmdir()
+    with pytest.raises(TraceError, match="cannot be written"):
+        pipe.close()
+    pipe.close()
+
+
+@pytest.mark.threads
+def test_the_callers_own_error_is_not_hidden(tmp_path, caplog):
+    folder = tmp_path / "soon gone"
+    folder.mkdir()
+    with contextlib.suppress(ZeroDivisionError), open_pipe(trace=folder / "run.trace"):
+        folder.rmdir()
+        raise ZeroDivisionError
+    assert "no trace is left" in caplog.text
+
+
+@pytest.mark.threads
+def test_a_forked_child_writes_no_trace(tmp_path):
+    """It would wait for messages that go to its parent."""
+    path = tmp_path / "run.trace"
+    with open_pipe(trace=path) as pipe:
+        list(pipe.train_epoch(batches(2)))
+        child = os.fork()
+        if child == 0:
+            try:
+                pipe.close()
+            finally:
+                os._exit(7 if path.exists() else 0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("none/run.trace", "no such folder"),
+        ("", "is a folder"),
+        (7, "must be a file, True or False"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_at_once(tmp_path, where, words):
+    with pytest.raises(ConfigError, match=words):
+        open_pipe(trace=tmp_path / where if isinstance(where, str) else where)
+
+
+@pytest.mark.threads
+def test_without_a_trace_there_is_none():
+    with open_pipe(trace=None) as pipe, pytest.raises(ConfigError, match="nothing is recorded"):
+        pipe.trace()
+
+
+@pytest.mark.threads
+def test_old_spans_are_overwritten(monkeypatch):
+    monkeypatch.setattr("pipedream_rt.pipeline.SPANS_KEPT", 32)
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(batches(40)))
+        trace = pipe.trace()
+    assert [w.dropped > 60 for w in trace.workers] == [True] * 3
+    assert all(len(trace.of_stage(s)) == 32 for s in range(3))
+    assert f"oldest {trace.dropped} spans" in describe(trace)
+    assert predict(trace).measured > 0
+    with pytest.raises(TraceError, match="overwritten"):
+        Replay(trace)
+
+
+@pytest.mark.processes
+def test_processes(tmp_path):
+    """One clock, and messages that arrive after they were sent."""
+    path = tmp_path / "run.trace"
+    with open_pipe(workers="local", trace=path) as pipe:
+        list(pipe.train_epoch(batches(20)))
+        planned = pipe.schedule
+    trace = Trace.load(path)
+    assert [w.clock_error_ns for w in trace.workers] == [0, 0, 0]
+    assert all(w.peak_memory_bytes > 2**26 for w in trace.workers)
+    for stage in range(3):
+        expected = list(map(str, planned.order(stage, 0, 20)))
+        assert actions_of(trace, stage) == expected
+    assert trace.stage_bytes[0] > 0
+    summary = summarize(trace)
+    assert summary.hops[0] > 0
+    prediction = predict(trace)
+    assert prediction.predicted > 0
+    assert {kind.value for kind in Kind} >= {a[0] for a in actions_of(trace, 0)}
+
+
+SCRIPT = Path(__file__).parent.parent / "support" / "script.py"
+
+
+@pytest.mark.processes
+def test_run_with_a_trace(tmp_path):
+    """Each pipeline of the script leaves one."""
+    code = "from pipedream_rt.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "--nproc-per-node", "2"]
+    options = ["--trace", "run.trace", str(SCRIPT), "--pipelines", "2"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["run-2.trace", "run.trace"]
+    for name in os.listdir(tmp_path):
+        assert summarize(Trace.load(tmp_path / name)).micro_batches == 16
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed_while_the_trace_is_collected(tmp_path):
+    path = tmp_path / "run.trace"
+    pipe = open_pipe(workers="local", trace=path)
+    list(pipe.train_epoch(batches(3)))
+    os.kill(next(iter(pipe._group.cluster._local.processes.values())).pid, signal.SIGKILL)
+    with pytest.raises(Exception, match="worker-0"):
+        pipe.close()
+    assert not path.exists()

@@ -1,0 +1,120 @@
+import threading
+from datetime import timedelta
+
+import pytest
+
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import MessageTimeout, PipelineClosed
+from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.message import Channel, Gradient, Key, Message, Reply
+
+
+def soon():
+    return Deadline(timedelta(seconds=10))
+
+
+NOW = timedelta(seconds=0)
+
+
+def gradient(index, generation=0, to=1):
+    return Message(
+        to=to, sender=to + 1, index=index, generation=generation, payload=Gradient(present=[])
+    )
+
+
+def key(number):
+    return Key(Channel.GRADIENT, number, 1)
+
+
+def test_messages_are_taken_by_key_whatever_the_order_of_arrival():
+    inbox = Inbox("stage 1")
+    for index in (2, 0, 1):
+        assert inbox.put(gradient(index))
+    assert [inbox.take(key(i), soon()).index for i in range(3)] == [0, 1, 2]
+
+
+def test_a_second_delivery_is_dropped():
+    """While the first waits, and after it was taken."""
+    inbox = Inbox("stage 1")
+    assert inbox.put(gradient(0))
+    assert not inbox.put(gradient(0))
+    inbox.take(key(0), soon())
+    assert not inbox.put(gradient(0))
+    with pytest.raises(MessageTimeout):
+        inbox.take(key(0), Deadline(NOW))
+
+
+def test_replies_of_two_stages_do_not_hide_each_other():
+    inbox = Inbox("the coordinator")
+    reply = Reply(structure=["P", None])
+    for sender in (0, 1):
+        assert inbox.put(Message(to=-1, sender=sender, index=4, generation=0, payload=reply))
+    for sender in (1, 0):
+        assert inbox.take(Key(Channel.REPLY, 4, sender), soon()).sender == sender
+
+
+def test_another_generation_is_refused(caplog):
+    inbox = Inbox("stage 1", generation=2)
+    assert not inbox.put(gradient(0, generation=1))
+    assert "dropped gradient 0 from stage 2 to stage 1 of generation 1" in caplog.text
+    assert inbox.put(gradient(0, generation=2))
+
+
+def test_a_late_message_is_an_error_that_tells_the_story():
+    inbox = Inbox("stage 1")
+    inbox.recent.extend(["F0", "F1"])
+    inbox.put(gradient(3))
+    with pytest.raises(MessageTimeout) as e:
+        inbox.take(key(0), Deadline(NOW))
+    for words in ("stage 1 waited 0 s for gradient 0", "holds gradient 3", "last actions: F0 F1"):
+        assert words in str(e.value)
+
+
+def test_close_wakes_the_taker_with_the_reason():
+    inbox = Inbox("stage 1")
+    waiting = threading.Event()
+    reasons = []
+
+    def wait():
+        waiting.set()
+        try:
+            inbox.take(key(0), soon())
+        except PipelineClosed as error:
+            reasons.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(10)
+    first = PipelineClosed("first")
+    inbox.close(first)
+    inbox.close(PipelineClosed("second"))
+    thread.join(10)
+    assert reasons == [first]
+    assert inbox.reason is first
+
+
+def test_what_has_arrived_can_still_be_taken_after_close():
+    inbox = Inbox("stage 1")
+    inbox.put(gradient(0))
+    inbox.close(PipelineClosed("closed"))
+    assert not inbox.put(gradient(1))
+    assert inbox.take(key(0), soon()).index == 0
+    with pytest.raises(PipelineClosed):
+        inbox.take(key(1), soon())
+
+
+def test_a_second_taker_is_refused():
+    inbox = Inbox("stage 1")
+    inbox._taker = 1  # as while another thread is inside take
+    with pytest.raises(RuntimeError, match="waited on by two threads"):
+        inbox.take(key(1), soon())
+
+
+def test_holds_and_story():
+    inbox = Inbox("stage 1")
+    assert not inbox.holds(key(0))
+    inbox.put(gradient(0))
+    assert inbox.holds(key(0))
+    assert inbox.story() == "computing; last actions: none"
+    inbox.awaited = key(3)
+    assert inbox.story() == "waiting for gradient 3; last actions: none"

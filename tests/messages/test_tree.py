@@ -1,0 +1,184 @@
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+
+import cloudpickle
+import msgpack
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import Pair
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Channel
+from pipedream_rt.messages.tree import (
+    batch_size,
+    flatten,
+    micro_batch_sizes,
+    own,
+    split,
+    unflatten,
+)
+
+Point = namedtuple("Point", "x y")
+
+plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text()
+plain |= st.binary()
+trees = st.recursive(
+    plain,
+    lambda t: (
+        st.lists(t)
+        | st.lists(t).map(tuple)
+        | st.dictionaries(st.text() | st.integers(0, 99), t)
+        | st.tuples(t, t).map(lambda p: Point(*p))
+    ),
+    max_leaves=12,
+)
+
+
+def crossed(value):
+    """As on the other side of a transport."""
+    structure, tensors = flatten(value)
+    return unflatten(msgpack.unpackb(msgpack.packb(structure), strict_map_key=False), tensors)
+
+
+@given(trees)
+def test_plain_values_cross_unchanged(value):
+    found = crossed(value)
+    assert repr(found) == repr(value)  # repr, since a nan is not equal to itself
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64,
+              torch.bool, torch.complex64])  # fmt: skip
+def test_tensors_keep_their_place_and_dtype(dtype):
+    tensor = torch.ones(2, 3).to(dtype)
+    found = crossed({"a": (tensor, [tensor[0], None]), 3: Point(tensor, "text")})
+    assert found["a"][0] is tensor
+    assert found["a"][1][0].dtype == dtype
+    assert type(found[3]).__name__ == "Point"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tensor: torch.Tensor
+    derived: int = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "derived", 7)
+
+
+def test_dataclasses_cross_also_frozen_ones_and_computed_fields():
+    found = crossed(Frozen(torch.ones(2)))
+    assert type(found) is Frozen
+    assert found.derived == 7
+    pair = Pair(torch.ones(2), torch.zeros(2, dtype=torch.bool), "n", None, {"k": 1})
+    assert crossed(pair).mask.dtype == torch.bool
+
+
+def test_a_class_of_the_users_script_crosses():
+    """Pickled by value, as cloudpickle does for __main__; read twice it is one class."""
+    cls = type("Local", (), {})
+    cls.__module__ = "__main__"
+    made = dataclass(cls)
+    first, second = crossed([made(), made()])
+    assert type(first) is type(second)
+    assert cloudpickle.loads(cloudpickle.dumps(made)) is made
+
+
+def test_a_tensor_that_occurs_twice_is_sent_once():
+    tensor = torch.ones(2)
+    structure, tensors = flatten((tensor, {"again": tensor, "other": torch.ones(2)}))
+    assert len(tensors) == 2
+    first, found = unflatten(structure, tensors)
+    assert found["again"] is first
+
+
+def test_sizes_and_ordered_dicts_stay_what_they_are():
+    value = {"size": torch.ones(2, 3).shape, "ordered": OrderedDict(a=1)}
+    found = crossed(value)
+    assert type(found["size"]) is torch.Size
+    assert type(found["ordered"]) is OrderedDict
+
+
+class Special(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Special(a=1), "test_tree.Special, which cannot cross"),
+        (Channel.FEED, "Channel, which cannot cross"),
+        ({"a": [1, {1, 2}]}, r"value\['a'\]\[1\] is a builtins.set, which cannot cross stages"),
+        (Point(1, object()), r"value\.y is a builtins.object"),
+        (torch.float32, "torch.dtype"),
+        ([2**64], r"value\[0\] is an integer of more than 64 bits"),
+        ({(1, 2): 3}, r"value has the key \(1, 2\)"),
+        ({True: 3}, "has the key True"),
+        (Pair, "type"),
+    ],
+)
+def test_other_values_are_refused_by_path(value, words):
+    with pytest.raises(ConfigError, match=words):
+        flatten(value)
+
+
+def test_own_drops_the_storage_behind_a_view():
+    large = torch.arange(1000.0)
+    view = own(large[10:13])
+    assert view.untyped_storage().nbytes() == 12
+    assert view.tolist() == [10, 11, 12]
+    assert own(large).data_ptr() == large.data_ptr()
+    assert not own(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_own_keeps_the_strides_of_a_dense_tensor():
+    transposed = torch.arange(6.0).view(2, 3).t()
+    assert own(transposed).stride() == transposed.stride()
+    last = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert own(last).stride() == last.stride()
+
+
+def test_own_keeps_expanded_dimensions_and_sends_them_once():
+    expanded = torch.arange(6.0).view(2, 1, 3).transpose(0, 2).expand(3, 5, 2)
+    owned = own(expanded)
+    assert owned.stride() == expanded.stride()
+    assert owned.untyped_storage().nbytes() == 24
+    assert torch.equal(owned, expanded)
+
+
+def test_own_copies_when_told_to():
+    tensor = torch.ones(3)
+    assert own(tensor).data_ptr() == tensor.data_ptr()
+    assert own(tensor, copy=True).data_ptr() != tensor.data_ptr()
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(own(sparse).to_dense(), torch.eye(3))
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_micro_batches_are_cut_as_torch_chunks_are(samples, k):
+    sizes = micro_batch_sizes(samples, k)
+    chunks = [len(c) for c in torch.zeros(samples).chunk(k)]
+    assert sizes == chunks + [0] * (k - len(chunks))
+
+
+def test_split_cuts_tensors_and_repeats_the_rest():
+    value = {"x": torch.arange(5), "scale": torch.tensor(2.0), "name": "n"}
+    first, second, empty = split(value, [3, 2, 0])
+    assert first["x"].tolist() == [0, 1, 2]
+    assert second["x"].tolist() == [3, 4]
+    assert second["scale"].item() == 2.0
+    assert len(empty["x"]) == 0
+    assert empty["name"] == "n"
+
+
+def test_tensors_that_disagree_about_the_samples_are_refused():
+    with pytest.raises(ConfigError, match="tensor 1 of the mini-batch has 4 samples where 5"):
+        split((torch.zeros(5), torch.zeros(4)), [3, 2])
+
+
+def test_batch_size():
+    assert batch_size(("a", torch.tensor(1.0), torch.zeros(3, 2))) == 3
+    assert batch_size("a") is None

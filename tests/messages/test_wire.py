@@ -1,0 +1,114 @@
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream_rt.errors import TransportError
+from pipedream_rt.messages.message import (
+    Command,
+    CommandName,
+    Failed,
+    Gradient,
+    Job,
+    Loss,
+    Message,
+    MicroBatch,
+    Mode,
+    Ready,
+    Reply,
+    Saved,
+    Target,
+)
+from pipedream_rt.messages.wire import decode, encode
+
+PAYLOADS = [
+    Job(digest=b"\xff" * 32, position=7, restore={"folder": "run", "step": 3, "plain": {}}),
+    Ready(),
+    MicroBatch(micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}], structure=["T", 0],
+               requires_grad=[True], trail=[[1, 2**40]]),
+    MicroBatch(micro_batch=0, mode=Mode.EVALUATE, empty=True),
+    Command(name=CommandName.LOAD_STATE, structure=["d", [["a", ["P", b"x"]]]]),
+    Target(structure=["P", None], share=1 / 3),
+    Gradient(present=[True, False]),
+    Loss(loss=None, trail=[[0, 0]]),
+    Reply(structure=["l", []]),
+    Saved(structure=["l", []]),
+    Failed(action="F3", type_name="KeyError", text="C:\\U\u00fc \udcff", trace="", pickled=b"\x80"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda p: type(p).__name__)
+def test_every_payload_goes_round(payload):
+    message = Message(
+        to=2, sender=-1, index=7, generation=3, payload=payload, tensors=(torch.ones(1),)
+    )
+    found = decode(encode(message), message.tensors)
+    assert dataclasses.replace(found, tensors=()) == dataclasses.replace(message, tensors=())
+    assert found.tensors[0] is message.tensors[0]
+    assert found.key == message.key
+
+
+def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
+    payload = Loss(loss=0.0, trail=[[2**70]])
+    message = Message(to=-1, sender=1, index=7, generation=0, payload=payload)
+    with pytest.raises(TransportError, match="loss 7 from stage 1 to the coordinator cannot be"):
+        encode(message)
+
+
+def test_another_format_is_refused():
+    import msgpack
+
+    with pytest.raises(TransportError, match="format 99; this version reads 2"):
+        decode(msgpack.packb([99, 0, 0, 0, 0, 0, []]), [])
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_refused(data):
+    with pytest.raises(TransportError):
+        decode(data, [])
+
+
+@given(st.sampled_from(PAYLOADS), st.data())
+def test_truncated_and_altered_messages_never_do_more_than_raise(payload, data):
+    whole = encode(Message(to=0, sender=1, index=0, generation=0, payload=payload))
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(TransportError):
+        decode(whole[:cut], [])
+    altered = bytearray(whole)
+    altered[cut] = data.draw(st.integers(0, 255))
+    try:
+        decode(bytes(altered), [])
+    except TransportError:
+        pass
+
+
+def test_fuzz():
+    """100,000 random, cut and changed messages: refused, or a message; never anything else."""
+    draw = random.Random(2)
+    good = [
+        encode(Message(to=1, sender=0, index=4, generation=2, payload=payload))
+        for payload in PAYLOADS
+    ]
+    refused = 0
+    for i in range(100_000):
+        data = bytearray(draw.choice(good))
+        match i % 4:
+            case 0:
+                data = bytearray(draw.randbytes(draw.randrange(120)))
+            case 1:
+                del data[draw.randrange(len(data)) :]
+            case 2:
+                for _ in range(draw.randrange(1, 4)):
+                    data[draw.randrange(len(data))] = draw.randrange(256)
+            case 3:  # the heads of lists and texts of 4 GiB
+                data[draw.randrange(len(data)) :] = draw.choice([b"\xdd", b"\xdf", b"\xc6"]) + (
+                    b"\xff" * 4
+                )
+        try:
+            assert isinstance(decode(bytes(data), []), Message)
+        except TransportError:
+            refused += 1
+    assert refused > 60_000

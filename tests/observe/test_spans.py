@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+
+from pipedream_rt.observe.spans import SPAN, Recorder
+
+
+def write(recorder, number):
+    recorder.record(70, 1, number, 2, 3, 4, -2, 10**18, 10**18 + 1, 10**18 + 2, 10**18 + 3, 5)
+
+
+def test_what_is_written_is_read():
+    recorder = Recorder(4)
+    write(recorder, 7)
+    (span,) = recorder.spans()
+    assert {name: int(span[name]) for name in SPAN.names} == {
+        "kind": 70, "stage": 1, "index": 7, "version": 2, "kept": 3, "in_flight": 4,
+        "waited_for": -2, "ready": 10**18, "arrived": 10**18 + 1, "start": 10**18 + 2,
+        "end": 10**18 + 3, "bytes": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 5, 8, 11])
+def test_the_oldest_are_overwritten(count):
+    recorder = Recorder(4)
+    for number in range(count):
+        write(recorder, number)
+    assert recorder.spans()["index"].tolist() == list(range(max(0, count - 4), count))
+    assert recorder.dropped == max(0, count - 4)
+
+
+def test_the_record_is_as_its_type_says():
+    assert SPAN.itemsize == 64
+    assert isinstance(SPAN, np.dtype)
