@@ -85,8 +85,9 @@ def test_the_environment_is_read_at_the_face_alone():
     # rpc.py writes two variables, for torch alone understands them.
     assert readers == {
         "pipedream_rt.cli.main",
+        "pipedream_rt.cluster.environment",
         "pipedream_rt.cluster.launch",
-        "pipedream_rt.cluster.spawn",
+        "pipedream_rt.cluster.torchrun",
         "pipedream_rt.coordinator.options",
         "pipedream_rt.transport.rpc",
         "pipedream_rt.workers.command",

@@ -21,7 +21,8 @@ from support.models import mlp, regression
 from support.oracle import assert_same
 
 from pipedream_rt import Pipeline
-from pipedream_rt.cluster.control import COORDINATOR_END, WORKER_END, Control, session_key
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, session_key
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.pickling import SignedPickler

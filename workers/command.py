@@ -15,21 +15,16 @@ from types import FrameType
 import click
 from pipedream_rt.workers.forkserver import serve_forks
 
+from pipedream_rt.cluster.addresses import boot_id, parse_address
 from pipedream_rt.cluster.control import (
-    COORDINATOR_END,
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
-    NONCE,
     VERSION,
-    WORKER_END,
     Control,
     Record,
-    boot_id,
-    parse_address,
-    prove,
-    session_key,
 )
-from pipedream_rt.cluster.spawn import read_secret, secret_pipe
+from pipedream_rt.cluster.environment import read_secret, secret_pipe
+from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 

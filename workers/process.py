@@ -12,14 +12,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from pipedream_rt.cluster.control import (
-    EXIT_COORDINATOR_LOST,
-    EXIT_FAILED,
-    Control,
-    Record,
-    group_key,
-    interface_of,
-)
+from pipedream_rt.cluster.addresses import interface_of
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, Control, Record
+from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,

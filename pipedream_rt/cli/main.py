@@ -20,8 +20,7 @@ from pipedream_rt import __version__
 from pipedream_rt.cli.checkpoint import checkpoint
 from pipedream_rt.cli.status import status
 from pipedream_rt.cli.trace import simulate, timeline
-from pipedream_rt.cluster.control import NONCE
-from pipedream_rt.cluster.spawn import (
+from pipedream_rt.cluster.environment import (
     LISTEN_FD,
     MAX_RESTARTS,
     NPROC,
@@ -29,10 +28,10 @@ from pipedream_rt.cluster.spawn import (
     SECRET_FD,
     SUPERVISOR_FD,
     TRACE,
-    end_processes,
     secret_pipe,
-    start_worker,
 )
+from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.subprocesses import end_processes, start_worker
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.schedules import check, describe_schedules, schedule_named

@@ -21,7 +21,7 @@ from datetime import timedelta
 import msgpack
 
 from pipedream_rt.cluster.control import close_in_forked_children
-from pipedream_rt.cluster.spawn import end_processes
+from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
 

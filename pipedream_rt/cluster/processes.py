@@ -23,21 +23,18 @@ from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.base import Fail, Reference
-from pipedream_rt.cluster.control import (
+from pipedream_rt.cluster.addresses import boot_id, interface_of
+from pipedream_rt.cluster.control import VERSION, Control, Record
+from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
+from pipedream_rt.cluster.keys import (
     COORDINATOR_END,
     NONCE,
-    VERSION,
     WORKER_END,
-    Control,
-    Record,
-    boot_id,
     group_key,
-    interface_of,
     prove,
     session_key,
 )
-from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
-from pipedream_rt.cluster.spawn import end_processes
+from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     MessageTimeout,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TypeAlias
 
-from pipedream_rt.cluster.spawn import MAX_RESTARTS, RESUME, TRACE
+from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
 from pipedream_rt.errors import ConfigError
 
 TraceOption: TypeAlias = str | os.PathLike[str] | bool | None

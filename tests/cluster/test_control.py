@@ -3,9 +3,9 @@ from datetime import timedelta
 
 import pytest
 
-from pipedream_rt.cluster.control import Control, interface_of, parse_address
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, TransportError
+from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 
 
 def soon():
@@ -57,17 +57,3 @@ def test_strangers_are_noticed(pair, junk):
     pair[0]._socket.sendall(junk)
     with pytest.raises(TransportError, match="speaks another protocol"):
         pair[1].receive(soon())
-
-
-def test_addresses():
-    assert parse_address("127.0.0.1:29500") == ("127.0.0.1", 29500)
-    assert parse_address("[::1]:80") == ("::1", 80)
-    for text in ("", "host", "host:", ":80", "host:http", "host:99999"):
-        with pytest.raises(ConfigError, match="write HOST:PORT"):
-            parse_address(text)
-
-
-def test_interfaces():
-    assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ConfigError, match="no network interface"):
-        interface_of("192.0.2.1")

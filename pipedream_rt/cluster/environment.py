@@ -1,0 +1,100 @@
+"""The names of the environment variables that start a job, and how a secret reaches a process.
+
+Imports no torch: the command line and a worker that waits use this module too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.errors import ConfigError
+
+LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
+"""`pipedream-rt run` sets it for the script: descriptor of the socket at which its workers join."""
+
+NPROC = "PIPEDREAM_RT_NPROC"
+"""`pipedream-rt run` sets it for the script: the number of workers that it has started."""
+
+TRACE = "PIPEDREAM_RT_TRACE"
+"""`pipedream-rt run --trace` sets it: the file that the script's pipeline writes a trace to."""
+
+RESUME = "PIPEDREAM_RT_RESUME"
+"""`pipedream-rt run --resume` sets it: the pipeline goes on from the last checkpoint."""
+
+MAX_RESTARTS = "PIPEDREAM_RT_MAX_RESTARTS"
+"""`pipedream-rt run --max-restarts` sets it: the number of failures to recover from."""
+
+SECRET = "PIPEDREAM_RT_SECRET"
+"""The user sets it for the script and for the workers that are started elsewhere: their secret."""
+
+SECRET_FD = "PIPEDREAM_RT_SECRET_FD"
+"""`pipedream-rt run` sets it for the script: descriptor of a pipe with the secret it has made."""
+
+SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
+"""`pipedream-rt run` sets it for the script: descriptor of the socket over which the script asks
+for all workers to be replaced."""
+
+_SHORTEST_SECRET = 16
+"""Characters that a secret of the user's must have at least."""
+
+_MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
+
+
+def secret_pipe(secret: bytes) -> int:
+    """Put a secret into a pipe that a child process can inherit; reading it empties the pipe.
+
+    Returns:
+        Descriptor of the reading end; the caller closes it once the child has inherited it.
+    """
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as stream:
+        stream.write(secret.hex().encode())
+    os.set_inheritable(reading, True)
+    return reading
+
+
+def read_secret(fd: int | None) -> bytes | None:
+    """Read the secret of the job from a descriptor, or else from the environment.
+
+    Args:
+        fd: Descriptor to read to its end: 0, the standard input, stays open, and every other is
+            closed. None to read the environment variable PIPEDREAM_RT_SECRET.
+
+    Returns:
+        The secret; None if the environment has none.
+
+    Raises:
+        ConfigError: The secret is too short.
+    """
+    if fd is not None:
+        with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
+            text = stream.read().decode("utf-8", "replace").strip()
+        if len(text) == 2 * NONCE and fd != 0:
+            return bytes.fromhex(text)  # written by `secret_pipe`
+    else:
+        text = os.environ.get(SECRET, "")
+        if not text:
+            return None
+    if len(text) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"the secret of the job has {len(text)} characters, at least {_SHORTEST_SECRET} are "
+            f"needed; make one with: {_MAKE_ONE}"
+        )
+    return hashlib.sha256(text.encode()).digest()
+
+
+def secret_of_environment() -> bytes:
+    """Read the secret that the user has given to the script and to the workers.
+
+    Raises:
+        ConfigError: The environment has no secret, or one that is too short.
+    """
+    secret = read_secret(None)
+    if secret is None:
+        raise ConfigError(
+            f"workers that are started elsewhere must know the job's secret: set {SECRET} to the "
+            f"same random text here and for them. Make one with: {_MAKE_ONE}"
+        )
+    return secret

@@ -1,0 +1,203 @@
+"""A job under torchrun: rank 0 becomes the coordinator, and every other rank a worker.
+
+Rank 0 tells the others its address through the store that torchrun has set up. On one machine it
+also makes the secret and hands it to them over a local socket; on several machines the user gives
+all of them the same secret.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import tempfile
+from typing import Any
+
+import torch.distributed as dist
+
+from pipedream_rt.cluster.addresses import interface_towards, listening
+from pipedream_rt.cluster.base import Cluster
+from pipedream_rt.cluster.environment import read_secret, secret_of_environment, secret_pipe
+from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.processes import ProcessCluster
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError, RendezvousTimeout
+from pipedream_rt.schedules import Shape
+
+_ranks_used = False
+"""Whether the other ranks of this job have become workers."""
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, has started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def start_under_torchrun(shape: Shape, common: dict[str, Any]) -> Cluster:
+    """Make the ranks of torchrun a cluster; returns on rank 0 alone.
+
+    With as many workers as ranks, rank 0 starts a worker process besides. On every other rank this
+    replaces the process by a worker.
+
+    Args:
+        shape: How many workers are needed, and which stages each hosts.
+        common: Arguments of `ProcessCluster` that do not depend on the launcher.
+
+    Raises:
+        ConfigError: The number of ranks does not fit, or the script has opened a pipeline before.
+        RendezvousTimeout: Some ranks did not come in time.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = _workers_of_rank_0(shape, world)
+    _use_ranks_once()
+    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world))
+    store.set_timeout(common["start_timeout"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"pipedream-rt/{attempt}/{common['generation']}"
+    deadline = Deadline(common["start_timeout"])
+    if rank == 0:
+        with listening(_own_address(), 0) as listener:
+            host, port = listener.getsockname()[:2]
+            secret = (
+                _hand_over(store, key, world - 1, deadline)
+                if _agrees_by_itself()
+                else secret_of_environment()
+            )
+            store.set(key, f"{host}:{port}")
+            return ProcessCluster(shape, listener=listener, own=own, secret=secret, **common)
+    _join_rank_0(store, key, rank, common["threads"], deadline)
+    raise AssertionError("execv does not return")
+
+
+def _workers_of_rank_0(shape: Shape, world: int) -> int:
+    """How many workers rank 0 starts besides the other ranks: none or one.
+
+    Raises:
+        ConfigError: The job has too few or too many ranks.
+    """
+    workers = shape.workers
+    own = workers - (world - 1)
+    if own not in (0, 1):
+        raise ConfigError(
+            f"{shape.num_stages} stages on {workers} workers need {workers} or {workers + 1} "
+            f"ranks, there are {world}; start with --nproc-per-node {workers}"
+        )
+    return own
+
+
+def _use_ranks_once() -> None:
+    """Note that the other ranks become workers.
+
+    Raises:
+        ConfigError: They have become workers before.
+    """
+    global _ranks_used
+    if _ranks_used:
+        raise ConfigError(
+            "under torchrun a script can open one pipeline, whose workers its ranks become; "
+            "start the script with `pipedream-rt run` for several"
+        )
+    _ranks_used = True
+
+
+def _is_one_machine() -> bool:
+    """Whether all ranks of the job run on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def _agrees_by_itself() -> bool:
+    """Whether rank 0 makes the secret: all ranks run here, and the user has given none."""
+    return _is_one_machine() and read_secret(None) is None
+
+
+def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> bytes:
+    """Make a secret and hand it to the other ranks on this machine.
+
+    It goes over a local socket. The kernel says which user the other end belongs to, and the secret
+    is sent to processes of the same user only.
+
+    Args:
+        store: torchrun's store, through which the others learn where the socket is.
+        key: What names this pipeline in the store.
+        others: Number of the other ranks.
+        deadline: When to give up.
+
+    Raises:
+        RendezvousTimeout: A rank did not ask for the secret in time.
+    """
+    secret = secrets.token_bytes(NONCE)
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/secret")
+        listener.listen(others)
+        store.set(f"{key}/secret", f"{folder}/secret")
+        while others:
+            listener.settimeout(deadline.remaining_s() or 1e-3)
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                text = f"{others} ranks did not come for the secret in time"
+                raise RendezvousTimeout(text, missing=others) from None
+            with connection:
+                if _is_ours(connection):
+                    connection.sendall(secret)
+                    others -= 1
+    return secret
+
+
+def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> bytes:
+    """Get the secret that rank 0 hands over; see `_hand_over` for the arguments.
+
+    Raises:
+        RendezvousTimeout: Rank 0 did not hand it over in time.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(deadline.remaining_s() or 1e-3)
+        try:
+            connection.connect(store.get(f"{key}/secret").decode())
+            secret = connection.recv(NONCE) if _is_ours(connection) else b""
+        except OSError as error:
+            raise RendezvousTimeout(f"rank 0 gave no secret: {error}", missing=1) from error
+    if len(secret) != NONCE:
+        raise RendezvousTimeout("rank 0 gave no secret", missing=1)
+    return secret
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the other end of a local socket belongs to the user of this process."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
+
+
+def _own_address() -> str:
+    """Address of this machine that the other ranks reach: the one that torchrun was given."""
+    return socket.gethostbyname(os.environ["MASTER_ADDR"])
+
+
+def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int, deadline: Deadline) -> None:
+    """Learn the secret and the address from rank 0, and become its worker; does not return.
+
+    Raises:
+        RendezvousTimeout: Rank 0 opened no pipeline in time.
+    """
+    try:
+        by_itself = _agrees_by_itself()
+        secret = _be_handed(store, key, deadline) if by_itself else secret_of_environment()
+        address = store.get(key).decode()
+    except dist.DistStoreError as error:
+        raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
+    _become_worker(address, rank, threads, secret)
+
+
+def _become_worker(address: str, rank: int, threads: int, secret: bytes) -> None:
+    """Replace this rank's process by a worker; only rank 0 runs the rest of the script."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = ["-m", "pipedream_rt.workers", address, "--name", f"rank-{rank}"]
+    command += ["--secret-fd", str(secret_pipe(secret))]
+    if not _is_one_machine():
+        command += ["--bind", interface_towards(address)]
+    os.execv(sys.executable, [sys.executable, *command, "--threads", str(threads)])

@@ -1,0 +1,55 @@
+import socket
+
+import pytest
+
+from pipedream_rt.cluster.addresses import (
+    boot_id,
+    interface_of,
+    interface_towards,
+    listening,
+    parse_address,
+)
+from pipedream_rt.errors import ConfigError
+
+
+def test_an_address_is_host_and_port():
+    assert parse_address("127.0.0.1:29500") == ("127.0.0.1", 29500)
+    assert parse_address("[::1]:80") == ("::1", 80)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:http", "host:99999"])
+def test_another_text_is_refused_with_the_form_that_is_wanted(text):
+    with pytest.raises(ConfigError, match="write HOST:PORT"):
+        parse_address(text)
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ConfigError, match="no network interface"):
+        interface_of("192.0.2.1")
+
+
+def test_the_interface_by_which_an_address_is_reached():
+    assert interface_towards("127.0.0.1:29500") == "lo"
+    with pytest.raises(ConfigError, match=r"no such host\.invalid:1 cannot be reached from here"):
+        interface_towards("no such host.invalid:1")
+
+
+def test_a_listener_is_closed_at_the_end_of_its_block():
+    with listening("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        socket.create_connection(address, timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=5)
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at():
+    with (
+        pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:0: "),
+        listening("192.0.2.1", 0),
+    ):
+        pass
+
+
+def test_the_kernel_is_the_same_for_two_questions():
+    assert boot_id() == boot_id()
