@@ -1,0 +1,58 @@
+"""Admission: whether a worker that says hello becomes a member of the group."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+
+from pipedream_rt.cluster.addresses import boot_id
+from pipedream_rt.cluster.control import VERSION, Control, Record
+from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, prove, session_key
+from pipedream_rt.cluster.members import Member
+
+
+def reason_to_refuse(hello: Record, asked: bytes, secret: bytes, members: Iterable[Member]) -> str:
+    """Why a worker cannot become a member.
+
+    Args:
+        hello: What the worker has said of itself; anybody may have sent it.
+        asked: The nonce of the call that it answers.
+        secret: The secret of the job.
+        members: The workers that are members already.
+
+    Returns:
+        The reason in words; empty if the worker can become a member.
+    """
+    if hello.get("version") != VERSION:
+        return f"it speaks protocol {hello.get('version')}, the coordinator {VERSION}"
+    answer, shown = hello.get("nonce"), hello.get("proof")
+    if not isinstance(answer, bytes) or not isinstance(shown, bytes):
+        return "it shows no proof of the job's secret"
+    if not hmac.compare_digest(prove(secret, asked, answer, hello), shown):
+        return "it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET"
+    name = str(hello.get("name"))
+    twin = next((member for member in members if member.name == name), None)
+    if twin is not None:
+        return f"the name {name!r} is taken by {twin.description}; give each worker its own"
+    return ""
+
+
+def admit(control: Control, hello: Record, asked: bytes, secret: bytes) -> Member:
+    """Make a worker a member; all further records of its connection are signed.
+
+    Args:
+        control: The connection.
+        hello: What the worker has said of itself; `reason_to_refuse` has found no reason.
+        asked: The nonce of the call that it answers.
+        secret: The secret of the job.
+    """
+    name = str(hello.get("name"))
+    control.peer = f"worker {name!r}"
+    control.secure(session_key(secret, asked, hello["nonce"]), COORDINATOR_END, WORKER_END)
+    same_clock = hello.get("boot") == boot_id() != ""
+    return Member(name, process_of(hello), control, same_clock=same_clock)
+
+
+def process_of(hello: Record) -> str:
+    """Process number and machine of a worker, in words."""
+    return f"pid {hello.get('pid')} on {hello.get('host')}"

@@ -1,0 +1,74 @@
+"""The worker processes that the coordinator starts itself, on its own machine."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
+
+
+class LocalWorkers:
+    """Worker processes that this process has started.
+
+    Each inherits its end of a socket pair as its control connection.
+
+    Args:
+        threads: Number of threads for torch's own parallel loops in each worker.
+        forks: The fork server that starts them.
+
+    Attributes:
+        processes: The processes by name of the worker.
+        controls: The coordinator's ends of the control connections by name of the worker.
+    """
+
+    def __init__(self, threads: int, forks: ForkServer) -> None:
+        """Start no process yet."""
+        self._threads = threads
+        self._forks = forks
+        self.processes: dict[str, ForkedWorker] = {}
+        self.controls: dict[str, Control] = {}
+
+    def start(self, names: list[str]) -> None:
+        """Start a process for each name.
+
+        After an error ``processes`` has those that were started, so that they can be ended.
+
+        Args:
+            names: Names of the workers.
+
+        Raises:
+            PeerLost: The fork server does not answer.
+        """
+        for name in names:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self.controls[name] = Control(ours, f"worker {name!r}")
+                self.processes[name] = self._forks.fork(name, self._threads, theirs)
+
+    def name_of(self, control: Control) -> str | None:
+        """Name of the worker at the other end of a connection; None if it was not started here."""
+        return next((name for name, c in self.controls.items() if c is control), None)
+
+    def ending(self, name: str) -> str:
+        """How the process of a worker ended, in words.
+
+        To be asked once the worker's connection is closed or its silence was noticed. Waits for up
+        to one second, because a process closes its connections a moment before it ends.
+
+        Args:
+            name: Name of the worker.
+
+        Returns:
+            Its signal or exit code, or that it still runs; empty if it was not started here.
+        """
+        process = self.processes.get(name)
+        if process is None:
+            return ""
+        try:
+            code = process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "still running"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,96 @@
+"""A worker that has said hello, as the coordinator knows it."""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pipedream_rt.cluster.control import Control, Record
+from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has said hello.
+
+    The thread that gathers the workers fills it in; from then on the thread of `Watch` owns
+    ``stopped``, ``heard``, ``doing`` and ``beat``, which other threads only read.
+
+    Attributes:
+        name: Name of the worker, unique in the group.
+        description: Process number and machine, in words.
+        control: The control connection.
+        same_clock: Whether the worker runs on the coordinator's kernel.
+        stages: Indices of the stages that it hosts; empty until all workers have said hello.
+        ready: Whether it has imported torch.
+        stopped: Whether its stages compute no more, or its connection has ended.
+        heard: When it last sent anything, in seconds of the monotonic clock.
+        doing: Text form of the action that it announced last; empty where a job asks for none.
+        beat: Its last sign of life.
+        story: Its answers when it was asked what it waits for.
+        clock: Its clock and the time at which that came, both in nanoseconds.
+    """
+
+    name: str
+    description: str
+    control: Control
+    same_clock: bool = False
+    stages: tuple[int, ...] = ()
+    ready: bool = False
+    stopped: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    doing: str = ""
+    beat: Record = field(default_factory=dict)
+    story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    clock: queue.SimpleQueue[tuple[int, int]] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def hosts(self) -> str:
+        """The stages that the worker hosts, in words."""
+        numbers = ", ".join(map(str, self.stages))
+        return f"stage {numbers}" if len(self.stages) == 1 else f"stages {numbers}"
+
+    def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
+        """Make the error that says that the worker is gone, and how.
+
+        Args:
+            ending: How its process ended, as `LocalWorkers.ending` says; empty if unknown.
+            problem: The error by which the loss was noticed; None for the end of the connection.
+            note: Text to add to the message.
+
+        Returns:
+            The error, whose cause is ``problem``.
+        """
+        what = "does not answer" if "still" in ending else "is gone"
+        error = WorkerLost(
+            f"worker {self.name!r} ({self.hosts}, {self.description}) {what}"
+            + (f": {ending}" if ending else "")
+            + note,
+            worker=self.name,
+            stage=self.stages[0],
+            doing=self.doing,
+        )
+        error.__cause__ = problem
+        return error
+
+
+def tell(members: Iterable[Member], record: Record) -> None:
+    """Send a record to every member whose connection still stands.
+
+    Args:
+        members: The workers; one that is gone is passed over, since its loss is noticed elsewhere.
+        record: The record.
+    """
+    for member in members:
+        try:
+            member.control.send(record)
+        except PeerLost:
+            pass
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key of a worker's name by which ``w2`` comes before ``w10``."""
+    return [(int(d), "") if d else (-1, t) for d, t in re.findall(r"(\d+)|(\D+)", name)]

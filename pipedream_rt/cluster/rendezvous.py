@@ -1,0 +1,216 @@
+"""The rendezvous: the coordinator gathers as many workers as the group needs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+from contextlib import suppress
+
+from pipedream_rt.cluster.admission import admit, process_of, reason_to_refuse
+from pipedream_rt.cluster.control import Control, Record
+from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.local_workers import LocalWorkers
+from pipedream_rt.cluster.members import Member, natural
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import (
+    MessageTimeout,
+    PeerLost,
+    RendezvousTimeout,
+    TransportError,
+    WorkerLost,
+)
+from pipedream_rt.schedules import Shape
+
+_log = logging.getLogger(__name__)
+
+_MOST_STRANGERS = 512
+"""Connections that may be open at a time without having said who they are."""
+
+
+class Rendezvous:
+    """Gathers as many workers as there are to be, over their control connections.
+
+    The coordinator calls every connection with a nonce. Whoever answers with a proof that it knows
+    the job's secret, with the right version of the protocol and with a name that is still free
+    becomes a member; whoever answers otherwise is refused with the reason.
+
+    Args:
+        shape: How many workers are needed, and which stages each hosts.
+        local: The workers that were started here, which come over inherited connections.
+        secret: The secret of the job.
+
+    Attributes:
+        members: The workers that have come so far. Whoever made the rendezvous closes their
+            connections, also after an error.
+    """
+
+    def __init__(self, shape: Shape, local: LocalWorkers, secret: bytes) -> None:
+        """Call nobody yet."""
+        self.members: list[Member] = []
+        self._shape = shape
+        self._local = local
+        self._secret = secret
+        # Connections that have not said hello, oldest first, each with the nonce of its call.
+        self._asked: dict[Control, bytes] = {}
+
+    def gather(self, listener: socket.socket | None, deadline: Deadline) -> None:
+        """Gather all members, in the order of their names, and wait until each has imported torch.
+
+        Args:
+            listener: Where workers that were started elsewhere connect; None for none.
+            deadline: When to give up.
+
+        Raises:
+            RendezvousTimeout: Some workers did not join in time.
+            WorkerLost: A worker that was started here ended before it joined.
+        """
+        with selectors.DefaultSelector() as selector:
+            try:
+                self._call_local(selector)
+                if listener is not None:
+                    listener.setblocking(False)
+                    selector.register(listener, selectors.EVENT_READ)
+                while len(self.members) < self._shape.workers:
+                    self._attend(selector, listener, deadline)
+            finally:
+                for control in self._asked:
+                    control.close()
+                self._asked.clear()
+        self.members.sort(key=lambda member: natural(member.name))
+        for worker, member in enumerate(self.members):
+            member.stages = tuple(self._shape.stages_of(worker))
+            self._expect_ready(member, deadline)
+
+    def _call_local(self, selector: selectors.BaseSelector) -> None:
+        """Call the workers that were started here; their calls carry the secret."""
+        for control in self._local.controls.values():
+            self._call(control, secret=self._secret)
+            selector.register(control, selectors.EVENT_READ)
+
+    def _attend(
+        self, selector: selectors.BaseSelector, listener: socket.socket | None, deadline: Deadline
+    ) -> None:
+        """Wait until something comes; take connections, and read hellos while members are missing.
+
+        Raises:
+            RendezvousTimeout: Nothing came in time.
+        """
+        ready = selector.select(deadline.remaining_s())
+        if not ready:
+            raise self._missing(deadline)
+        for key, _ in ready:
+            if key.fileobj is listener:
+                self._accept(listener, selector)
+            elif len(self.members) < self._shape.workers and key.fileobj in self._asked:
+                self._hear(key.fileobj, selector)
+
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        """Take a connection, call it, and drop the oldest stranger where there are too many."""
+        try:
+            connection, address = listener.accept()
+        except OSError:
+            return  # whoever connected is gone again
+        control = Control(connection, f"the worker at {address[0]}:{address[1]}")
+        try:
+            self._call(control)
+        except PeerLost:
+            del self._asked[control]
+            control.close()
+            return
+        selector.register(control, selectors.EVENT_READ)
+        strangers = [control for control in self._asked if not control.is_local]
+        if len(strangers) > _MOST_STRANGERS:
+            self._forget(strangers[0], selector)
+            strangers[0].close()
+
+    def _call(self, control: Control, **more: bytes) -> None:
+        """Send the call with a new nonce, which the answer has to prove that it has seen."""
+        self._asked[control] = nonce = secrets.token_bytes(NONCE)
+        control.send({"type": "call", "nonce": nonce, **more})
+
+    def _forget(self, control: Control, selector: selectors.BaseSelector) -> bytes:
+        """Wait for nothing more from a connection, and return the nonce of its call."""
+        selector.unregister(control)
+        return self._asked.pop(control)
+
+    def _hear(self, control: Control, selector: selectors.BaseSelector) -> None:
+        """Read a hello, if all of it has come; make its worker a member, or refuse it.
+
+        Raises:
+            WorkerLost: The connection of a worker that was started here has ended.
+        """
+        try:
+            hello = control.poll()
+        except TransportError as error:
+            self._forget(control, selector)
+            control.close()
+            self._note_end(control, error)
+            return
+        if hello is None:
+            return
+        nonce = self._forget(control, selector)
+        reason = reason_to_refuse(hello, nonce, self._secret, self.members)
+        if reason:
+            self._refuse(control, hello, reason)
+        else:
+            self.members.append(admit(control, hello, nonce, self._secret))
+
+    def _note_end(self, control: Control, error: TransportError) -> None:
+        """Note that a connection ended without a hello, which only a stranger's may do.
+
+        Raises:
+            WorkerLost: It is the connection of a worker that was started here.
+        """
+        name = self._local.name_of(control)
+        if name is not None:
+            raise WorkerLost(
+                f"worker {name!r} ended before it joined "
+                f"({self._local.ending(name)}); its output says why",
+                worker=name,
+                stage=None,
+            ) from error
+        _log.warning("a connection that is no worker was dropped: %s", error)
+
+    def _refuse(self, control: Control, hello: Record, reason: str) -> None:
+        """Tell a worker why it cannot become a member, and close its connection."""
+        name, process = str(hello.get("name")), process_of(hello)
+        _log.warning("refused worker %r (%r): %s", name, process, reason)
+        with suppress(PeerLost):
+            control.send({"type": "refused", "reason": reason})
+        control.close()
+
+    def _expect_ready(self, member: Member, deadline: Deadline) -> None:
+        """Wait until a member has imported torch, after which forming the group is quick.
+
+        Raises:
+            RendezvousTimeout: It did not become ready in time.
+            WorkerLost: Its connection ended.
+        """
+        try:
+            record = member.control.receive(deadline)
+        except MessageTimeout:
+            raise self._missing(deadline) from None
+        except PeerLost as error:
+            raise member.lost(self._local.ending(member.name), error) from error
+        member.ready = record["type"] == "ready"
+
+    def _missing(self, deadline: Deadline) -> RendezvousTimeout:
+        """Make the error that says which workers did not join in time."""
+        needed = self._shape.workers
+        came = {m.name for m in self.members}
+        if len(came) == needed:  # then some of them have not become ready
+            came -= {m.name for m in self.members if not m.ready}
+        joined = sorted(came, key=natural)
+        expected = {*self._local.controls, *(m.name for m in self.members)}
+        absent = sorted(expected - came, key=natural)
+        missing = needed - len(joined)
+        seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
+        return RendezvousTimeout(
+            f"{missing} of {needed} workers did not join within {seconds:g} s"
+            + (f": {', '.join(absent)}" if absent else "")
+            + f"; joined: {', '.join(joined) or 'none'}; start them with "
+            "`pipedream-rt worker HOST:PORT --name NAME`, or raise start_timeout",
+            missing=missing,
+        )

@@ -1,0 +1,196 @@
+"""The watch over the workers while they run: who is alive, what each does, what its clock says."""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from pipedream_rt.cluster.base import Fail
+from pipedream_rt.cluster.clocks import clock_of
+from pipedream_rt.cluster.local_workers import LocalWorkers
+from pipedream_rt.cluster.members import Member, tell
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PipelineError, TransportError, WorkerLost
+from pipedream_rt.observe.clock import Reading
+
+_STORY_TIMEOUT = timedelta(seconds=2)
+"""For the workers to say what they wait for, when something stalls."""
+
+
+class Watch:
+    """Reads the control connections on a thread of its own, and reports a worker that is lost.
+
+    The thread is a daemon, though `end` joins it: the interpreter joins all other threads before it
+    runs what closes a pipeline that its user forgot to close.
+
+    Args:
+        members: The workers; all of them have come when `start` is called.
+        local: The workers that were started here, which says how one of them has ended.
+        fail: Called with a `WorkerLost` when a worker is lost, on the thread of the watch.
+        heartbeat: How long a worker may be silent.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], local: LocalWorkers, fail: Fail, heartbeat: timedelta
+    ) -> None:
+        """Start no thread yet."""
+        self._members = members
+        self._local = local
+        self._fail = fail
+        self._heartbeat_s = heartbeat.total_seconds()
+        self._thread: threading.Thread | None = None
+        self._all_stopped = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self.ending = False
+        """Whether the workers are to end, so that the loss of one is no failure any more."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Read the control connections until `end` is called."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for member in self._members:
+                selector.register(member.control, selectors.EVENT_READ, member)
+            beat_s = self._heartbeat_s / 4
+            looked = time.monotonic()
+            for member in self._members:
+                member.heard = looked
+            while True:
+                for key, _ in selector.select(beat_s):
+                    if key.data is None:
+                        return
+                    if not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                # Where this process itself was stopped for a while, silence means nothing.
+                now, before = time.monotonic(), looked
+                looked = now
+                if now - before < 2 * beat_s:
+                    self._notice_silence(now)
+
+    def _read(self, member: Member) -> bool:
+        """Read the records of a member.
+
+        Returns:
+            Whether more may come.
+        """
+        try:
+            records = member.control.receive_all()
+        except TransportError:
+            if not self.ending:
+                self._fail(self.loss_of(member))
+            self._note_stopped(member)
+            return False
+        member.heard = time.monotonic()
+        for record in records:
+            match record["type"]:
+                case "stopped":
+                    self._note_stopped(member)
+                case "story":
+                    member.story.put(str(record["text"]))
+                case "clock":
+                    member.clock.put((int(record["ns"]), time.monotonic_ns()))
+                case "doing":
+                    member.doing = str(record["action"])
+                case "beat":
+                    member.beat = record
+        return True
+
+    def _notice_silence(self, now: float) -> None:
+        """Report a worker that has been silent for longer than the heartbeat."""
+        for member in self._members:
+            if now - member.heard > self._heartbeat_s and not member.stopped and not self.ending:
+                silent = f" (it has been silent for {now - member.heard:.1f} s)"
+                self._fail(self.loss_of(member, note=silent))
+
+    def _note_stopped(self, member: Member) -> None:
+        """Note that a member computes no more, or is gone."""
+        member.stopped = True
+        if all(m.stopped for m in self._members):
+            self._all_stopped.set()
+
+    def loss_of(
+        self, member: Member, problem: PipelineError | None = None, note: str = ""
+    ) -> WorkerLost:
+        """Make the error that says which worker is gone, and how if it was started here.
+
+        Args:
+            member: The worker.
+            problem: The error by which the loss was noticed; None for the end of the connection.
+            note: Text to add to the message.
+        """
+        return member.lost(self._local.ending(member.name), problem, note)
+
+    def name_loss(self, error: PipelineError) -> PipelineError:
+        """See `Cluster.name_loss`."""
+        peer = getattr(error, "peer", "")
+        member = next((member for member in self._members if member.name == peer), None)
+        return error if member is None else self.loss_of(member, error)
+
+    def stories(self) -> list[str]:
+        """See `Cluster.stories`; the text says so of a worker that does not answer within 2 s."""
+        tell(self._members, {"type": "story"})
+        deadline = Deadline(_STORY_TIMEOUT)
+        told = []
+        for member in self._members:
+            try:
+                text = member.story.get(timeout=deadline.remaining_s())
+            except queue.Empty:
+                text = "its worker does not answer"
+            told.append(f"{member.hosts} (worker {member.name!r}): {text}")
+        return told
+
+    def status(self) -> list[dict[str, Any]]:
+        """See `Cluster.status`."""
+        now = time.monotonic()
+        return [
+            {
+                "name": member.name,
+                "stages": member.hosts,
+                "process": member.description,
+                "silent_s": now - member.heard,
+                "rss": int(member.beat.get("rss", 0)),
+                "doing": str(member.beat.get("doing", "")),
+            }
+            for member in self._members
+        ]
+
+    def clocks(self) -> list[Reading]:
+        """See `Cluster.clocks`.
+
+        Raises:
+            MessageTimeout: A worker does not answer within 5 s.
+            PeerLost: A worker is gone.
+        """
+        return [clock_of(member) for member in self._members]
+
+    def wait_until_stopped(self, timeout: timedelta) -> None:
+        """Wait until no member computes any more, or the time has passed."""
+        if self._thread is not None:  # else nobody reads what they answer
+            self._all_stopped.wait(timeout.total_seconds())
+
+    def stop_waiting(self) -> None:
+        """Have `wait_until_stopped` return at once."""
+        self._all_stopped.set()
+
+    def end(self) -> None:
+        """End the thread, if it was started."""
+        if self._thread is not None:
+            try:
+                self._wake.send(b"x")
+            finally:
+                self._thread.join()
+
+    def close(self) -> None:
+        """Close the sockets that end the thread, after `end`."""
+        self._wake.close()
+        self._woken.close()

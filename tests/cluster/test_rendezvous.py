@@ -1,0 +1,141 @@
+"""The rendezvous with workers that are threads of the test: no process is started."""
+
+import contextlib
+import secrets
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+from pipedream_rt.cluster.addresses import listening
+from pipedream_rt.cluster.control import VERSION, Control
+from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
+from pipedream_rt.cluster.local_workers import LocalWorkers
+from pipedream_rt.cluster.rendezvous import Rendezvous
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
+from pipedream_rt.schedules import Shape
+
+SECRET = b"the secret of the job"
+
+
+def soon(seconds=20):
+    return Deadline(timedelta(seconds=seconds))
+
+
+def answer(control, name, secret=SECRET, ready=True):
+    """Answer the coordinator's call as a worker does."""
+    call = control.receive(soon())
+    nonce = secrets.token_bytes(NONCE)
+    said = {"name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION}
+    shown = prove(secret, call["nonce"], nonce, said)
+    control.send({"type": "hello", **said, "nonce": nonce, "proof": shown})
+    control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
+    if ready:
+        control.send({"type": "ready"})
+
+
+@contextlib.contextmanager
+def local_workers(*names):
+    """Inherited connections of workers whose processes nobody has started."""
+    local, others = LocalWorkers(1, ForkServer()), []
+    with contextlib.ExitStack() as sockets:
+        for name in names:
+            ours, theirs = socket.socketpair()
+            sockets.enter_context(ours)
+            sockets.enter_context(theirs)
+            local.controls[name] = Control(ours, name)
+            others.append(Control(theirs, "the coordinator"))
+        yield local, others
+
+
+@contextlib.contextmanager
+def meanwhile(task):
+    """Run a task on a thread while the block runs."""
+    thread = threading.Thread(target=task)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.mark.threads
+def test_members_are_ranked_by_the_natural_order_of_their_names():
+    with local_workers("w10", "w9") as (local, others):
+
+        def workers():
+            answer(others[0], "w10")
+            answer(others[1], "w9")
+
+        rendezvous = Rendezvous(Shape(workers=2, stages_per_worker=2), local, SECRET)
+        with meanwhile(workers):
+            rendezvous.gather(None, soon())
+        assert [member.name for member in rendezvous.members] == ["w9", "w10"]
+        assert [member.stages for member in rendezvous.members] == [(0, 2), (1, 3)]
+        assert all(member.ready for member in rendezvous.members)
+
+
+@pytest.mark.threads
+def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
+    refused = []
+
+    def workers():
+        for name, secret in (("rogue", b"another"), ("right", SECRET)):
+            with socket.create_connection(address, timeout=10) as connection:
+                control = Control(connection, "the coordinator")
+                answer(control, name, secret, ready=name == "right")
+                if name == "rogue":
+                    with pytest.raises(TransportError) as refusal:
+                        control.receive(soon())
+                    refused.append(refusal.value)
+                else:
+                    done.wait(20)
+
+    done = threading.Event()
+    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Shape(workers=1), local, SECRET)
+        with meanwhile(workers):
+            rendezvous.gather(listener, soon())
+            done.set()
+        assert [member.name for member in rendezvous.members] == ["right"]
+        for member in rendezvous.members:
+            member.control.close()
+    assert "does not know the job's secret" in str(refused[0])
+
+
+def test_workers_that_do_not_answer_are_named():
+    with local_workers("w0", "w1") as (local, _):
+        rendezvous = Rendezvous(Shape(workers=2), local, SECRET)
+        with pytest.raises(
+            RendezvousTimeout, match=r"2 of 2 workers did not join within 0 s: w0, w1; joined: none"
+        ) as e:
+            rendezvous.gather(None, soon(0))
+    assert e.value.missing == 2
+
+
+@pytest.mark.threads
+def test_a_worker_that_does_not_become_ready_is_named():
+    with local_workers("w0", "w1") as (local, others):
+
+        def workers():
+            answer(others[0], "w0")
+            answer(others[1], "w1", ready=False)
+
+        rendezvous = Rendezvous(Shape(workers=2), local, SECRET)
+        with (
+            meanwhile(workers),
+            pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .*: w1; joined: w0"),
+        ):
+            rendezvous.gather(None, soon(0.3))
+
+
+def test_a_local_worker_that_ends_before_its_hello_ends_the_rendezvous():
+    with local_workers("w0", "w1") as (local, others):
+        rendezvous = Rendezvous(Shape(workers=2), local, SECRET)
+        others[1].close()
+        with pytest.raises((WorkerLost, PeerLost), match="w1"):
+            rendezvous.gather(None, soon())
