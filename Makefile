@@ -4,16 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types unit stress chaos bench clean
+.PHONY: demo test lint types docs unit stress chaos bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
 
-test: lint types unit
+test: lint types docs unit
 
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev,docs]'
 	touch $@
 
 lint: $(VENV)/installed
@@ -22,6 +22,10 @@ lint: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(BIN)/mypy
+
+# The site, into site/, in a few seconds. The variable keeps the theme from talking about its successor.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest
@@ -45,4 +49,4 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/simulator.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
