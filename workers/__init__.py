@@ -1,1 +1,1 @@
-"""The worker process: its command, start-up, signals and end. Imported as pipedream_rt.workers."""
+"""The worker process: its command, start-up, signals and end. Its name is pipedream_rt.workers."""

@@ -1,4 +1,4 @@
-"""``python -m pipedream_rt.workers``: what ``pipedream-rt worker`` runs."""
+"""Runs ``python -m pipedream_rt.workers``, which is what ``pipedream-rt worker`` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command of a worker process. Light: torch is imported only once a coordinator calls."""
+"""The command of a worker process.
+
+It imports torch only once a coordinator calls, so a worker that waits is small and starts at once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 _log = logging.getLogger("pipedream_rt.worker")
 
 _RETRY_S = 0.2
-"""Between two attempts to reach a coordinator that does not listen yet."""
+"""Seconds between two attempts to reach a coordinator that does not listen yet."""
 
 
 @click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,7 +90,7 @@ def main(
 
 
 def _set_up(name: str, level: str) -> None:
-    """Logging and signals of a worker process."""
+    """Set up logging and signals; PIPEDREAM_RT_LOG, if set, overrides the level of the log."""
     logging.basicConfig(
         format=f"[{name}] %(levelname)s %(message)s",
         level=os.environ.get("PIPEDREAM_RT_LOG", level),
@@ -97,7 +100,16 @@ def _set_up(name: str, level: str) -> None:
 
 
 def _run_forked(control: socket.socket, name: str, threads: int) -> int:
-    """Be a worker, in a child of the fork server."""
+    """Be a worker, in a child of the fork server.
+
+    Args:
+        control: The worker's end of the control connection.
+        name: Name of the worker.
+        threads: Number of threads for torch's own parallel loops.
+
+    Returns:
+        Exit code of the process.
+    """
     _set_up(name, "WARNING")
     try:
         return serve(Control(control, "the coordinator"), name, threads, None, None)
@@ -109,7 +121,11 @@ def _run_forked(control: socket.socket, name: str, threads: int) -> int:
 
 
 def _again(secret: bytes | None) -> list[str]:
-    """The arguments of this command for another life, to which the secret goes by a pipe."""
+    """Arguments of this command for a new process image, which gets the secret by a pipe.
+
+    Args:
+        secret: The secret of the job; None to leave it to the environment.
+    """
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
         if argument == "--secret-fd":
@@ -120,7 +136,10 @@ def _again(secret: bytes | None) -> list[str]:
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
-    """SIGINT and SIGTERM end the process: nothing here needs saving, and peers notice at once."""
+    """End the process on SIGINT or SIGTERM.
+
+    A worker has nothing to save, and the coordinator notices at once that its connection ends.
+    """
     _log.info("ended by %s", signal.Signals(number).name)
     logging.shutdown()
     os._exit(128 + number)
@@ -129,8 +148,13 @@ def _end_by_signal(number: int, frame: FrameType | None) -> None:
 def _connect(address: str, timeout_s: float) -> socket.socket:
     """Connect to a coordinator that may not listen yet.
 
+    Args:
+        address: ``HOST:PORT`` of the coordinator.
+        timeout_s: Seconds after which to give up.
+
     Raises:
-        PipelineError: It never did.
+        ConfigError: The address is none, or its host is unknown.
+        PeerLost: No coordinator listened in time.
     """
     host, port = parse_address(address)
     deadline = Deadline(timedelta(seconds=timeout_s))
@@ -151,20 +175,21 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def serve(control: Control, name: str, threads: int, secret: bytes | None, bind: str | None) -> int:
-    """Answer the call of a coordinator, and host a stage until told to end.
+    """Answer the call of a coordinator, and host stages until it says to end.
 
     Args:
-        control: The connection.
-        name: Of this worker.
-        threads: For torch's own parallel loops.
-        secret: Of the job; comes over an inherited connection by itself.
+        control: The control connection.
+        name: Name of this worker.
+        threads: Number of threads for torch's own parallel loops.
+        secret: The secret of the job; None over an inherited connection, whose call carries it.
         bind: Network interface to listen on for other workers; None for loopback.
 
     Returns:
         Exit code of the process.
 
     Raises:
-        PipelineError: It was refused, or could not join.
+        ConfigError: The worker has no secret.
+        PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
     try:
         # No deadline: a worker waits for its coordinator's call for as long as that lives.
@@ -189,7 +214,7 @@ def serve(control: Control, name: str, threads: int, secret: bytes | None, bind:
         control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
         key = session_key(secret, call["nonce"], nonce)
         control.secure(key, WORKER_END, COORDINATOR_END)
-        # torch reads it when imported: peers that end are no news to a worker.
+        # torch reads it when imported: a worker need not log that other processes end.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
         from pipedream_rt.workers.process import host_stage
@@ -205,7 +230,12 @@ def serve(control: Control, name: str, threads: int, secret: bytes | None, bind:
 
 
 def _expect(record: Record, kind: str) -> None:
-    """Check the type of a record."""
+    """Check the type of a record.
+
+    Raises:
+        PeerLost: The coordinator has told the worker to end.
+        PipelineError: The record is of another type.
+    """
     if record["type"] in ("stop", "exit"):
         raise PeerLost("the coordinator gave up before all workers had joined", peer="coordinator")
     if record["type"] != kind:

@@ -24,21 +24,21 @@ _SET_NAME = 15
 """PR_SET_NAME of prctl."""
 
 RunWorker = Callable[[socket.socket, str, int], int]
-"""``run(control, name, threads)``: be a worker; returns the exit code."""
+"""``run(control, name, threads)`` is the life of a worker and returns its exit code."""
 
 
 def serve_forks(connection: socket.socket, run: RunWorker) -> None:
-    """Fork a worker for each request, and tell of each that ends, until the other end closes.
+    """Fork a worker for each request, and report each that ends, until the other end closes.
 
     Args:
-        connection: To the launcher.
-        run: What a child does.
+        connection: Connection to the coordinator's process.
+        run: The life of a worker, which each child runs.
     """
-    # Imported once for all of them; nothing is computed here, so no thread pool is ever made.
+    # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
-    import_module("torch._dynamo")  # torch does it for the first optimizer that is built
+    import_module("torch._dynamo")  # which torch does for the first optimizer that is built
 
-    # NumPy's library of linear algebra has a thread that waits, and knows how to be forked.
+    # The threads of NumPy's library of linear algebra only wait, and it handles forks itself.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     woken, wake = socket.socketpair()
     wake.setblocking(False)
@@ -51,7 +51,7 @@ def serve_forks(connection: socket.socket, run: RunWorker) -> None:
         for fd, _ in poll.poll():
             if fd == woken.fileno():
                 woken.recv(4096)
-                _tell_of_ends(connection)
+                _report_ends(connection)
                 continue
             data, fds, _, _ = socket.recv_fds(connection, 1 << 12, 1)
             if not data:
@@ -70,8 +70,8 @@ def serve_forks(connection: socket.socket, run: RunWorker) -> None:
             os.close(pidfd)
 
 
-def _tell_of_ends(connection: socket.socket) -> None:
-    """Tell of the children that have ended."""
+def _report_ends(connection: socket.socket) -> None:
+    """Report how each child ended that has ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -82,12 +82,12 @@ def _tell_of_ends(connection: socket.socket) -> None:
 
 
 def _be_worker(control: socket.socket, name: str, threads: int, run: RunWorker) -> None:
-    """The life of a child; does not return."""
+    """Run the life of a worker in a child; ends the process."""
     code = 1
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
-        random.seed()  # else all would draw the same
+        random.seed()  # else all children would draw the same numbers
         np.random.seed()
         code = run(control, name, threads)
     except BaseException:  # the top of a process

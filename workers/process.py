@@ -1,4 +1,4 @@
-"""A worker's life in a group: join, host a stage, leave."""
+"""A worker's life in a group: it joins, hosts its stages, and leaves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("pipedream_rt.worker")
 
 
 def resident_bytes() -> int:
-    """Memory of this process now; 0 where the system does not say."""
+    """Memory that this process has resident now, in bytes; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -41,7 +41,7 @@ def resident_bytes() -> int:
 
 
 _LAST_ACTION_S = 10.0
-"""For the stage to end the action at hand; a thread cannot be killed, but the process can end."""
+"""Seconds for the stages to end the action at hand; after that the process ends without them."""
 
 
 def host_stage(
@@ -49,18 +49,21 @@ def host_stage(
 ) -> int:
     """Join the group that a welcome describes and run the worker's stages in it.
 
-    Threads of this process: this one reads the control connection; one computes; torch's RPC pool
-    fills the inbox.
+    Threads of this process: the calling one reads the control connection; one computes for all
+    stages; the threads of torch's RPC pool fill the inbox.
 
     Args:
-        control: Connection to the coordinator.
-        welcome: Its record.
-        threads: For torch's own parallel loops.
-        secret: Of the job.
+        control: The control connection.
+        welcome: The coordinator's welcome.
+        threads: Number of threads for torch's own parallel loops.
+        secret: The secret of the job.
         bind: Network interface to listen on; None for loopback.
 
     Returns:
         Exit code of the process.
+
+    Raises:
+        PeerLost: The coordinator has sent a record that no worker knows.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
     worker, stages = welcome["rank"] - 1, welcome["stages"]
@@ -93,7 +96,12 @@ def host_stage(
 def _join(
     control: Control, welcome: Record, timeout: timedelta, secret: bytes, bind: str | None
 ) -> RpcTransport:
-    """Connect to the group, whose addresses come over the control connection."""
+    """Connect to the group, whose addresses come over the control connection.
+
+    Raises:
+        PipelineError: The group did not form.
+        RuntimeError: torch could not join.
+    """
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
     names = tuple(welcome["names"])
 
@@ -123,7 +131,14 @@ def _join(
 
 
 def _default_interface(control: Control, host: str) -> str:
-    """Where a worker listens for others unless it is told: where its launcher does, or loopback.
+    """Network interface to listen on where the user names none.
+
+    A worker that the coordinator started listens where the coordinator does, and any other listens
+    on loopback.
+
+    Args:
+        control: The control connection.
+        host: Numeric address at which the coordinator meets the workers.
 
     Raises:
         ConfigError: The coordinator is on another machine, so loopback will not do.
@@ -145,10 +160,23 @@ def _until_exit(
     transport: RpcTransport,
     beat: timedelta,
 ) -> int:
-    """Obey the control connection until it says exit, or breaks.
+    """Obey the coordinator until it says to exit, or until the control connection breaks.
 
-    When it breaks the coordinator is dead and the stage may be deep in a computation whose result
-    nobody wants: the caller ends the process at once.
+    When the connection breaks, the coordinator is dead, and a stage may be deep in a computation
+    whose result nobody wants: the caller ends the process at once.
+
+    Args:
+        control: The control connection.
+        inbox: The inbox of the stages.
+        thread: The thread that computes.
+        transport: The transport, closed on exit.
+        beat: Time between two signs of life.
+
+    Returns:
+        Exit code of the process.
+
+    Raises:
+        PeerLost: The coordinator has sent a record that no worker knows.
     """
     while True:
         try:
@@ -157,15 +185,15 @@ def _until_exit(
             control.send({"type": "beat", "doing": inbox.story(), "rss": resident_bytes()})
             continue
         except PeerLost:
-            _log.error("the coordinator is gone; ending")
+            _log.error("the coordinator is gone; this worker ends")
             return EXIT_COORDINATOR_LOST
         match record["type"]:
             case "stop":
                 inbox.close(PipelineClosed("the coordinator said stop"))
                 thread.join(_LAST_ACTION_S)
                 if thread.is_alive():
-                    _log.error("the stage computes without end; ending without it")
-                    return EXIT_COORDINATOR_LOST  # another life may join again
+                    _log.error("a stage computes without end; the process ends without it")
+                    return EXIT_COORDINATOR_LOST  # with --persist a new process joins again
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": inbox.story()})

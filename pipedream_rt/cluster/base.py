@@ -1,4 +1,4 @@
-"""What a pipeline needs of its workers, wherever they run."""
+"""What a pipeline needs of its workers, whether they are threads or processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipedream_rt.observe.clock import Reading
 from pipedream_rt.transport.base import Transport
 
 Fail = Callable[[BaseException], object]
-"""Told once that the cluster cannot go on. Called from any thread."""
+"""Called with the error when the cluster cannot go on; from any thread, perhaps several times."""
 
 
 class Reference(Protocol):
-    """What an RRef offers; the in-process cluster has its own."""
+    """The part of an RRef that a pipeline offers; the in-process cluster has a class of its own."""
 
     def to_here(self) -> Any:
         """Return a copy of the value."""
@@ -28,34 +28,51 @@ class Reference(Protocol):
 
 
 class Cluster(Protocol):
-    """The workers of one pipeline."""
+    """The workers of one pipeline.
 
-    names: tuple[str, ...]  # of the workers
+    Attributes:
+        names: Names of the workers, by rank.
+        transport: Carries the messages between the coordinator and the stages.
+    """
+
+    names: tuple[str, ...]
     transport: Transport
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Entered by the coordinator around every wait."""
+        """Return a context that the coordinator enters around every wait for its workers."""
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """Turn a peer's word that another is gone into an error about that worker."""
+        """Turn an error about a lost peer into one that names the worker and how it ended.
+
+        Args:
+            error: The error; its ``peer`` is a worker's name.
+
+        Returns:
+            A `WorkerLost`; the error itself if its peer is no worker of this cluster.
+        """
 
     def stories(self) -> list[str]:
-        """Say for every worker what it waits for and what it did last, for a stall report."""
+        """Describe what every worker waits for and what it did last, for a stall report."""
 
     def status(self) -> list[dict[str, Any]]:
-        """Describe every worker process, for `pipedream-rt status`; nothing for threads."""
+        """Describe every worker process, for `pipedream-rt status`; empty for threads."""
 
     def clocks(self) -> list[Reading]:
-        """Read the clock of every worker, against ``time.monotonic_ns`` here."""
+        """Read the clock of every worker against ``time.monotonic_ns`` of this process."""
 
     def reference(self, stage: int, part: str) -> Reference:
-        """Return a reference to the ``"module"`` or the ``"optimizer"`` of a stage."""
+        """Return a reference to a part of a stage.
+
+        Args:
+            stage: Index of the stage.
+            part: ``"module"`` or ``"optimizer"``.
+        """
 
     def parameter_references(self, stage: int) -> list[Reference]:
-        """Return references to the trainable parameters of a stage."""
+        """Return references to the trainable parameters of a stage, in the order of its module."""
 
     def close(self) -> None:
-        """End everything that was started. Idempotent."""
+        """End every thread and process that was started. Idempotent."""
 
     def kill(self) -> None:
-        """The same at once: what the workers know is not wanted any more."""
+        """End the workers at once, without letting them finish their actions; then `close`."""

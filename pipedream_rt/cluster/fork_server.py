@@ -1,8 +1,9 @@
 """Local worker processes, forked by a process that has imported torch already.
 
-Importing torch takes more than a second of a processor for each worker, again in every recovery.
-The fork server imports it once and computes nothing, so that what it forks is as good as fresh. It
-lives as long as the pipeline; workers are its children, so it says how they ended.
+Importing torch costs each worker more than a second of processor time, and again in every recovery.
+The fork server imports it once. It computes nothing, so that the state of a worker that it forks
+equals that of a fresh process. It lives as long as the pipeline. Workers are its children, so it is
+the fork server that reports how they ended.
 """
 
 from __future__ import annotations
@@ -29,23 +30,30 @@ _START_TIMEOUT = timedelta(minutes=2)
 """For the server to import torch and answer for the first time."""
 
 _EXIT_TIMEOUT = timedelta(seconds=5)
-"""For the server to say how a worker ended that has, and to end itself."""
+"""For the server to report how a worker has ended, and to end itself."""
 
 _LARGEST = 1 << 12
+"""Bytes that a record of the server may have."""
 
 
 class ForkedWorker:
-    """A worker process; has what `subprocess.Popen` has, as far as it is used here.
+    """A worker process; offers the part of `subprocess.Popen` that `Process` names.
 
-    From any thread.
+    Safe from any thread.
+
+    Args:
+        server: The fork server that has forked it.
+        parent: The connection to the server over which it was asked for.
+        pid: Process number.
+        pidfd: Descriptor of the process, owned by this object from now on.
 
     Attributes:
-        pid: Its number.
-        returncode: As of `subprocess.Popen`; None while it runs.
+        pid: Process number.
+        returncode: Exit code, negative for a signal as in `subprocess.Popen`; None while it runs.
     """
 
     def __init__(self, server: ForkServer, parent: socket.socket, pid: int, pidfd: int) -> None:
-        """Own the descriptor."""
+        """Take the descriptor over."""
         self._server = server
         self._parent = parent
         self.pid = pid
@@ -54,23 +62,29 @@ class ForkedWorker:
         self.returncode: int | None = None
 
     def kill(self) -> None:
-        """Send SIGKILL, to this process and no other that has got its number."""
+        """Send SIGKILL to this process, and to no later one that has the same number."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def poll(self) -> int | None:
-        """Return its exit code, None while it runs."""
+        """Return the exit code, None while the process runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the process.
+
+        Args:
+            timeout: Seconds; None for no limit.
+
+        Returns:
+            The exit code.
 
         Raises:
-            subprocess.TimeoutExpired: It runs on.
+            subprocess.TimeoutExpired: The process still runs.
         """
         if self.returncode is None:
             poll = select.poll()
@@ -83,10 +97,10 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """Forks workers. Started when the first is asked for, and again if it has died."""
+    """Forks workers. Its process starts with the first request, and again if it has died."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Start no process yet."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._codes: dict[int, int] = {}
@@ -97,13 +111,16 @@ class ForkServer:
         """Fork a worker.
 
         Args:
-            name: Of the worker.
-            threads: For torch's own parallel loops.
-            control: Its end of the control connection; the caller closes it here.
+            name: Name of the worker.
+            threads: Number of threads for torch's own parallel loops.
+            control: The worker's end of its control connection; the caller closes its own copy.
+
+        Returns:
+            The worker's process.
 
         Raises:
-            PeerLost: The server is gone.
-            PipelineClosed: It was closed.
+            PeerLost: The server does not answer, or is gone for the second time.
+            PipelineClosed: The server was closed.
         """
         request = msgpack.packb({"name": name, "threads": threads})
         for last in (False, True):
@@ -119,7 +136,7 @@ class ForkServer:
         raise AssertionError("the second attempt returns or raises")
 
     def _start(self) -> socket.socket:
-        """Start the server, in a session of its own: Ctrl-C reaches the coordinator alone."""
+        """Start the server in a session of its own: Ctrl-C reaches the coordinator alone."""
         if self._closed:
             raise PipelineClosed("the pipeline was closed")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,21 +153,21 @@ class ForkServer:
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
-        """Wait for word of the worker that was asked for, noting the ends of others."""
+        """Wait for number and descriptor of the new worker, noting how others have ended."""
         deadline = Deadline(_START_TIMEOUT)
         while True:
             record, fds = self._receive(connection, deadline)
             if "pid" in record:
-                self._codes.pop(record["pid"], None)  # of one that had the same number
+                self._codes.pop(record["pid"], None)  # of an earlier worker with the same number
                 return record["pid"], fds[0]
 
     def _receive(
         self, connection: socket.socket, deadline: Deadline
     ) -> tuple[dict[str, int], list[int]]:
-        """Take one record.
+        """Receive one record, with the descriptors that came with it.
 
         Raises:
-            PeerLost: None came in time, or the server is gone.
+            PeerLost: No record came in time, or the server is gone.
         """
         poll = select.poll()
         poll.register(connection, select.POLLIN)
@@ -165,10 +182,10 @@ class ForkServer:
         return record, fds
 
     def code_of(self, pid: int, parent: socket.socket) -> int:
-        """Exit code of a worker that has ended, as `subprocess` has it; 1 if nobody can say.
+        """Exit code of a worker that has ended; negative for a signal, 1 if the server is gone.
 
         Args:
-            pid: Of the worker.
+            pid: Process number of the worker.
             parent: Connection to the server that forked it, which may be gone.
         """
         deadline = Deadline(_EXIT_TIMEOUT)
@@ -178,16 +195,16 @@ class ForkServer:
                     self._receive(parent, deadline)
                 except (OSError, PeerLost):
                     break
-            # Left there: several threads may ask.
+            # The code stays in the dict: several threads may ask.
             return self._codes.get(pid, 1) if self._connection is parent else 1
 
     def close(self) -> None:
-        """End the server; its workers hear of it from the coordinator. Idempotent."""
+        """End the server; the coordinator tells its workers to end. Idempotent."""
         self._closed = True
         self._end()
 
     def _end(self) -> None:
-        """End the server that runs now."""
+        """End the process of the server, if one runs."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -1,4 +1,4 @@
-"""Every worker as a thread of this process."""
+"""Stages on threads of this process: every worker is a thread."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pipedream_rt.transport.memory import MemoryTransport
 _log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = timedelta(seconds=5)
-"""For the stages to end the action at hand; a thread cannot be killed."""
+"""For the stages to end the action at hand. A thread that takes longer cannot be killed."""
 
 _LOOK_S = 0.1
 """How often a stage that waits for its turn looks whether the pipeline is closing."""
 
 
 class _Baton:
-    """Lets one thread of the process run at a time: the user's own, or a stage that computes.
+    """Lets one thread of the process run at a time: the user's own or that of one worker.
 
     torch has one default random generator in a process. A stage seeds it for every layer, and the
     user's loader may draw from it at any time; were both to run at once, the data would depend on
@@ -42,14 +42,14 @@ class _Baton:
     """
 
     def __init__(self) -> None:
-        """The calling thread has the baton."""
+        """Give the baton to the calling thread."""
         self._lock = threading.Lock()
         self._lock.acquire()
         self._given_away = False
         self._closing = False
 
     def close(self) -> None:
-        """Let no stage compute any more."""
+        """Let no stage begin to compute any more."""
         self._closing = True
 
     @contextmanager
@@ -57,8 +57,9 @@ class _Baton:
         """Hold the baton, on a stage's thread.
 
         Raises:
-            PipelineClosed: The pipeline is closing. Looked for now and then while waiting: a signal
-                handler may close it at the instant at which the coordinator has the baton back.
+            PipelineClosed: The pipeline is closing. The waiting stage looks for that at intervals,
+                because a signal handler may close the pipeline at the instant at which the
+                coordinator has taken the baton back.
         """
         while not self._lock.acquire(timeout=_LOOK_S):
             if self._closing:
@@ -73,8 +74,9 @@ class _Baton:
     def waiting(self) -> Iterator[None]:
         """Give the baton away, on the coordinator's thread.
 
-        Does nothing inside another `waiting`, as when a signal handler closes the pipeline. After
-        an error it does not wait for long: a stage that is stuck must not hold the error back.
+        Inside another `waiting`, as when a signal handler closes the pipeline, it does nothing.
+        After an error it waits for the baton for one second only: a stage that is stuck must not
+        hold the error back.
         """
         if self._given_away:
             yield
@@ -91,15 +93,20 @@ class _Baton:
 
 
 class _LocalReference:
-    """A reference within the process."""
+    """A reference within the process.
+
+    Args:
+        value: What it refers to.
+        owner: Name of the worker that holds the value.
+    """
 
     def __init__(self, value: Any, owner: str) -> None:
-        """Args: value: What it refers to. owner: Name of the worker."""
+        """Keep both."""
         self._value = value
         self._owner = owner
 
     def to_here(self) -> Any:
-        """Return the value; a tensor as a copy."""
+        """Return the value; of a tensor, a copy."""
         return (
             self._value.detach().clone() if isinstance(self._value, torch.Tensor) else self._value
         )
@@ -109,23 +116,23 @@ class _LocalReference:
         return self._value
 
     def owner_name(self) -> str:
-        """Return the name of the thread that runs the stage."""
+        """Return the name of the worker, which is that of its thread."""
         return self._owner
 
 
 class InProcessCluster:
     """Every worker is a thread of this process.
 
-    The threads are daemons, though `close` joins them: the interpreter joins others before it runs
-    what would close a pipeline that its user forgot.
+    The threads are daemons, though `close` joins them: the interpreter joins all other threads
+    before it runs what closes a pipeline that its user forgot to close.
 
     Args:
-        shape: How many workers, and which stages each hosts.
+        shape: How many workers there are, and which stages each hosts.
         receive: Takes messages for the coordinator.
-        fail: Told of a failure.
+        fail: Called with the error when the coordinator's messages cannot be handed over.
         generation: Number of this group in the process.
-        timeout: For messages that are sure to come.
-        threads: For torch's own parallel loops.
+        timeout: How long to wait for a message that is sure to come.
+        threads: Number of threads for torch's own parallel loops.
         shuffle_seed: See `MemoryTransport`.
     """
 
@@ -175,7 +182,7 @@ class InProcessCluster:
         return self._baton.waiting()
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """See `Cluster.name_loss`; threads do not get lost."""
+        """See `Cluster.name_loss`; a thread is never lost."""
         return error
 
     def stories(self) -> list[str]:
@@ -183,11 +190,11 @@ class InProcessCluster:
         return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
 
     def status(self) -> list[dict[str, Any]]:
-        """See `Cluster.status`."""
+        """See `Cluster.status`; there are no worker processes."""
         return []
 
     def clocks(self) -> list[Reading]:
-        """See `Cluster.clocks`; it is one clock."""
+        """See `Cluster.clocks`; all threads read the same clock."""
         now = time.monotonic_ns()
         return [Reading(now, now, now)] * self._shape.workers
 
@@ -220,5 +227,5 @@ class InProcessCluster:
         torch.set_num_threads(self._torch_threads)
 
     def kill(self) -> None:
-        """See `Cluster.kill`; a thread can only be asked."""
+        """See `Cluster.kill`; a thread cannot be killed, so this is `close`."""
         self.close()

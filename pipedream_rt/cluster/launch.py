@@ -102,11 +102,11 @@ def _start_local(shape: Shape, common: dict[str, Any]) -> Cluster:
     return ProcessCluster(shape, secret=secrets.token_bytes(NONCE), **common)
 
 
-def _await_at(workers: str, shape: Shape, common: dict[str, Any]) -> Cluster:
+def _await_at(workers: object, shape: Shape, common: dict[str, Any]) -> Cluster:
     """Listen at an address for workers that the user starts elsewhere.
 
     Raises:
-        ConfigError: The text is no address, or the environment has no secret.
+        ConfigError: The argument is no address, or the environment has no secret.
     """
     if not isinstance(workers, str):
         raise ConfigError(f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}')
