@@ -186,13 +186,14 @@ def public_names():
 
 def test_the_public_names_are_those_of_the_reference():
     pages = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
-    assert set(re.findall(r"^::: pipedream_rt\.(\w+)$", pages, re.MULTILINE)) == public_names()
+    found = set(re.findall(r"^::: pipedream_rt\.(\w+)$", pages, re.MULTILINE))
+    assert found - {"errors"} == public_names()  # the docstring of errors.py has their tree
 
 
 def test_every_public_name_is_in_the_list_by_task_or_in_the_tree_of_errors():
-    text = "".join((DOCS / "reference" / f"{page}.md").read_text() for page in ("index", "errors"))
-    by_hand = text.replace("::: pipedream_rt.", "")
-    assert not [name for name in public_names() if not re.search(rf"`?\b{name}\b", by_hand)]
+    tree = ast.get_docstring(ast.parse((ROOT / "pipedream_rt" / "errors.py").read_text()))
+    text = (DOCS / "reference" / "index.md").read_text() + tree
+    assert not [name for name in public_names() if not re.search(rf"\b{name}\b", text)]
 
 
 def commands(group, words=()):
