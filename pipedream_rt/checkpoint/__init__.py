@@ -1,18 +1,13 @@
-"""Checkpoints on disk: their files, how they come into being whole, and how they are checked."""
+"""Checkpoints on disk: how they are written whole, found, verified and read."""
 
-from pipedream_rt.checkpoint.files import (
-    Manifest,
+from pipedream_rt.checkpoint.layout import checkpoints
+from pipedream_rt.checkpoint.manifest import Manifest, refuse_unsaveable
+from pipedream_rt.checkpoint.reading import newest_good, read_stage, shapes, verify, weights_of
+from pipedream_rt.checkpoint.state import StageState
+from pipedream_rt.checkpoint.writing import (
     Part,
-    StageState,
-    checkpoints,
-    newest_good,
     prune,
     put_aside_later,
-    read_stage,
-    refuse_unsaveable,
-    shapes,
-    verify,
-    weights_of,
     write_manifest,
     write_stage,
 )

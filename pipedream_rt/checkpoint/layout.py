@@ -1,0 +1,108 @@
+"""The layout of checkpoints on disk, and how files and folders are named, synced and digested.
+
+A run's folder holds a folder for each checkpoint::
+
+    run/step-00000100/
+        model-00001-of-00004.safetensors ...    weights and buffers, keys of the unsplit model
+        model.safetensors.index.json            which key is in which file, as in Hugging Face's
+                                                format
+        optimizer-00001-of-00004.safetensors    ...  "PARAMETER/NAME" of each tensor of its state
+        versions-00001-of-00004.safetensors     ...  "VERSION/PARAMETER": older weights that later
+                                                micro-batches of an asynchronous schedule read
+        buffers-00001-of-00004.safetensors      buffers that are in no state dict
+        manifest.msgpack                        everything else, and a checksum of each file
+
+Each worker writes the files of its stages. The coordinator writes index and manifest last. All of
+them write into a folder with another name, which one rename gives its own name when everything is
+on the disk. So a folder of that name is always a whole checkpoint. Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+MANIFEST = "manifest.msgpack"
+INDEX = "model.safetensors.index.json"
+
+BEING_REPLACED = ".old.part"
+"""How the hidden name ends that a checkpoint has while another takes its place."""
+
+_CHECKPOINT = re.compile(r"step-\d{8,}")
+
+
+def name_of(step: int) -> str:
+    """Name of the folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def is_name(name: str) -> bool:
+    """Whether a folder of this name would be a checkpoint."""
+    return _CHECKPOINT.fullmatch(name) is not None
+
+
+def file_name(kind: str, stage: int, num_stages: int) -> str:
+    """Name of the file with one kind of tensors of a stage.
+
+    Args:
+        kind: ``"model"``, ``"optimizer"``, ``"versions"`` or ``"buffers"``.
+        stage: Index of the stage.
+        num_stages: Number of stages.
+    """
+    return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+
+
+def files_of(folder: Path, kind: str) -> list[Path]:
+    """Files with one kind of tensors of all stages of a checkpoint, in their order."""
+    return sorted(folder.glob(f"{kind}-*.safetensors"))
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """List the checkpoints of a run, newest first; they are not verified.
+
+    A checkpoint that was being replaced when its run died gets its name again.
+
+    Args:
+        root: Folder of the run.
+    """
+    give_back(root)
+    return sorted(root.glob("step-[0-9]*"), key=lambda folder: folder.name, reverse=True)
+
+
+def give_back(root: Path) -> None:
+    """Give a checkpoint its name again that was being replaced when its run died.
+
+    Args:
+        root: Folder of the run.
+    """
+    for left in root.glob(f".step-*{BEING_REPLACED}"):
+        whole = root / left.name.removeprefix(".").removesuffix(BEING_REPLACED)
+        if not whole.exists():
+            with suppress(OSError):  # a folder that can only be read
+                left.rename(whole)
+
+
+def size_and_digest(path: Path) -> list[int | bytes]:
+    """Size of a file in bytes and its checksum, as a manifest lists them."""
+    return [path.stat().st_size, digest_of(path)]
+
+
+def digest_of(path: Path) -> bytes:
+    """Checksum of a file, 16 bytes of BLAKE2b."""
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

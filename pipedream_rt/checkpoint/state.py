@@ -1,0 +1,26 @@
+"""What a checkpoint holds of one stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """The state of a stage after an update, as if nothing were in flight. It owns its tensors.
+
+    Attributes:
+        weights: State dict of the stage, newest version, under the keys of the unsplit model.
+        optimizer: Optimizer state of each parameter, by name of the parameter.
+        versions: Older weight versions that later micro-batches read: the trainable weights by
+            name, by version.
+        hidden: Buffers that are in no state dict, by name.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    versions: dict[int, dict[str, Tensor]]
+    hidden: dict[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,249 @@
+"""Writes checkpoints, so that one of a name is whole or is not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipedream_rt.checkpoint.layout import (
+    BEING_REPLACED,
+    INDEX,
+    MANIFEST,
+    checkpoints,
+    file_name,
+    give_back,
+    name_of,
+    size_and_digest,
+    sync,
+)
+from pipedream_rt.checkpoint.manifest import Manifest, is_plain, seal
+from pipedream_rt.checkpoint.state import StageState
+from pipedream_rt.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+class Part:
+    """A checkpoint on its way to the disk: a folder of another name, until `commit`.
+
+    Args:
+        root: Folder of the run; made if it is not there.
+        step: Step of the checkpoint. A checkpoint of the same step is replaced.
+
+    Attributes:
+        folder: The folder to write into.
+
+    Raises:
+        CheckpointError: The folder cannot be made.
+    """
+
+    def __init__(self, root: Path, step: int) -> None:
+        """Make the folder, and remove what a run left here that died while it wrote."""
+        self._root = root
+        self._final = root / name_of(step)
+        self.folder = root / f".{self._final.name}.{os.getpid()}.part"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _tidy(root)
+            self.folder.mkdir()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def commit(self) -> Path:
+        """Give the checkpoint its name, once all its files are written.
+
+        Returns:
+            Folder of the checkpoint.
+
+        Raises:
+            CheckpointError: It cannot be renamed; an older one of that name stays as it was.
+        """
+        root, final = self._root, self._final
+        try:
+            sync(self.folder)
+            if final.exists():
+                old = root / f".{final.name}{BEING_REPLACED}"
+                final.rename(old)
+                self.folder.rename(final)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                self.folder.rename(final)
+            sync(root)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return final
+
+    def abandon(self) -> None:
+        """Remove what was written. Does nothing after `commit`."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        """Make the error that says that the checkpoint cannot be written."""
+        return CheckpointError(f"the checkpoint {self._final} cannot be written: {error}")
+
+
+def _tidy(root: Path) -> None:
+    """Remove what a run left that died while it wrote, except a checkpoint being replaced."""
+    give_back(root)
+    for left in root.glob(".step-*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def write_stage(
+    folder: Path, stage: int, num_stages: int, state: StageState
+) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+    """Write the files of one stage, and wait until they are on the disk.
+
+    Args:
+        folder: Folder of the checkpoint, which exists.
+        stage: Index of the stage.
+        num_stages: Number of stages.
+        state: The state of the stage.
+
+    Returns:
+        Size and checksum of each file, by name; the optimizer state that is no tensor, by parameter
+        and name; the bytes of each weight, by file and key.
+
+    Raises:
+        CheckpointError: A file cannot be written, or the optimizer state has a value that has no
+            place in a checkpoint.
+    """
+    moments, plain = _tensors_and_plain(state.optimizer)
+    older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
+    kinds = {
+        "model": state.weights, "optimizer": moments, "versions": older, "buffers": state.hidden
+    }  # fmt: skip
+    files, weights = {}, {}
+    for kind, tensors in kinds.items():
+        if tensors:
+            path = folder / file_name(kind, stage, num_stages)
+            _write_tensors(path, tensors)
+            files[path.name] = size_and_digest(path)
+            if kind == "model":
+                weights[path.name] = {key: t.nbytes for key, t in tensors.items()}
+    return files, plain, weights
+
+
+def _tensors_and_plain(
+    optimizer: dict[str, dict[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Divide the optimizer state into tensors, by ``"PARAMETER/NAME"``, and what is no tensor.
+
+    Raises:
+        CheckpointError: A value has no place in a checkpoint.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for parameter, values in optimizer.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{parameter}/{name}"] = value
+            elif is_plain(value):
+                plain.setdefault(parameter, {})[name] = value
+            else:
+                raise CheckpointError(
+                    f"the optimizer state {name!r} of {parameter} is a {type(value).__name__}; "
+                    "tensors, numbers, texts and lists of them can be saved"
+                )
+    return tensors, plain
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one file of tensors, and wait until it is on the disk.
+
+    It is written by another name first, because a recovery has the same file written once more
+    while the coordinator may be reading this one.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+        sync(part)
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str, int]]) -> None:
+    """Write manifest and index, and wait until they are on the disk.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: The manifest; the index is added to its files here.
+        weights: Bytes of each weight, by file and key.
+
+    Raises:
+        CheckpointError: A file of a stage is not there, the two cannot be written, or the user's
+            data in the manifest cannot be packed.
+    """
+    missing = [name for name in manifest.files if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]} was written by its worker, but is not in {folder}; the folder must be "
+            "one that all workers and the coordinator share"
+        )
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in weights.values())},
+        "weight_map": {key: name for name, sizes in weights.items() for key in sizes},
+    }
+    try:
+        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+        manifest.files[INDEX] = size_and_digest(folder / INDEX)
+        (folder / MANIFEST).write_bytes(seal(manifest))
+        sync(folder / INDEX)
+        sync(folder / MANIFEST)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+
+def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
+    """Remove the oldest checkpoints of a run.
+
+    Args:
+        root: Folder of the run.
+        keep: Number of the newest checkpoints, which stay.
+        spare: Older checkpoints that stay too.
+    """
+    for folder in checkpoints(root)[keep:]:
+        if folder in spare:
+            continue
+        # Renamed first, because a folder that is half removed must not look like a checkpoint.
+        gone = folder.with_name(f".{folder.name}.gone.part")
+        try:
+            folder.rename(gone)
+        except OSError as error:  # another process was quicker, or it is not ours to remove
+            _log.warning("the old checkpoint %s cannot be removed: %s", folder, error)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def put_aside_later(root: Path, newest: Path) -> None:
+    """Rename the checkpoints of later steps than the newest one, which a run has given up.
+
+    A run that went back to an earlier step writes checkpoints of earlier steps than those it has
+    written before. Without this, a resume would take one of those.
+
+    Args:
+        root: Folder of the run.
+        newest: Folder of the checkpoint that was written last.
+    """
+    for folder in checkpoints(root):
+        if folder.name > newest.name:
+            aside = folder.with_name(f"abandoned-{folder.name}")
+            _log.warning("the run went back: %s is put aside as %s", folder, aside.name)
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+            except OSError as error:
+                _log.warning("%s cannot be put aside: %s", folder, error)

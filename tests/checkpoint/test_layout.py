@@ -1,0 +1,54 @@
+from hashlib import blake2b
+
+import pytest
+
+from pipedream_rt.checkpoint.layout import (
+    checkpoints,
+    digest_of,
+    file_name,
+    files_of,
+    is_name,
+    name_of,
+    size_and_digest,
+    sync,
+)
+
+
+def test_names_sort_by_step_and_number_the_stages_from_one():
+    assert name_of(7) == "step-00000007"
+    assert file_name("model", 0, 4) == "model-00001-of-00004.safetensors"
+
+
+@pytest.mark.parametrize("step", [0, 7, 99_999_999, 123_456_789_012])
+def test_every_name_of_a_checkpoint_is_known_as_one(step):
+    assert is_name(name_of(step))
+
+
+@pytest.mark.parametrize("name", [".step-00000007.part", "abandoned-step-00000007", "other"])
+def test_other_folders_are_no_checkpoints(name, tmp_path):
+    assert not is_name(name)
+    (tmp_path / name).mkdir()
+    (tmp_path / "step-00000006").mkdir()
+    assert checkpoints(tmp_path) == [tmp_path / "step-00000006"]
+
+
+def test_the_files_of_a_kind_are_in_the_order_of_the_stages(tmp_path):
+    for stage in (2, 0, 1):
+        for kind in ("model", "optimizer"):
+            (tmp_path / file_name(kind, stage, 3)).touch()
+    (tmp_path / "model.safetensors.index.json").touch()
+    expected = [file_name("model", stage, 3) for stage in range(3)]
+    assert [path.name for path in files_of(tmp_path, "model")] == expected
+
+
+def test_the_checksum_is_of_every_byte(tmp_path):
+    data = bytes(range(256)) * 10_000  # several blocks
+    (tmp_path / "file").write_bytes(data)
+    assert digest_of(tmp_path / "file") == blake2b(data, digest_size=16).digest()
+    assert size_and_digest(tmp_path / "file") == [len(data), digest_of(tmp_path / "file")]
+
+
+def test_files_and_folders_can_be_synced(tmp_path):
+    (tmp_path / "file").touch()
+    sync(tmp_path / "file")
+    sync(tmp_path)

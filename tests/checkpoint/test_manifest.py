@@ -1,0 +1,91 @@
+import msgpack
+import pytest
+import torch
+
+from pipedream_rt import CheckpointError, ConfigError
+from pipedream_rt.checkpoint.manifest import (
+    Manifest,
+    is_plain,
+    read_manifest,
+    refuse_unsaveable,
+    seal,
+)
+
+
+def manifest(**changes):
+    about = {"schedule": "async-1f1b", "workers": 2, "stages_per_worker": 1, "per_update": 1}
+    return Manifest(step=3, **about, **changes)
+
+
+def written(folder, data):
+    (folder / "manifest.msgpack").write_bytes(data)
+    return folder
+
+
+def test_a_manifest_comes_back_as_it_was(tmp_path):
+    place = {"epoch": 1, "state": [b"bytes", None, 2.5, {7: "a number as a key"}]}
+    before = manifest(groups=[{"lr": 0.1}], place=place, results=[{"step": 2}])
+    assert read_manifest(written(tmp_path, seal(before))) == before
+
+
+def test_a_manifest_holds_tensors(tmp_path):
+    before = torch.arange(6.0).view(2, 3).t()
+    after = read_manifest(written(tmp_path, seal(manifest(extra={"t": before})))).extra["t"]
+    assert torch.equal(after, before)
+    assert after.dtype == before.dtype
+
+
+def test_what_a_manifest_cannot_hold_is_refused_by_name_or_when_it_is_sealed():
+    refuse_unsaveable("the scheduler", {"numbers": [1, 2.5, None, True], "tensor": torch.ones(2)})
+    with pytest.raises(ConfigError, match="the state of the scheduler cannot go into a checkpoint"):
+        refuse_unsaveable("the scheduler", {"function": print})
+    with pytest.raises(CheckpointError, match="extra, attached objects and loaders can hold"):
+        seal(manifest(extra=object()))
+    with pytest.raises(CheckpointError, match="extra, attached objects and loaders can hold"):
+        seal(manifest(extra=1 << 70))
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (1, True),
+        (2.5, True),
+        ("text", True),
+        (None, True),
+        ([1, ["a", None]], True),
+        ((1, 2), False),  # it would come back as a list
+        ({"a": 1}, False),
+        ([b"bytes"], False),
+        (print, False),
+    ],
+)
+def test_plain_values_are_numbers_texts_and_lists_of_them(value, plain):
+    assert is_plain(value) is plain
+
+
+def test_a_manifest_of_another_format_is_named(tmp_path):
+    data = msgpack.packb(["pipedream-rt checkpoint", 9, b"", b""])
+    with pytest.raises(CheckpointError, match="of format 9, this version reads 2"):
+        read_manifest(written(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the manifest of .* cannot be used"),
+        (b"junk", "the manifest of .* cannot be used"),
+        (msgpack.packb(["another program", 2, b"", b""]), "it is no manifest of pipedream-rt"),
+        (msgpack.packb(["pipedream-rt checkpoint", 2, b"", b""]), "its checksum does not fit"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, data, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        read_manifest(written(tmp_path, data))
+
+
+def test_a_manifest_whose_packed_part_was_changed_is_refused(tmp_path):
+    magic, version, packed, checksum = msgpack.unpackb(seal(manifest()))
+    changed = bytes([packed[0] ^ 1]) + packed[1:]
+    data = msgpack.packb([magic, version, changed, checksum])
+    with pytest.raises(CheckpointError, match="its checksum does not fit"):
+        read_manifest(written(tmp_path, data))
