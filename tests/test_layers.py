@@ -84,7 +84,7 @@ def test_the_environment_is_read_at_the_face_alone():
     }
     # rpc.py writes two variables, for torch alone understands them.
     assert readers == {
-        "pipedream_rt.cli.main",
+        "pipedream_rt.cli.run",
         "pipedream_rt.cluster.environment",
         "pipedream_rt.cluster.launch",
         "pipedream_rt.cluster.torchrun",

@@ -1,4 +1,4 @@
-"""The command ``checkpoint``: looks at checkpoints, starts nothing."""
+"""The command ``checkpoint``: looks at checkpoints. It starts no process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checkpoint() -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify(folder: Path) -> None:
     """Check every byte of a checkpoint, or of all checkpoints of a run."""
-    # Here, for these import torch.
+    # Imported here, because these import torch.
     from pipedream_rt.checkpoint import checkpoints
     from pipedream_rt.checkpoint import verify as verified
 

@@ -1,4 +1,4 @@
-"""The command ``status``: looks at running pipelines."""
+"""The command ``status``: shows the pipelines that run on this machine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def status(interval: float) -> None:
 
 
 def _described(before: Status, now: Status) -> str:
-    """One pipeline as text.
+    """Describe one pipeline in words and a table of its workers.
 
     Args:
-        before: What it said first.
-        now: What it said some time later.
+        before: The status that it reported first.
+        now: The status that it reported some time later.
     """
     seconds = (now["ns"] - before["ns"]) / 1e9
     rate = (now["losses"] - before["losses"]) / seconds

@@ -1,0 +1,44 @@
+"""The command ``schedule``: checks a schedule and draws it. It starts no process."""
+
+from __future__ import annotations
+
+import click
+
+from pipedream_rt.schedules import check, describe_schedules, schedule_named
+
+
+@click.command()
+@click.argument("name")
+@click.option("--stages", default=4, show_default=True, type=click.IntRange(min=1),
+              help="Stages of the model.")  # fmt: skip
+@click.option("--micro-batches", default=1, show_default=True, type=click.IntRange(min=1),
+              help="Micro-batches per update.")  # fmt: skip
+@click.option("--updates", default=8, show_default=True, type=click.IntRange(min=1),
+              help="Updates to draw.")  # fmt: skip
+@click.option("--vertical-sync", is_flag=True,
+              help="With async-1f1b: a micro-batch reads one weight version "
+              "at all stages.")  # fmt: skip
+@click.option("--stages-per-worker", type=click.IntRange(min=1),
+              help="With interleaved-1f1b: stages that each worker hosts.")  # fmt: skip
+def schedule(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    updates: int,
+    vertical_sync: bool,
+    stages_per_worker: int | None,
+) -> None:
+    """Check a schedule and draw it, one column for each action; NAME help lists them all."""
+    if name == "help":
+        click.echo(describe_schedules())
+        return
+    chosen = schedule_named(
+        name,
+        num_stages=stages,
+        per_update=micro_batches,
+        vertical_sync=vertical_sync,
+        stages_per_worker=stages_per_worker,
+    )
+    grid = check(chosen, updates * micro_batches)
+    click.echo(f"{name}: {chosen.recipe.line()}")
+    click.echo(grid.render())

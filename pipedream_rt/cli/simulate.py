@@ -1,0 +1,221 @@
+"""The command ``simulate``: what a run would cost, and where its time would go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from pipedream_rt.cli.timeline import drawn
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.observe.replay import Replay
+from pipedream_rt.observe.summary import bytes_text, describe, seconds_text, summarize, table
+from pipedream_rt.observe.trace import Trace
+from pipedream_rt.schedules import RECIPES, Schedule, Shape, describe_schedules, schedule_for
+from pipedream_rt.simulation.costs import Costs, parsed
+from pipedream_rt.simulation.predict import fit, regrouped
+from pipedream_rt.simulation.simulator import simulate as simulate_run
+
+
+def _several(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+    """Read an option that takes one value, or one for each stage with commas between them."""
+    return None if text is None else text.split(",")
+
+
+_COST_OPTIONS = (
+    ("forward", "10ms", "Time of a forward, as 3ms; with commas, one for each stage."),
+    ("backward", None, "Time of a backward; twice the forward if not given."),
+    ("input-gradient", None, "Time of a backward's input half; half of it if not given."),
+    ("weight-gradient", None, "Time of a backward's weight half."),
+    ("step", "0", "Time of an update."),
+    ("activation-bytes", "0", "Bytes sent to the next stage for each micro-batch, as 2MB."),
+    ("stash-bytes", "0", "Bytes held for each micro-batch in flight."),
+    ("weight-bytes", "0", "Bytes of one weight version."),
+    ("latency", "0", "Time of a hop."),
+    ("bandwidth", None, "Bandwidth of each link, as 10Gbit; infinite if not given."),
+    ("overhead", "0", "Time that sending a message takes its sender."),
+    ("speed", "1", "Speed of a worker; 2 is twice as fast."),
+)
+
+
+def _cost_options(command: Any) -> Any:
+    """Give a command all options for costs."""
+    for name, default, text in reversed(_COST_OPTIONS):
+        shown: dict[str, Any] = {} if default is None else {"show_default": default}
+        command = click.option(f"--{name}", callback=_several, help=text, **shown)(command)
+    return command
+
+
+@click.command()
+@click.option("--schedule", default="async-1f1b", show_default=True,
+              help="Name of a schedule; help lists them.")  # fmt: skip
+@click.option("--stages", type=click.IntRange(min=1), help="Stages of the model.  [default: 4]")
+@click.option("--micro-batches", type=click.IntRange(min=1),
+              help="Micro-batches per update.  [default: 1]")  # fmt: skip
+@click.option("--stages-per-worker", type=click.IntRange(min=1),
+              help="With interleaved-1f1b: stages that each worker hosts.")  # fmt: skip
+@click.option("--updates", default=20, show_default=True, type=click.IntRange(min=1),
+              help="Updates to simulate.")  # fmt: skip
+@click.option("--credits", type=click.IntRange(min=1),
+              help="Mini-batches that the coordinator injects ahead.")  # fmt: skip
+@click.option("--profile", type=click.Path(dir_okay=False),
+              help="File of costs, as timeline --save-costs makes it.")  # fmt: skip
+@click.option("--from-trace", type=click.Path(dir_okay=False),
+              help="Fit the costs, stages and micro-batches to a recorded trace.")  # fmt: skip
+@click.option("--replay", is_flag=True,
+              help="With --from-trace: do again what was done there.")  # fmt: skip
+@_cost_options
+@click.option("--compare", help="Names of schedules with commas between: one table for all.")
+@click.option("--output", type=click.Path(dir_okay=False),
+              help="Write the trace into this file; see timeline.")  # fmt: skip
+def simulate(
+    schedule: str,
+    stages: int | None,
+    micro_batches: int | None,
+    stages_per_worker: int | None,
+    updates: int,
+    credits: int | None,
+    profile: str | None,
+    from_trace: str | None,
+    replay: bool,
+    compare: str | None,
+    output: str | None,
+    **given: Any,
+) -> None:
+    """Simulate a run: what it costs, and where the time goes. It starts no process.
+
+    Costs are options here, a file, or what a trace says; options change what a file or trace says.
+    """
+    if schedule == "help":
+        click.echo(describe_schedules())
+        return
+    trace = None if from_trace is None else Trace.load(from_trace)
+    if replay and trace is None:
+        raise ConfigError("--replay needs --from-trace")
+    costs = _costs(profile, trace, given)
+    numbers: dict[str, Any] = {
+        "num_stages": stages or (trace.shape.num_stages if trace else 4),
+        "per_update": micro_batches or (trace.shape.per_update if trace else 1),
+        "stages_per_worker": stages_per_worker,
+    }
+    if compare is not None:
+        if replay or output is not None:
+            raise ConfigError("--compare goes with neither --replay nor --output")
+        before = trace.shape if trace else Shape(workers=numbers["num_stages"])
+        click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
+        return
+    if replay:
+        assert trace is not None
+        again = Replay(trace)
+        numbers["stages_per_worker"] = trace.shape.stages_per_worker
+        chosen = schedule_for(again, **numbers)
+        count = again.micro_batches
+        credits = credits or trace.credits
+    else:
+        chosen = schedule_for(schedule, **numbers)
+        count = updates * chosen.per_update
+    made = simulate_run(chosen, costs, count, credits=credits)
+    click.echo(describe(made))
+    click.echo(drawn(made))
+    if output is not None:
+        made.save(output)
+
+
+def _costs(profile: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
+    """Take costs from a file, from a trace or from neither, and change them by options.
+
+    Args:
+        profile: The file; None for none.
+        trace: The trace; None for none.
+        given: The options for costs, by name; None for those that were not given.
+
+    Raises:
+        ConfigError: Both a file and a trace were given, or an option makes no sense.
+    """
+    if profile is not None and trace is not None:
+        raise ConfigError("costs come from --profile or from --from-trace, not from both")
+    options = {
+        name: parsed(name, value if len(value) > 1 else value[0])
+        for name, value in given.items()
+        if value is not None
+    }
+    if profile is not None:
+        return Costs.load(profile).changed(**options)
+    if trace is not None:
+        return fit(trace).changed(**options)
+    options.setdefault("forward", parsed("forward", given["forward"] or ["10ms"]))
+    if "input_gradient" not in options or "weight_gradient" not in options:
+        twice = tuple(tuple(2 * v for v in samples) for samples in options["forward"])
+        options.setdefault("backward", twice)
+    return Costs(**options)
+
+
+def _comparison(
+    names: list[str],
+    numbers: dict[str, Any],
+    costs: Costs,
+    before: Shape,
+    updates: int,
+    credits: int | None,
+) -> str:
+    """Tabulate several schedules, all on the same workers with the same model.
+
+    Args:
+        names: Names of the schedules.
+        numbers: Stages, micro-batches per update and stages per worker, as the options say.
+        costs: Costs of the stages that the model has.
+        before: Those stages.
+        updates: Number of updates to simulate.
+        credits: Mini-batches that the coordinator injects ahead.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    rows: list[tuple[str, ...]] = [
+        ("schedule", "makespan", "micro-batches/s", "bubble", "versions", "in flight",
+         "memory", "staleness")
+    ]  # fmt: skip
+    notes = []
+    for name in map(str.strip, names):
+        each = RECIPES[name].stages_per_worker if name in RECIPES else 1
+        each = numbers["stages_per_worker"] or each if each > 1 else 1
+        try:
+            stages = before.workers * each
+            chosen = schedule_for(
+                name, **{**numbers, "num_stages": stages, "stages_per_worker": each}
+            )
+            rows.append(_row(chosen, regrouped(costs, before, chosen.shape), updates, credits))
+        except ConfigError as error:
+            if name not in RECIPES:
+                raise
+            rows.append((name, *["-"] * 7))
+            notes.append(f"{name}: {error}")
+        else:
+            if each > 1:
+                notes.append(f"{name}: each stage is cut into {each} of equal cost")
+    return "\n".join([table(rows), *notes])
+
+
+def _row(schedule: Schedule, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
+    """Simulate one schedule; where stages differ, the row has the number of the worst one."""
+    made = simulate_run(schedule, costs, updates * schedule.per_update, credits=credits)
+    summary = summarize(made)
+    memory = max(
+        sum(
+            made.stage_bytes[s] * summary.stages[s].versions
+            + made.activation_bytes[s] * summary.stages[s].in_flight
+            for s in schedule.shape.stages_of(w)
+        )
+        for w in range(schedule.shape.workers)
+    )
+    low, high = min(summary.bubble), max(summary.bubble)
+    return (
+        schedule.name,
+        seconds_text(summary.makespan),
+        f"{summary.throughput:.4g}",
+        f"{low:.1%}" if f"{low:.1%}" == f"{high:.1%}" else f"{low:.1%} - {high:.1%}",
+        str(max(stage.versions for stage in summary.stages)),
+        str(max(stage.in_flight for stage in summary.stages)),
+        bytes_text(memory) if memory else "?",
+        str(max(summary.staleness)),
+    )

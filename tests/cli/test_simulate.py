@@ -1,0 +1,67 @@
+"""The command ``simulate``, as a user types it. It starts no process."""
+
+import json
+
+import pytest
+
+
+def test_simulate_tells_and_draws(call):
+    output = call("simulate", "--stages", 2, "--updates", 3, "--forward", "10ms,20ms")
+    assert output.startswith("simulated: async-1f1b, 2 stages on 2 workers")
+    assert "stage 1  .." in output
+    assert "steady state" in output
+
+
+def test_compare_puts_all_on_the_same_workers(call):
+    names = "async-1f1b,1f1b,gpipe,zero-bubble,interleaved-1f1b,2bw,async-1f1b+vertical-sync"
+    output = call("simulate", "--stages", 4, "--micro-batches", 8, "--compare", names)
+    rows = {line.split()[0]: line.split() for line in output.splitlines()}
+    bubbles = {name: rows[name][4] for name in ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")}
+    assert bubbles == {
+        "1f1b": "27.3%", "gpipe": "27.3%", "zero-bubble": "11.1%", "interleaved-1f1b": "15.8%"
+    }  # fmt: skip
+    assert "each stage is cut into 2" in output
+    # What does not fit is said beside the others.
+    output = call("simulate", "--stages", 4, "--micro-batches", 2, "--compare", "1f1b,2bw")
+    assert "2bw: 2bw needs at least as many micro-batches" in output
+    assert "unknown schedule" in call("simulate", "--compare", "1f1b,zigzag", code=1)
+
+
+def test_costs_from_a_file_and_from_a_trace(call, tmp_path, trace):
+    costs = tmp_path / "costs.json"
+    call("timeline", trace, "--save-costs", costs)
+    assert json.loads(costs.read_text())["latency"] == pytest.approx(0.001)
+    options = ("--schedule", "1f1b", "--stages", 4, "--micro-batches", 8)
+    found = call("simulate", "--profile", costs, *options)
+    assert found.splitlines()[0] == call("simulate", *options, "--latency", "1ms").splitlines()[0]
+    assert call("simulate", "--from-trace", trace, "--schedule", "1f1b") == found
+    slower = call("simulate", "--profile", costs, *options, "--latency", "9ms")
+    assert slower != found
+    replayed = call("simulate", "--from-trace", trace, "--replay")
+    assert replayed.startswith("simulated: replay of 1f1b, 4 stages")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("simulate", "--forward", "-1ms"), "forward must be a number of at least 0"),
+        (("simulate", "--forward", "fast"), "'fast' is no time"),
+        (("simulate", "--bandwidth", "0"), "bandwidth must be above 0"),
+        (("simulate", "--forward", "1ms,2ms,3ms"), "forward has 3 entries, there are 4 stages"),
+        (("simulate", "--latency", "1ms,2ms"), "latency is one value"),
+        (("simulate", "--schedule", "2bw", "--micro-batches", 2), "2bw needs"),
+        (("simulate", "--schedule", "interleaved-1f1b", "--stages", 5), "cannot be dealt"),
+        (("simulate", "--replay"), "--replay needs --from-trace"),
+        (("simulate", "--profile", "none.json"), "cannot be read"),
+        (("simulate", "--from-trace", "none.trace"), "No such file"),
+        (("simulate", "--output", "none/run.trace"), "cannot be written"),
+    ],
+)
+def test_wrong_words(call, words, message):
+    assert message in call(*words, code=1)
+
+
+def test_costs_come_from_one_place(call, tmp_path, trace):
+    output = call("simulate", "--profile", trace, "--from-trace", trace, code=1)
+    assert "not from both" in output
+    assert "costs cannot be read" in call("simulate", "--profile", trace, code=1)
