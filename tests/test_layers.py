@@ -120,3 +120,18 @@ def test_importing_the_package_imports_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0
+
+
+def test_no_file_that_git_tracks_is_larger_than_300_kb():
+    """Wheels, weights and traces do not belong in the history."""
+    import shutil
+    import subprocess
+
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout, or there is no git")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip(f"git cannot list the files: {listed.stderr.strip()}")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    sizes = {str(p.relative_to(ROOT)): p.stat().st_size for p in paths if p.is_file()}
+    assert not {name: size for name, size in sizes.items() if size > 300_000}
