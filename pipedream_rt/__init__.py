@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+    from pipedream_rt.coordinator.options import Checkpoints, ScheduleOptions, Timeouts
     from pipedream_rt.coordinator.recovery import Restart
     from pipedream_rt.coordinator.results import PendingStep, StepResult
     from pipedream_rt.errors import (
@@ -33,13 +34,19 @@ if TYPE_CHECKING:
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.pipeline import Pipeline
+    from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
+    from pipedream_rt.simulation import Costs, simulate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Action",
     "CheckpointError",
+    "Checkpoints",
     "ConfigError",
+    "Costs",
     "DistributedOptimizer",
+    "Kind",
     "MessageTimeout",
     "NonFiniteLoss",
     "PeerLost",
@@ -47,28 +54,46 @@ __all__ = [
     "Pipeline",
     "PipelineClosed",
     "PipelineError",
+    "Plan",
     "PoisonedMicroBatch",
     "RendezvousTimeout",
     "Replay",
     "Restart",
     "ScheduleError",
+    "ScheduleOptions",
+    "Shape",
     "StageFailed",
     "StepResult",
+    "Timeouts",
     "Trace",
     "TraceError",
     "TransportError",
     "VersionError",
     "WorkerLost",
+    "check",
+    "plan_for",
+    "simulate",
 ]
 
 _HOMES = {
+    "Action": "pipedream_rt.schedules",
+    "Checkpoints": "pipedream_rt.coordinator.options",
+    "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
+    "Kind": "pipedream_rt.schedules",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
+    "Plan": "pipedream_rt.schedules",
     "Replay": "pipedream_rt.observe.replay",
     "Restart": "pipedream_rt.coordinator.recovery",
-    "Trace": "pipedream_rt.observe.trace",
+    "ScheduleOptions": "pipedream_rt.coordinator.options",
+    "Shape": "pipedream_rt.schedules",
     "StepResult": "pipedream_rt.coordinator.results",
+    "Timeouts": "pipedream_rt.coordinator.options",
+    "Trace": "pipedream_rt.observe.trace",
+    "check": "pipedream_rt.schedules",
+    "plan_for": "pipedream_rt.schedules",
+    "simulate": "pipedream_rt.simulation",
 }
 
 
@@ -77,3 +102,8 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, though most are not imported yet."""
+    return [*__all__, "__version__"]

@@ -19,9 +19,11 @@ from typing import Any
 from pipedream_rt.checkpoint import Manifest, Part, prune, put_aside_later, write_manifest
 from pipedream_rt.coordinator.feed_log import Origin
 from pipedream_rt.coordinator.group import WorkerGroup
+from pipedream_rt.coordinator.options import Checkpoints
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.messages.message import Channel, CommandName
+from pipedream_rt.messages.message import CommandName
+from pipedream_rt.schedules import EdgeKind
 
 _log = logging.getLogger(__name__)
 
@@ -44,23 +46,20 @@ class Checkpointer:
 
     Args:
         group: Of the pipeline.
-        folder: Of the run; None if the script gives one each time.
-        every: Mini-batches between two that come by themselves; None for none.
-        keep: How many of the newest to keep; None for all.
+        options: Where they are kept and when they are made; None if the script says each time.
 
     Attributes:
-        folder: As above.
+        folder: Of the run; None if the script gives one each time.
         blocked_s: For how long the coordinator was kept from other work by them.
     """
 
-    def __init__(
-        self, group: WorkerGroup, folder: Path | None, every: int | None, keep: int | None
-    ) -> None:
+    def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:
         """None is begun."""
         self._group = group
-        self.folder = folder
-        self._every = every
-        self._keep = keep
+        group.at_end.append(self.abandon)
+        self.folder = options.path if options else None
+        self._every = options.every if options else None
+        self._keep = options.keep if options else None
         self._begun: _Begun | None = None
         self.blocked_s = 0.0
 
@@ -122,7 +121,7 @@ class Checkpointer:
     def finish_if_written(self) -> None:
         """Finish the one that is begun if nothing has to be waited for."""
         begun = self._begun
-        if begun is None or not self._group.replied(begun.position, Channel.SAVED):
+        if begun is None or not self._group.replied(begun.position, EdgeKind.SAVED):
             return
         if all(pending.outcome is not None for pending in begun.unseen):
             try:
@@ -146,7 +145,7 @@ class Checkpointer:
             return None
         start = time.monotonic()
         try:
-            replies = self._group.replies(begun.position, Channel.SAVED)
+            replies = self._group.replies(begun.position, EdgeKind.SAVED)
             for reply in replies:
                 if isinstance(reply, str):
                     raise CheckpointError(reply)

@@ -1,8 +1,11 @@
 """What was fed into the pipe since the points that a run can go back to.
 
 The coordinator numbers all that it feeds. A stage that starts from an origin and is fed what came
-after it, at the same positions, computes the same bits as before; so what follows an origin is kept
+after it, in the same order, computes the same bits as before; so what follows an origin is kept
 until there is a newer one, and recovery is: new workers, the state at an origin, the feed since.
+
+What is kept says for which role it is, not for which stage, so that a later generation may have
+another plan.
 """
 
 from __future__ import annotations
@@ -10,12 +13,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
-from pipedream_rt.messages.message import Payload
+from pipedream_rt.messages.message import Command, MicroBatch, Target
+
+
+class Role(Enum):
+    """For which stages something is."""
+
+    ENTRY = "entry"
+    """Those that take the model's input."""
+    TARGET = "target"
+    """Those that compute the loss."""
+    EVERY = "every"
+    """All; each gets the same."""
+    OWN = "own"
+    """All; each gets the entries of a dictionary whose keys are names in its own layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +55,18 @@ class Origin:
 
 
 class Entry(NamedTuple):
-    """A message of the coordinator: to which stage, at which position, what."""
+    """One thing that the coordinator fed.
 
-    to: int
+    Attributes:
+        role: For which stages.
+        position: Its number.
+        payload: What it says; its turn is set anew whenever it is sent.
+        tensors: What it carries.
+    """
+
+    role: Role
     position: int
-    payload: Payload
+    payload: MicroBatch | Command | Target
     tensors: tuple[Tensor, ...]
 
 
@@ -80,5 +104,5 @@ class FeedLog:
         self._entries.clear()
 
     def since(self, origin: Origin) -> Iterator[Entry]:
-        """What was fed after an origin, in order."""
+        """Return what was fed after an origin, in order."""
         return (entry for entry in self._entries if entry.position >= origin.position)

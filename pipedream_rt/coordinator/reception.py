@@ -7,7 +7,7 @@ import threading
 
 import cloudpickle
 
-from pipedream_rt.cluster.base import Cluster, Fail
+from pipedream_rt.cluster.base import Cluster, Fail, Failure, once
 from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
@@ -18,13 +18,14 @@ _log = logging.getLogger(__name__)
 class Reception:
     """What arrives at the coordinator: messages into the inbox, failures as its closing reason.
 
+    It is apart from `Pipeline`, so that a pipeline that is dropped can be collected, which ends its
+    workers. What arrives is only put somewhere: threads of the RPC pool must not wait. What a
+    failure means is found out by the thread that takes from the inbox.
+
     Attributes:
         inbox: The same in all generations of workers.
         cluster: The workers of now.
         generation: Theirs.
-        failure: Why they cannot go on, if so; the first reason stays.
-
-    Apart from `Pipeline`, so that a pipeline that is dropped can be collected and ends its workers.
     """
 
     def __init__(self) -> None:
@@ -32,32 +33,38 @@ class Reception:
         self.inbox = Inbox("the coordinator")
         self.cluster: Cluster | None = None
         self.generation = 0
-        self.failure: BaseException | None = None
+        self._failure: Failure | None = None
         self._lock = threading.Lock()
 
     def begin(self, generation: int) -> None:
         """Belong to a new generation of workers; failures of those before are no news."""
         with self._lock:
             self.generation = generation
-            self.failure = self.cluster = None
+            self._failure = self.cluster = None
             self.inbox.reopen(generation)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the workers cannot go on, if so; the first reason stays. Not from the RPC pool."""
+        failure = self._failure
+        return failure() if callable(failure) else failure
 
     def receive(self, message: Message) -> None:
         """Take a message; called from any thread."""
-        if not isinstance(message.payload, Failed):
+        payload = message.payload
+        if not isinstance(payload, Failed):
             self.inbox.put(message)
-        else:
-            error = self._error_of(message.sender, message.payload)
-            self.fail_of(message.generation)(error)
+            return
+        self.fail_of(message.generation)(once(lambda: self._error_of(message.sender, payload)))
 
     def fail_of(self, generation: int) -> Fail:
         """Return what is told that the workers of a generation cannot go on; from any thread."""
 
-        def fail(error: BaseException) -> None:
+        def fail(failure: Failure) -> None:
             with self._lock:
-                if generation == self.generation and self.failure is None:
-                    self.failure = error
-                    self.inbox.close(error)
+                if generation == self.generation and self._failure is None:
+                    self._failure = failure
+                    self.inbox.close(failure)
 
         return fail
 

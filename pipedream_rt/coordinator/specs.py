@@ -1,8 +1,6 @@
-"""The stages as bytes, made before anything starts."""
+"""What the stages are made of, as bytes, made before anything starts."""
 
 from __future__ import annotations
-
-import itertools
 
 import cloudpickle
 import torch
@@ -10,50 +8,59 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import Layers
-from pipedream_rt.schedules import Schedule
-from pipedream_rt.stage.spec import LossFunction, StageJob
+from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.spec import LossFunction, OnNan, StageSpec
 
 
-def pickled_jobs(
+def pickled_specs(
     layers: Layers,
-    points: list[int],
-    schedule: Schedule,
+    plan: Plan,
+    *,
     loss_fn: LossFunction | None,
     seed: int,
-    on_nan: str,
+    on_nan: OnNan,
     trace_spans: int,
 ) -> list[Tensor]:
-    """Pickle every stage, before anything starts.
+    """Pickle what every stage is made of, before anything starts.
+
+    Args:
+        layers: Of the unsplit model, by name.
+        plan: Says which layers each stage has.
+        loss_fn: For the stage that computes the loss.
+        seed: See `StageSpec`.
+        on_nan: The same.
+        trace_spans: The same.
+
+    Returns:
+        Bytes, by stage.
 
     Raises:
         ConfigError: A layer or the loss does not pickle; the message says which.
     """
-    names = list(layers)
-    jobs = []
-    for stage, (first, end) in enumerate(itertools.pairwise([*points, len(names)])):
+    pickled = []
+    for stage, names in enumerate(plan.layers):
         part = nn.Sequential()
-        for name in names[first:end]:
+        for name in names:
             part.add_module(name, layers[name])
-        is_last = end == len(names)
-        job = StageJob(
+        spec = StageSpec(
             stage=stage,
             layers=part,
-            loss_fn=loss_fn if is_last else None,
-            schedule=schedule,
+            loss_fn=loss_fn if stage in plan.exits else None,
+            plan=plan,
             seed=seed,
             on_nan=on_nan,
             trace_spans=trace_spans,
         )
         try:
-            data = cloudpickle.dumps(job)
+            data = cloudpickle.dumps(spec)
         except Exception as error:  # a foreign class may raise anything when pickled
-            raise ConfigError(_unpicklable(layers, names[first:end], loss_fn, error)) from error
-        jobs.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return jobs
+            raise ConfigError(_unpicklable(layers, names, loss_fn, error)) from error
+        pickled.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return pickled
 
 
 def _unpicklable(
-    layers: Layers, names: list[str], loss_fn: LossFunction | None, error: Exception
+    layers: Layers, names: tuple[str, ...], loss_fn: LossFunction | None, error: Exception
 ) -> str:
     """Find what does not pickle, and say so."""
     for what, value in (*((f"layer {n}", layers[n]) for n in names), ("loss_fn", loss_fn)):

@@ -1,4 +1,4 @@
-"""Puts together what the workers have recorded, on one clock."""
+"""Collects what the workers have recorded, and puts it together on one clock."""
 
 from __future__ import annotations
 
@@ -7,17 +7,64 @@ from typing import Any
 
 import numpy as np
 
+from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.group import Lease
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import CommandName
 from pipedream_rt.observe.clock import ClockMap, Reading
 from pipedream_rt.observe.spans import SPAN, Recorder, Spans
 from pipedream_rt.observe.trace import Trace, WorkerFacts
-from pipedream_rt.schedules import Schedule
+from pipedream_rt.schedules import Plan
 
 SPANS_KEPT = 1 << 17
 """Spans that each process keeps: the last 131,072 of each worker, 8 MiB."""
 
 
+class TraceCollection:
+    """Collects the trace of a run.
+
+    Args:
+        lease: Of the workers.
+        feeder: Flushes.
+        recorder: Where the coordinator writes its spans; None if nothing is recorded.
+    """
+
+    def __init__(self, lease: Lease, feeder: Feeder, recorder: Recorder | None) -> None:
+        """Read the clocks of the workers, if anything is recorded."""
+        self._group = lease.group
+        self._feeder = feeder
+        self._recorder = recorder
+        self._clocks: dict[int, list[Reading]] = {}
+        if recorder is not None:
+            self._first_readings()
+
+    def _first_readings(self) -> list[Reading]:
+        """Return the clocks of the workers of now, as they were when first asked for."""
+        generation = self._group.generation
+        if generation not in self._clocks:
+            self._clocks[generation] = self._group.call(lambda cluster: cluster.clocks())
+        return self._clocks[generation]
+
+    def collect(self) -> Trace:
+        """Return what every stage did so far; see `Pipeline.trace`. Flushes the pipe."""
+        if self._recorder is None:
+            raise ConfigError("nothing is recorded; give Pipeline trace=True or a file")
+        self._feeder.flush()
+        recorded = self._group.command(CommandName.TRACE)
+        first = self._first_readings()
+        last = self._group.call(lambda cluster: cluster.clocks())
+        return put_together(
+            self._group.plan,
+            self._feeder.credits,
+            self._group.cluster.names,
+            recorded,
+            self._recorder,
+            list(zip(first, last, strict=True)),
+        )
+
+
 def put_together(
-    schedule: Schedule,
+    plan: Plan,
     credits: int,
     names: Sequence[str],
     recorded: Sequence[dict[str, Any]],
@@ -27,7 +74,7 @@ def put_together(
     """Make a trace.
 
     Args:
-        schedule: Of the run.
+        plan: Of the run.
         credits: Mini-batches injected ahead.
         names: Of the workers.
         recorded: What each stage replied to the command ``trace``.
@@ -37,27 +84,25 @@ def put_together(
     Returns:
         The trace, on the coordinator's clock.
     """
-    shape = schedule.shape
     maps = [ClockMap(first, last) for first, last in clocks]
     parts: list[Spans] = [coordinator.spans().copy()]
     for stage, reply in enumerate(recorded):
         spans = np.frombuffer(reply["spans"].numpy().tobytes(), dtype=SPAN).copy()
-        to_ours = maps[shape.worker_of(stage)].to_ours
+        to_ours = maps[plan.worker_of(stage)].to_ours
         for name in ("ready", "arrived", "start", "end"):
             spans[name] = to_ours(spans[name])
         parts.append(spans)
     workers = tuple(
         WorkerFacts(
             name=name,
-            dropped=int(recorded[worker]["dropped"]),
+            dropped=int(recorded[plan.stages_of(worker)[0]]["dropped"]),
             clock_error_ns=maps[worker].error,
-            peak_memory_bytes=int(recorded[worker]["peak_memory_bytes"]),
+            peak_memory_bytes=int(recorded[plan.stages_of(worker)[0]]["peak_memory_bytes"]),
         )
         for worker, name in enumerate(names)
     )
     return Trace(
-        schedule=schedule.name,
-        shape=shape,
+        plan=plan,
         credits=credits,
         simulated=False,
         workers=workers,

@@ -6,21 +6,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
-from pipedream_rt.messages.message import Channel, Key, Message
+from pipedream_rt.messages.message import Key, Message
+from pipedream_rt.schedules.plan import Edge
 
 _log = logging.getLogger(__name__)
+
+
+Reason: TypeAlias = BaseException | Callable[[], BaseException]
+"""Why an inbox was closed: an error, or a function that makes it."""
 
 
 class Inbox:
     """Messages by key: put by any thread, taken by one.
 
     `take` waits for exactly the message that is asked for, so the order in which messages arrive
-    cannot be observed. A message that came before is dropped, whether it still waits or was taken:
-    messages of one channel and stage are taken with rising numbers.
+    cannot be observed. A message that comes a second time is dropped, whether the first still waits
+    or was taken: the messages of one edge are taken with rising numbers. Two messages with the same
+    number on two edges are two messages.
 
     Args:
         owner: Name for messages, as ``"stage 2"``.
@@ -38,10 +45,10 @@ class Inbox:
         self._generation = generation
         self._changed = threading.Condition()
         self._waiting: dict[Key, tuple[Message, int]] = {}
-        self._taken: dict[tuple[Channel, int], int] = {}
-        self._reason: BaseException | None = None
+        self._taken: dict[Edge, int] = {}
+        self._reason: Reason | None = None
         self._taker: int | None = None
-        self.awaited: Key | None = None
+        self.awaited: tuple[Key, ...] = ()
         self.arrived_ns = 0
         self.recent: deque[str] = deque(maxlen=10)
 
@@ -62,7 +69,7 @@ class Inbox:
                     message.generation,
                 )
                 return False
-            if key in self._waiting or key.number <= self._taken.get((key.channel, key.stage), -2):
+            if key in self._waiting or key.number <= self._taken.get(key.edge, -2):
                 _log.debug("%s: dropped a second %s", self._owner, message)
                 return False
             if self._reason is not None:
@@ -75,6 +82,8 @@ class Inbox:
         self,
         key: Key,
         deadline: Deadline,
+        *,
+        instead: Sequence[Key] = (),
         also: Iterable[Key] = (),
         wanted: Callable[[Message], bool] = lambda message: True,
     ) -> Message:
@@ -83,8 +92,9 @@ class Inbox:
         Args:
             key: Which one.
             deadline: For the wait.
-            also: Others that are taken if they are there while that one is not.
-            wanted: Which of the others.
+            instead: Others, of which one may come in its place; only one of them all ever comes.
+            also: Others that are taken if they are there while those before are not.
+            wanted: Which of ``also``.
 
         Returns:
             The message. Messages that came before a `close` can still be taken.
@@ -97,27 +107,31 @@ class Inbox:
         others = tuple(also)
         with self._changed:
             self._claim()
-            self.awaited = key
+            self.awaited = (key, *instead)
             try:
-                while (found := self._find(key, others, wanted)) is None:
+                while (found := self._find(others, wanted)) is None:
                     if self._reason is not None:
-                        raise self._reason
+                        break
                     if deadline.expired():
-                        raise self._late(key, deadline)
+                        raise self._late(deadline)
                     self._changed.wait(deadline.remaining_s())
-                mark = (found.channel, found.stage)
-                self._taken[mark] = max(found.number, self._taken.get(mark, found.number))
-                message, self.arrived_ns = self._waiting.pop(found)
-                return message
+                else:
+                    edge, number = found
+                    self._taken[edge] = max(number, self._taken.get(edge, number))
+                    message, self.arrived_ns = self._waiting.pop(found)
+                    return message
             finally:
-                self.awaited = self._taker = None
+                self.awaited, self._taker = (), None
+        # Not while the lock is held: to find the reason out may take a while.
+        reason = self._reason
+        assert reason is not None
+        raise reason() if callable(reason) else reason
 
-    def _find(
-        self, key: Key, others: tuple[Key, ...], wanted: Callable[[Message], bool]
-    ) -> Key | None:
-        """Which of the messages to take now."""
-        if key in self._waiting:
-            return key
+    def _find(self, others: tuple[Key, ...], wanted: Callable[[Message], bool]) -> Key | None:
+        """Return which of the messages to take now: an awaited one, or another that is wanted."""
+        for key in self.awaited:
+            if key in self._waiting:
+                return key
         for other in others:
             if other in self._waiting and wanted(self._waiting[other][0]):
                 return other
@@ -132,12 +146,12 @@ class Inbox:
             )
         self._taker = threading.get_ident()
 
-    def _late(self, key: Key, deadline: Deadline) -> MessageTimeout:
+    def _late(self, deadline: Deadline) -> MessageTimeout:
         """Say what is missing and what is there."""
         there = ", ".join(map(str, self._waiting)) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
-            f"{self._owner} waited {seconds:g} s for {key}, which did not come; "
+            f"{self._owner} waited {seconds:g} s for {_text_of(self.awaited)}, which did not come; "
             f"the inbox holds {there}; {self.story()}"
         )
 
@@ -146,11 +160,12 @@ class Inbox:
         with self._changed:
             return key in self._waiting
 
-    def close(self, reason: BaseException) -> None:
+    def close(self, reason: Reason) -> None:
         """Wake the taker with a reason. Safe from any thread; the first reason stays.
 
         Args:
-            reason: What `take` raises from now on, once what has arrived is taken.
+            reason: What `take` raises from now on, once what has arrived is taken; or a function
+                that makes it, which the taker calls.
         """
         with self._changed:
             if self._reason is None:
@@ -177,12 +192,17 @@ class Inbox:
         return self._taker is not None
 
     @property
-    def reason(self) -> BaseException | None:
+    def reason(self) -> Reason | None:
         """Why it was closed, or None while open."""
         return self._reason
 
     def story(self) -> str:
         """What is awaited and the last ten actions, for a stall report. From any thread."""
-        key = self.awaited
-        awaited = f"waiting for {key}" if key else "computing"
+        keys = self.awaited
+        awaited = f"waiting for {_text_of(keys)}" if keys else "computing"
         return f"{awaited}; last actions: {' '.join(self.recent) or 'none'}"
+
+
+def _text_of(keys: Sequence[Key]) -> str:
+    """Return what is awaited, for people."""
+    return " or ".join(map(str, keys))

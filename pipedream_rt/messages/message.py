@@ -1,8 +1,10 @@
-"""What travels between the coordinator and the stages. One frozen class for each kind.
+"""What travels between the coordinator and the stages. There is one frozen class for each kind.
 
 The coordinator numbers everything that it feeds into the pipe, micro-batches and commands alike;
-that number is the *position*. A stage takes position after position, so all stages see commands at
-the same place between the same micro-batches, whatever the timing.
+that number is the *position*. Each stage gets the items of the feed one after another; the number
+of items that a stage was given before one is that item's *turn*. A stage takes turn after turn, so
+it sees commands at the same place between the same micro-batches, whatever the timing, and it need
+not see every position.
 """
 
 from __future__ import annotations
@@ -15,21 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.messages.tree import Structure
-from pipedream_rt.schedules.shape import COORDINATOR as COORDINATOR
-
-
-class Channel(Enum):
-    """The first part of an inbox key; messages of one channel are taken in rising order."""
-
-    JOB = "job"
-    READY = "ready"
-    FEED = "feed"
-    TARGET = "target"
-    GRADIENT = "gradient"
-    LOSS = "loss"
-    REPLY = "reply"
-    SAVED = "saved"
-    FAILED = "failed"
+from pipedream_rt.schedules.plan import Address, Edge, EdgeKind, name_of
 
 
 class Mode(Enum):
@@ -57,23 +45,22 @@ class CommandName(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Coordinator to stage, first of all: the stage itself, as cloudpickle bytes in one tensor.
+class Start:
+    """Coordinator to stage, first of all: what the stage is made of, as cloudpickle bytes.
 
-    In a later generation the stage takes up the state of a checkpoint and goes on from there.
+    The bytes are in the message's one tensor. In a later generation the stage takes up the state of
+    a checkpoint and goes on from there.
 
     Attributes:
         digest: SHA-256 of those bytes: a transport need not authenticate tensors.
-        position: The first of the feed that it will be sent.
         optimizer: Pickled `OptimizerSpec`; empty where a command will bring it.
         training: Mode to set all modules to; None to leave them.
-        restore: Arguments of `Stage.load`; None for a stage as it is.
-        announced: Micro-batches with lower numbers are announced before each action on them.
+        restore: Arguments of `restore_stage`; None for a stage as it is.
+        announced: The stage announces each action on a micro-batch with a lower number.
     """
 
-    channel: ClassVar[Channel] = Channel.JOB
+    kind: ClassVar[EdgeKind] = EdgeKind.START
     digest: bytes
-    position: int = 0
     optimizer: bytes = b""
     training: bool | None = None
     restore: dict[str, Any] | None = None
@@ -82,26 +69,29 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Stage to coordinator: it has understood its job. The index is the generation."""
+    """Stage to coordinator: the stage is built and has its state. The index is the generation."""
 
-    channel: ClassVar[Channel] = Channel.READY
+    kind: ClassVar[EdgeKind] = EdgeKind.READY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The input of a forward; from the coordinator to stage 0, then from stage to stage.
+    """The input of a forward; from the coordinator to the first stages, then from stage to stage.
 
     Attributes:
+        turn: Items of the feed that its receiver was given before.
         micro_batch: Number among the training micro-batches, or among all others.
         mode: Train, evaluate or infer.
         empty: Without samples: fills up a mini-batch that is too small, and changes nothing.
         hyper: Hyper-parameters of each parameter group at injection; None in other modes.
         structure: Of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
-        trail: Per stage passed, the weight version read and the nanoseconds computed so far.
+        trail: For each stage passed, in rising order: its index, the weight version that it read,
+            and the nanoseconds that it has computed so far.
     """
 
-    channel: ClassVar[Channel] = Channel.FEED
+    kind: ClassVar[EdgeKind] = EdgeKind.ACTIVATION
+    turn: int = 0
     micro_batch: int
     mode: Mode
     empty: bool = False
@@ -113,35 +103,57 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Coordinator to every stage: do this when its position comes, then reply."""
+    """Coordinator to every stage: do this when its turn comes, then reply.
 
-    channel: ClassVar[Channel] = Channel.FEED
+    Attributes:
+        turn: Items of the feed that its receiver was given before.
+        name: What to do.
+        structure: Of the argument whose tensors the message carries; empty for none.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.COMMAND
+    turn: int = 0
     name: CommandName
     structure: Structure = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Coordinator to the last stage: what the loss compares with, and the weight of that loss."""
+    """Coordinator to the last stage: what the loss compares with, and the weight of that loss.
 
-    channel: ClassVar[Channel] = Channel.TARGET
+    Attributes:
+        structure: Of the value whose tensors the message carries.
+        share: The micro-batch's samples as a share of its mini-batch's.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.TARGET
     structure: Structure
     share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """Stage to the one before: gradients of the tensors that asked for one; False where none."""
+    """Consumer to producer: gradients of the activations that the consumer was sent.
 
-    channel: ClassVar[Channel] = Channel.GRADIENT
+    Attributes:
+        present: For each tensor that asked for a gradient, whether the message carries one.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.GRADIENT
     present: list[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Last stage to coordinator. ``loss`` is None for an empty micro-batch and in inference."""
+    """Last stage to coordinator.
 
-    channel: ClassVar[Channel] = Channel.LOSS
+    Attributes:
+        loss: The plain loss; None for an empty micro-batch and in inference.
+        trail: As of `MicroBatch`.
+        structure: Of the output in inference.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.LOSS
     loss: float | None
     trail: list[list[int]]
     structure: Structure = field(default_factory=list)
@@ -151,7 +163,7 @@ class Loss:
 class Reply:
     """Stage to coordinator: the result of a command."""
 
-    channel: ClassVar[Channel] = Channel.REPLY
+    kind: ClassVar[EdgeKind] = EdgeKind.REPLY
     structure: Structure
 
 
@@ -159,7 +171,7 @@ class Reply:
 class Saved:
     """Stage to coordinator: its part of a checkpoint is on the disk; later commands may be done."""
 
-    channel: ClassVar[Channel] = Channel.SAVED
+    kind: ClassVar[EdgeKind] = EdgeKind.SAVED
     structure: Structure
 
 
@@ -167,7 +179,7 @@ class Saved:
 class Failed:
     """Stage to coordinator: an error, as data. No exception crosses a transport."""
 
-    channel: ClassVar[Channel] = Channel.FAILED
+    kind: ClassVar[EdgeKind] = EdgeKind.FAILED
     action: str
     type_name: str
     text: str
@@ -176,7 +188,7 @@ class Failed:
 
 
 Payload: TypeAlias = (
-    Job | Ready | MicroBatch | Command | Target | Gradient | Loss | Reply | Saved | Failed
+    Start | Ready | MicroBatch | Command | Target | Gradient | Loss | Reply | Saved | Failed
 )
 
 
@@ -188,18 +200,16 @@ class Key(NamedTuple):
     """Under which a message waits in an inbox.
 
     Attributes:
-        channel: The kind of message.
-        number: Its index.
-        stage: Which one it is for; which one it is from, where the coordinator receives.
+        edge: On which it travels.
+        number: Its turn if it is an item of the feed, else the position of the item it belongs to.
     """
 
-    channel: Channel
+    edge: Edge
     number: int
-    stage: int
 
     def __str__(self) -> str:
-        """For messages: ``feed 7``."""
-        return f"{self.channel.value} {self.number}"
+        """For messages, as ``gradient 7 from stage 2``."""
+        return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,17 +217,17 @@ class Message:
     """One message.
 
     Attributes:
-        to: Stage index, or `COORDINATOR`.
-        sender: The same.
-        index: Position in the feed. Not the micro-batch, which comes again when a run goes back to
-            a checkpoint.
+        to: Address of the receiver.
+        sender: Address of the sender.
+        index: Position in the feed. Not the micro-batch, whose number comes again when a run goes
+            back to a checkpoint.
         generation: Life of the group that it belongs to; others are refused.
         payload: What it says.
         tensors: What it carries. The sender does not change them any more.
     """
 
-    to: int
-    sender: int
+    to: Address
+    sender: Address
     index: int
     generation: int
     payload: Payload
@@ -226,12 +236,12 @@ class Message:
     @property
     def key(self) -> Key:
         """Where it waits."""
-        stage = self.sender if self.to == COORDINATOR else self.to
-        return Key(self.payload.channel, self.index, stage)
+        payload = self.payload
+        fed = isinstance(payload, MicroBatch | Command)
+        number = payload.turn if fed else self.index  # type: ignore[union-attr]
+        return Key(Edge(payload.kind, self.sender, self.to), number)
 
     def __str__(self) -> str:
-        """For logs: ``feed 7 from stage 1 to stage 2``."""
-        names = [
-            "the coordinator" if a == COORDINATOR else f"stage {a}" for a in (self.sender, self.to)
-        ]
-        return f"{self.payload.channel.value} {self.index} from {names[0]} to {names[1]}"
+        """For logs, as ``gradient 7 from stage 2 to stage 1``."""
+        ends = f"from {name_of(self.sender)} to {name_of(self.to)}"
+        return f"{self.payload.kind.value} {self.index} {ends}"

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import torch
@@ -20,6 +20,20 @@ from pipedream_rt.errors import ConfigError
 
 Structure: TypeAlias = list[Any]
 """Tagged plain data: ``["T", i]`` for tensor i, ``["P", value]``, ``["t", items]`` and so on."""
+
+
+class Value(NamedTuple):
+    """A value that crosses stages, parted into what a message carries.
+
+    Attributes:
+        structure: Plain data.
+        tensors: In the order of their numbers in it.
+        requires_grad: For each tensor, whether a gradient is expected back.
+    """
+
+    structure: Structure
+    tensors: tuple[Tensor, ...]
+    requires_grad: tuple[bool, ...]
 
 
 @functools.lru_cache(maxsize=256)

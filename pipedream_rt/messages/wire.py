@@ -16,7 +16,6 @@ from pipedream_rt.messages.message import (
     CommandName,
     Failed,
     Gradient,
-    Job,
     Loss,
     Message,
     MicroBatch,
@@ -25,14 +24,15 @@ from pipedream_rt.messages.message import (
     Ready,
     Reply,
     Saved,
+    Start,
     Target,
 )
 
-FORMAT = 2
+FORMAT = 3
 """First element of every message; a peer of another format is refused, not misread."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (
-    Job, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed,
+    Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _ENUMS: dict[tuple[type[Any], str], type[Enum]] = {

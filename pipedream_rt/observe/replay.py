@@ -12,7 +12,7 @@ from pipedream_rt.schedules import Action, Kind, Shape
 class Replay:
     """The order and the versions of a trace, as a schedule for `Pipeline` or the simulator.
 
-    It ends where the trace ends.
+    The schedule ends where the trace ends. It has the slack that the trace's own plan had.
 
     Args:
         trace: Of a run from its first micro-batch on, with nothing overwritten.
@@ -27,9 +27,10 @@ class Replay:
             raise TraceError(
                 f"the trace cannot be replayed: its first {trace.dropped} spans were overwritten"
             )
-        self.name = f"replay of {trace.schedule}"
-        self._shape = trace.shape
-        self._orders = [list(trace.actions(w)) for w in range(trace.shape.workers)]
+        plan = trace.plan
+        self.name = f"replay of {plan.name}"
+        self._shape = plan.shape
+        self._orders = [list(trace.actions(w)) for w in range(plan.workers)]
         reads, kept = [], []
         for stage, spans in enumerate(trace.by_stage()):
             forwards = spans[spans["kind"] == CODES[Kind.FORWARD]]
@@ -42,6 +43,8 @@ class Replay:
             kept.append(int(spans["kept"].max()))
         self.micro_batches = min(map(len, reads))
         self.versions = _Recorded(reads, kept)
+
+    takes_slack = True
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
         """See `Order.order`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,17 @@ import numpy.typing as npt
 
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY, Spans
-from pipedream_rt.observe.trace import CODES, DRAIN, Trace
-from pipedream_rt.schedules import Kind
+from pipedream_rt.observe.trace import CODES, DRAIN, PASS, Trace
+from pipedream_rt.schedules import Edge, EdgeKind, Kind, Plan
 
-_COMPUTES = (*CODES.values(), ord("E"))
+_COMPUTES = (*CODES.values(), PASS)
 _FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]
 
-FORWARDS = (CODES[Kind.FORWARD],)
-BACKWARDS = (CODES[Kind.BACKWARD], CODES[Kind.INPUT])
-"""What waits for the stage before, and for the stage after."""
+_SENDERS = {
+    EdgeKind.ACTIVATION: (CODES[Kind.FORWARD],),
+    EdgeKind.GRADIENT: (CODES[Kind.BACKWARD], CODES[Kind.INPUT]),
+}
+"""The actions that send a kind of message, which are also those that wait for it."""
 
 PERCENTILES = (50, 90, 99, 100)
 
@@ -102,15 +103,15 @@ def summarize(trace: Trace) -> Summary:
     begin = min(int(spans["start"].min()) for spans in acting if len(spans))
     end = max(int(spans["end"].max()) for spans in acting if len(spans))
     busy = [int((spans["end"] - spans["start"]).sum()) for spans in acting]
-    shape = trace.shape
-    per_worker = [sum(busy[s] for s in shape.stages_of(w)) for w in range(shape.workers)]
+    plan = trace.plan
+    per_worker = [sum(busy[s] for s in plan.stages_of(w)) for w in range(plan.workers)]
     makespan = max(end - begin, 1)
     return Summary(
         makespan=(end - begin) / 1e9,
         throughput=throughput(trace, stages[0]),
         bubble=tuple(1 - b / makespan for b in per_worker),
         stages=tuple(_stage(trace, s, spans, busy[s], begin) for s, spans in enumerate(acting)),
-        hops=_percentiles(hop_latencies(stages)),
+        hops=_percentiles(hop_latencies(plan, stages)),
         micro_batches=int((stages[0]["kind"] == _FORWARD).sum()),
     )
 
@@ -124,7 +125,7 @@ def throughput(trace: Trace, first_stage: Spans) -> float:
     ends = stretch["end"][stretch["kind"] == _STEP]
     if len(ends) < 2 or ends[-1] == ends[0]:
         return 0.0
-    return float((len(ends) - 1) * trace.shape.per_update / ((ends[-1] - ends[0]) / 1e9))
+    return float((len(ends) - 1) * trace.plan.per_update / ((ends[-1] - ends[0]) / 1e9))
 
 
 def longest_stretch(spans: Spans) -> Spans:
@@ -145,13 +146,13 @@ def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> Sta
         if cause != NOBODY
     }
     forwards = spans[spans["kind"] == _FORWARD]
-    applied_to = forwards["index"] // trace.shape.per_update
+    applied_to = forwards["index"] // trace.plan.per_update
     staleness, counts = np.unique(
         np.maximum(applied_to - forwards["version"], 0), return_counts=True
     )
     return StageSummary(
         stage=stage,
-        worker=trace.shape.worker_of(stage),
+        worker=trace.plan.worker_of(stage),
         busy=busy / 1e9,
         waits=waits,
         versions=int(spans["kept"].max(initial=0)),
@@ -161,8 +162,24 @@ def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> Sta
     )
 
 
-def hops(sender: Spans, receiver: Spans, kinds: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Nanoseconds from the end of the sender's actions to the arrival of their messages."""
+def hops_between(plan: Plan) -> tuple[Edge, ...]:
+    """Return the edges between stages, in the order of the stages that activations leave."""
+    forth = [edge for edge in plan.edges(EdgeKind.ACTIVATION) if edge.source >= 0]
+    found = []
+    for edge in forth:
+        found += [edge, Edge(EdgeKind.GRADIENT, edge.target, edge.source)]
+    return tuple(found)
+
+
+def hop_times(edge: Edge, sender: Spans, receiver: Spans) -> npt.NDArray[Any]:
+    """Return the nanoseconds from the end of the sender's actions to their messages' arrival.
+
+    Args:
+        edge: On which the messages travel.
+        sender: Spans of the stage at its source.
+        receiver: Spans of the stage at its target.
+    """
+    kinds = _SENDERS[edge.kind]
     sent = sender[np.isin(sender["kind"], kinds)]
     came = receiver[np.isin(receiver["kind"], kinds)]
     _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
@@ -171,11 +188,10 @@ def hops(sender: Spans, receiver: Spans, kinds: tuple[int, ...]) -> npt.NDArray[
     return latencies
 
 
-def hop_latencies(stages: list[Spans]) -> npt.NDArray[Any]:
-    """The hops between all neighbour stages, in both directions."""
+def hop_latencies(plan: Plan, stages: list[Spans]) -> npt.NDArray[Any]:
+    """Return the hops between all neighbour stages, in both directions, in nanoseconds."""
     found = [np.zeros(0, np.int64)]
-    for before, after in pairwise(stages):
-        found += [hops(before, after, FORWARDS), hops(after, before, BACKWARDS)]
+    found += [hop_times(e, stages[e.source], stages[e.target]) for e in hops_between(plan)]
     return np.concatenate(found)
 
 
@@ -212,24 +228,44 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def describe(trace: Trace) -> str:
-    """A trace's summary as text.
+    """Return a trace's summary as text.
 
     Raises:
         TraceError: There is no action in it.
     """
     summary = summarize(trace)
-    shape = trace.shape
-    lines = [
-        f"{'simulated' if trace.simulated else 'measured'}: {trace.schedule}, "
-        f"{shape.num_stages} stages on {shape.workers} workers, {shape.per_update} micro-batches "
+    lines = [_headline(trace, summary), _stage_table(trace, summary)]
+    if summary.hops:
+        parts = (
+            f"{'max' if p == 100 else f'p{p}'} {seconds_text(v)}"
+            for p, v in zip(PERCENTILES, summary.hops, strict=True)
+        )
+        lines.append(f"hop latency: {', '.join(parts)}")
+    total = sum(summary.staleness.values())
+    shares = (f"{value}: {count / total:.1%}" for value, count in summary.staleness.items())
+    lines.append(f"staleness, share of micro-batches x stages: {', '.join(shares)}")
+    lines += _caveats(trace)
+    return "\n".join(lines)
+
+
+def _headline(trace: Trace, summary: Summary) -> str:
+    """Return what was run, how long it took and how fast it went."""
+    plan = trace.plan
+    return (
+        f"{'simulated' if trace.simulated else 'measured'}: {plan.name}, "
+        f"{plan.num_stages} stages on {plan.workers} workers, {plan.per_update} micro-batches "
         f"per update, {summary.micro_batches} micro-batches in {seconds_text(summary.makespan)}; "
         f"steady state {summary.throughput:.4g} micro-batches/s"
-    ]
+    )
+
+
+def _stage_table(trace: Trace, summary: Summary) -> str:
+    """Return a row for each stage: how busy it was, and for whom it waited."""
     makespan = summary.makespan or 1.0  # everything may cost nothing
-    head = ("stage", "worker", "busy", "bubble", "waits for", "versions", "in flight", "memory")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [
+        ("stage", "worker", "busy", "bubble", "waits for", "versions", "in flight", "memory")
+    ]
     for stage in summary.stages:
-        facts = trace.workers[stage.worker]
         waits = ", ".join(
             f"{'coordinator' if cause < 0 else f'stage {cause}'} {share:.1%}"
             for cause, waited in sorted(stage.waits.items())
@@ -238,7 +274,7 @@ def describe(trace: Trace) -> str:
         rows.append(
             (
                 str(stage.stage),
-                facts.name,
+                trace.workers[stage.worker].name,
                 f"{stage.busy / makespan:.1%}",
                 f"{summary.bubble[stage.worker]:.1%}",
                 waits or "nobody",
@@ -247,16 +283,12 @@ def describe(trace: Trace) -> str:
                 _memory(trace, stage),
             )
         )
-    lines.append(table(rows))
-    if summary.hops:
-        parts = (
-            f"{'max' if p == 100 else f'p{p}'} {seconds_text(v)}"
-            for p, v in zip(PERCENTILES, summary.hops, strict=True)
-        )
-        lines.append(f"hop latency: {', '.join(parts)}")
-    total = sum(summary.staleness.values())
-    parts = (f"{value}: {count / total:.1%}" for value, count in summary.staleness.items())
-    lines.append(f"staleness, share of micro-batches x stages: {', '.join(parts)}")
+    return table(rows)
+
+
+def _caveats(trace: Trace) -> list[str]:
+    """Return how exact the times are, and what is missing."""
+    lines = []
     error = max(worker.clock_error_ns for worker in trace.workers)
     if not trace.simulated:
         lines.append(
@@ -266,7 +298,7 @@ def describe(trace: Trace) -> str:
         )
     if trace.dropped:
         lines.append(f"the oldest {trace.dropped} spans were overwritten and are not counted")
-    return "\n".join(lines)
+    return lines
 
 
 def _memory(trace: Trace, stage: StageSummary) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import seconds_text
-from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace
-from pipedream_rt.schedules import Kind, Shape
+from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, PASS, Trace
+from pipedream_rt.schedules import Kind, Plan
 
 MOST_DRAWN = 2000
 """Actions that a picture shows if it is not told which part; more cannot be told apart."""
@@ -24,7 +24,7 @@ _NAMES = {
     CODES[Kind.INPUT]: "backward, input half",
     CODES[Kind.WEIGHT]: "backward, weight half",
     CODES[Kind.STEP]: "step",
-    ord("E"): "evaluation, inference",
+    PASS: "evaluation, inference",
 }
 _COLOURS = dict(
     zip(_NAMES, ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#c8c8c8"), strict=True)
@@ -100,7 +100,7 @@ def window(trace: Trace, begin: float | None = None, end: float | None = None) -
     names = ("stage", "kind", "index", "version", "start", "end")
     columns = zip(*(spans[name].tolist() for name in names), strict=True)
     boxes = [
-        Box(trace.shape.worker_of(stage), stage, kind, index, version, start - zero, until - zero)
+        Box(trace.plan.worker_of(stage), stage, kind, index, version, start - zero, until - zero)
         for stage, kind, index, version, start, until in columns
     ]
     return Window(boxes, first - zero, stop - zero, last - zero)
@@ -120,12 +120,13 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
     Returns:
         Lines; ``.`` is idle, letters as in `schedules.actions`.
     """
-    shape = trace.shape
-    lead = len(shape.name_of(shape.workers - 1)) + 2
+    plan = trace.plan
+    names = [plan.name_of(worker) for worker in range(plan.workers)]
+    lead = max(map(len, names)) + 2
     columns = max(width - lead, 10)
     scale = max(view.end - view.begin, 1) / columns
-    rows = [["."] * columns for _ in range(shape.workers)]
-    filled = np.zeros((shape.workers, columns))
+    rows = [["."] * columns for _ in names]
+    filled = np.zeros((len(names), columns))
     for box in view.boxes:
         first = max((box.start - view.begin) / scale, 0.0)
         last = min((box.end - view.begin) / scale, float(columns))
@@ -136,19 +137,20 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
                 filled[box.worker, column] = share
                 rows[box.worker][column] = chr(box.kind)
         cells = int(last) - int(np.ceil(first))
-        label = _full_label(shape, box)
+        label = _full_label(plan, box)
         if cells > len(label):
             at = int(np.ceil(first))
             rows[box.worker][at : at + cells] = list(label.ljust(cells, "-"))
-    lines = [f"{shape.name_of(w):<{lead}}{''.join(row)}" for w, row in enumerate(rows)]
+    lines = [f"{name:<{lead}}{''.join(row)}" for name, row in zip(names, rows, strict=True)]
     left, right = (seconds_text(t / 1e9) for t in (view.begin, view.end))
     lines.append(f"{'':<{lead}}{left}{right:>{max(columns - len(left), 1)}}")
     return "\n".join(lines)
 
 
-def _full_label(shape: Shape, box: Box) -> str:
-    """As ``F3``, or ``2:F3`` where workers host several stages."""
-    return box.label if shape.stages_per_worker == 1 else f"{box.stage}:{box.label}"
+def _full_label(plan: Plan, box: Box) -> str:
+    """Return the label as ``F3``, or ``2:F3`` where the worker hosts several stages."""
+    several = len(plan.stages_of(box.worker)) > 1
+    return f"{box.stage}:{box.label}" if several else box.label
 
 
 # -- SVG ----------------------------------------------------------------------------------------
@@ -167,19 +169,14 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
     Returns:
         The document; every box has a tooltip.
     """
-    workers, shape = trace.shape.workers, trace.shape
+    workers = trace.plan.workers
     bottom = _TOP + workers * _ROW
     scale = (width - _LEFT - 20) / max(view.end - view.begin, 1)
 
     def x(ns: int) -> float:
         return _LEFT + (min(max(ns, view.begin), view.end) - view.begin) * scale
 
-    kind = "simulated" if trace.simulated else "measured"
-    title = (
-        f"{trace.schedule}, {shape.num_stages} stages, {shape.per_update} micro-batches per "
-        f"update ({kind}; {view})"
-    )
-    title = "".join(c for c in title if c.isprintable())
+    title = _title(trace, view)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 58}" '
         f'viewBox="0 0 {width} {bottom + 58}" font-family="sans-serif" font-size="11">',
@@ -190,36 +187,51 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
     for w in range(workers):
         y = _TOP + w * _ROW
         parts.append(
-            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end">{shape.name_of(w)}</text>'
+            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end">{trace.plan.name_of(w)}</text>'
             f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 20}" height="{_BAR}" '
             'fill="#f1f3f4"/>'
         )
     parts.extend(_svg_box(trace, box, x) for box in view.boxes)
     parts.extend(_svg_axis(view, x, bottom))
-    present = [kind for kind in _NAMES if any(box.kind == kind for box in view.boxes)]
+    parts.extend(_svg_legend(view, bottom))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _title(trace: Trace, view: Window) -> str:
+    """Return what is drawn, in words."""
+    kind = "simulated" if trace.simulated else "measured"
+    title = (
+        f"{trace.plan.name}, {trace.plan.num_stages} stages, {trace.plan.per_update} micro-batches "
+        f"per update ({kind}; {view})"
+    )
+    return "".join(c for c in title if c.isprintable())
+
+
+def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
+    """Yield the colours of the kinds of action that are in the picture, with their names."""
     at = float(_LEFT)
-    for code in present:
+    for code in [kind for kind in _NAMES if any(box.kind == kind for box in view.boxes)]:
         words = f"{chr(code)} {_NAMES[code]}"
-        parts.append(
+        yield (
             f'<rect x="{at:.1f}" y="{bottom + 38}" width="12" height="12" '
             f'fill="{_COLOURS[code]}"/>'
             f'<text x="{at + 17:.1f}" y="{bottom + 48}">{words}</text>'
         )
         at += 17 + 6.5 * len(words) + 18
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _svg_box(trace: Trace, box: Box, x: Any) -> str:
     """One action."""
     left, right = x(box.start), x(box.end)
     y = _TOP + box.worker * _ROW
-    label = _full_label(trace.shape, box)
+    label = _full_label(trace.plan, box)
     tip = (
         f"stage {box.stage} {box.label}, version {box.version}, "
         f"{seconds_text((box.end - box.start) / 1e9)}"
     )
     # The stages of one worker, from the first on, in lighter shades.
-    opacity = 1 - 0.6 * (box.stage // trace.shape.workers) / trace.shape.stages_per_worker
+    siblings = trace.plan.stages_of(box.worker)
+    opacity = 1 - 0.6 * siblings.index(box.stage) / len(siblings)
     words = ""
     if right - left > 6.2 * len(label):
         words = (
@@ -267,55 +279,85 @@ def perfetto(trace: Trace) -> str:
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """The events: names first, then what happened."""
-    shape = trace.shape
-    coordinator = shape.workers
+    """Yield the events: names first, then what happened."""
+    plan = trace.plan
     for w, facts in enumerate(trace.workers):
         yield _named("process_name", w, 0, f"worker {w}: {facts.name}")
-    yield _named("process_name", coordinator, 0, "coordinator")
-    for s in range(shape.num_stages):
-        yield _named("thread_name", shape.worker_of(s), s, f"stage {s}")
-    known = [*_NAMES, INJECTED, LOSS_CAME]
-    spans = trace.spans[np.isin(trace.spans["kind"], known)]
+    yield _named("process_name", plan.workers, 0, "coordinator")
+    for s in range(plan.num_stages):
+        yield _named("thread_name", plan.worker_of(s), s, f"stage {s}")
+    spans = trace.spans[np.isin(trace.spans["kind"], [*_NAMES, INJECTED, LOSS_CAME])]
     zero = int(spans["start"].min(initial=0)) if len(spans) else 0
-    names = (
-        "kind", "stage", "index", "version", "kept", "in_flight", "waited_for",
-        "ready", "start", "end", "bytes",
-    )  # fmt: skip
     order = np.argsort(spans["start"], kind="stable")
-    for row in zip(*(spans[name][order].tolist() for name in names), strict=True):
-        kind, stage, index, version, kept, in_flight, waited_for, ready, start, end, size = row
-        at, duration = (start - zero) / 1e3, (end - start) / 1e3
-        if stage < 0:
-            name = f"inject {index}" if kind == INJECTED else f"loss {index}"
-            yield _complete(name, "coordinator", coordinator, 0, at, duration, {})
-            continue
-        worker = shape.worker_of(stage)
-        details = {
-            "version": version,
-            "versions held": kept,
-            "in flight": in_flight,
-            "waited us": max(start - ready, 0) / 1e3,
-            "waited for": _cause(waited_for),
-            "bytes sent": size,
-        }
-        yield _complete(f"{chr(kind)}{index}", _NAMES[kind], worker, stage, at, duration, details)
-        yield {
-            "ph": "C", "name": f"versions of stage {stage}", "pid": worker, "tid": stage,
-            "ts": end / 1e3 - zero / 1e3, "args": {"versions": kept},
+    columns = (spans[name][order].tolist() for name in _Row._fields)
+    for row in map(_Row._make, zip(*columns, strict=True)):
+        if row.stage < 0:
+            yield _coordinator_event(plan, row, zero)
+        else:
+            yield from _action_events(plan, row, zero)
+
+
+class _Row(NamedTuple):
+    """What Perfetto is told of a span; see `SPAN`."""
+
+    kind: int
+    stage: int
+    index: int  # type: ignore[assignment]  # nobody looks for an element of a row
+    version: int
+    kept: int
+    in_flight: int
+    waited_for: int
+    ready: int
+    start: int
+    end: int
+    bytes: int
+
+
+def _coordinator_event(plan: Plan, row: _Row, zero: int) -> dict[str, Any]:
+    """Return the slice of an injection, or of a loss that arrived."""
+    name = f"inject {row.index}" if row.kind == INJECTED else f"loss {row.index}"
+    at, duration = (row.start - zero) / 1e3, (row.end - row.start) / 1e3
+    return _complete(name, "coordinator", plan.workers, 0, at, duration, {})
+
+
+def _action_events(plan: Plan, row: _Row, zero: int) -> Iterator[dict[str, Any]]:
+    """Yield the slice of an action, the versions held after it, and the arrow that it is on."""
+    at, duration = (row.start - zero) / 1e3, (row.end - row.start) / 1e3
+    worker = plan.worker_of(row.stage)
+    details = {
+        "version": row.version,
+        "versions held": row.kept,
+        "in flight": row.in_flight,
+        "waited us": max(row.start - row.ready, 0) / 1e3,
+        "waited for": _cause(row.waited_for),
+        "bytes sent": row.bytes,
+    }
+    label = f"{chr(row.kind)}{row.index}"
+    yield _complete(label, _NAMES[row.kind], worker, row.stage, at, duration, details)
+    yield {
+        "ph": "C", "name": f"versions of stage {row.stage}", "pid": worker, "tid": row.stage,
+        "ts": row.end / 1e3 - zero / 1e3, "args": {"versions": row.kept},
+    }  # fmt: skip
+    if row.kind in _ON_ITS_WAY:
+        phase = _phase(plan, row)
+        arrow = {
+            "ph": phase, "name": "micro-batch", "cat": "flow", "id": row.index,
+            "pid": worker, "tid": row.stage, "ts": at + duration / 2,
         }  # fmt: skip
-        if kind in _ON_ITS_WAY:
-            begins = kind == CODES[Kind.FORWARD] and stage == 0
-            ends = kind != CODES[Kind.FORWARD] and stage == 0
-            arrow = {
-                "ph": "s" if begins else "f" if ends else "t",
-                "name": "micro-batch", "cat": "flow", "id": index,
-                "pid": worker, "tid": stage, "ts": at + duration / 2,
-            }  # fmt: skip
-            yield {**arrow, "bp": "e"} if ends else arrow
+        yield {**arrow, "bp": "e"} if phase == "f" else arrow
 
 
 _ON_ITS_WAY = (CODES[Kind.FORWARD], CODES[Kind.BACKWARD], CODES[Kind.INPUT])
+
+
+def _phase(plan: Plan, row: _Row) -> str:
+    """Return whether a micro-batch's arrows begin (s), go on (t) or end (f) at an action.
+
+    They begin and end on the first of the stages that take the model's input.
+    """
+    if row.stage != plan.entries[0]:
+        return "t"
+    return "s" if row.kind == CODES[Kind.FORWARD] else "f"
 
 
 def _cause(waited_for: int) -> str:

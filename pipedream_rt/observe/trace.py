@@ -15,16 +15,17 @@ import numpy as np
 
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import SPAN, Spans
-from pipedream_rt.schedules import Action, Kind, Shape
+from pipedream_rt.schedules import Action, Kind, Plan
 
 _MAGIC = "pipedream-rt trace"
-_VERSION = 1
+_VERSION = 2
 
 INJECTED, LOSS_CAME = ord("N"), ord("L")
-"""Spans of the coordinator."""
+"""Spans of the coordinator: a micro-batch was injected, the loss of one arrived."""
 
-DRAIN = ord("D")
-"""The span with which a stage ends a flush."""
+PASS, COMMAND, DRAIN = ord("E"), ord("C"), ord("D")
+"""Spans of a stage beside its actions: a forward of evaluation or inference, a command that was
+carried out, and the end of a flush."""
 
 CODES = {kind: ord(kind.value) for kind in Kind}
 """The number that stands for an action's kind in a span."""
@@ -52,8 +53,7 @@ class Trace:
     """What a run did.
 
     Attributes:
-        schedule: Its name.
-        shape: Workers, stages, micro-batches per update.
+        plan: The stages, their places, the edges between them, and the schedule.
         credits: Mini-batches that the coordinator injects ahead.
         simulated: Whether it was computed, not measured.
         workers: Facts about each.
@@ -62,8 +62,7 @@ class Trace:
         spans: An array of `SPAN`, each stage's in the order in which they happened.
     """
 
-    schedule: str
-    shape: Shape
+    plan: Plan
     credits: int
     simulated: bool
     workers: tuple[WorkerFacts, ...]
@@ -80,16 +79,17 @@ class Trace:
         """The spans of every stage; quicker than one after another."""
         order = np.argsort(self.spans["stage"], kind="stable")
         bounds = np.searchsorted(
-            self.spans["stage"], np.arange(self.shape.num_stages + 1), sorter=order
+            self.spans["stage"], np.arange(self.plan.num_stages + 1), sorter=order
         )
         return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
     def actions(self, worker: int) -> Iterator[Action]:
-        """What a worker did of its order, in order."""
+        """Yield what a worker did of its order, in order."""
+        stages = self.plan.stages_of(worker)
         wanted = np.isin(self.spans["kind"], list(CODES.values()))
-        mine = self.spans[wanted & (self.spans["stage"] % self.shape.workers == worker)]
+        mine = self.spans[wanted & np.isin(self.spans["stage"], stages)]
         mine = mine[np.argsort(mine["end"], kind="stable")]
-        several = self.shape.stages_per_worker > 1
+        several = len(stages) > 1
         kinds = {code: kind for kind, code in CODES.items()}
         for kind, index, stage in zip(
             mine["kind"].tolist(), mine["index"].tolist(), mine["stage"].tolist(), strict=True
@@ -111,8 +111,7 @@ class Trace:
         """
         path = Path(path)
         header = {
-            "schedule": self.schedule,
-            "shape": asdict(self.shape),
+            "plan": self.plan.packed(),
             "credits": self.credits,
             "simulated": self.simulated,
             "workers": [asdict(worker) for worker in self.workers],
@@ -175,8 +174,7 @@ def _digest(packed: bytes, spans: memoryview) -> bytes:
 def _made(header: dict[str, Any], spans: Spans) -> Trace:
     """Make a trace of what a file holds."""
     return Trace(
-        schedule=header["schedule"],
-        shape=Shape(**header["shape"]),
+        plan=Plan.unpacked(header["plan"]),
         credits=header["credits"],
         simulated=header["simulated"],
         workers=tuple(WorkerFacts(**worker) for worker in header["workers"]),

@@ -1,5 +1,10 @@
 """How a model is cut into stages."""
 
-from pipedream_rt.planning.split import Layers, layers_of, split_points
+from pipedream_rt.planning.split import (
+    Layers,
+    layers_of,
+    refuse_shared_parameters,
+    split_points,
+)
 
-__all__ = ["Layers", "layers_of", "split_points"]
+__all__ = ["Layers", "layers_of", "refuse_shared_parameters", "split_points"]

@@ -27,8 +27,8 @@ class VersionLedger:
         self.kept_most = 1
         self._pins: dict[int, int] = {}
         self._readers = {floor: 0}
-        # Versions below have been looked at by `release`; those with readers then are dropped when
-        # the last reader ends.
+        # `release` has looked at every version older than this one. Those that had readers then
+        # wait here until their last reader ends.
         self._swept = floor
         self._to_drop: list[int] = []
 
@@ -41,6 +41,37 @@ class VersionLedger:
     def in_flight(self) -> Set[int]:
         """The micro-batches that have a version pinned, oldest first."""
         return self._pins.keys()
+
+    def read(self, micro_batch: int, version: int) -> list[int]:
+        """Begin the forward of a micro-batch: release what is older than it reads, and pin that.
+
+        Args:
+            micro_batch: Its number.
+            version: What the policy says; the floor is read in the place of an older one.
+
+        Returns:
+            The versions dropped, oldest first.
+
+        Raises:
+            VersionError: As `pin`.
+        """
+        version = max(self.floor, version)
+        dropped = self.release(version)
+        self.pin(micro_batch, version)
+        return dropped
+
+    def update(self, next_read: int) -> tuple[list[int], bool]:
+        """Do an update: release what the next forward does not read, and advance.
+
+        Args:
+            next_read: The version that the policy says the next forward reads.
+
+        Returns:
+            The versions dropped, oldest first; and whether the new version takes the place of the
+            newest one, as `advance` returns it.
+        """
+        next_read = max(self.floor, next_read)
+        return self.release(next_read), self.advance(next_read)
 
     def pin(self, micro_batch: int, version: int) -> None:
         """Note that a micro-batch reads a version until `unpin`.

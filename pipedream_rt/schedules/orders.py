@@ -1,7 +1,7 @@
 """The orders: which actions a worker does, one after another. Endless, pure, one function each.
 
 Letters as in the papers: n workers, v stages on each, s a stage, k micro-batches per update, m a
-micro-batch, w(s) = n-1-s warm-up forwards.
+micro-batch, w(s) the warm-up forwards of a stage: n-1-s, and the slack of the hops after it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,21 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
             yield step(m // per_update)
 
 
-class _AnyShape:
-    """An order that exists for every shape with one stage on each worker."""
+def refuse_slack(name: str, shape: Shape) -> None:
+    """Refuse slack where an order does not use it.
+
+    Raises:
+        ConfigError: The shape has slack.
+    """
+    if shape.slack:
+        raise ConfigError(
+            f"{name} has no warm-up that slack could lengthen; slack is for async-1f1b, 2bw and "
+            "1f1b"
+        )
+
+
+class _OneStageEach:
+    """What the orders have in common that put one stage on each worker."""
 
     __slots__ = ()
 
@@ -70,7 +83,7 @@ class _AnyShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Async1F1B(_AnyShape):
+class Async1F1B(_OneStageEach):
     """No flush, ever: mini-batches and epochs follow each other without a bubble.
 
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training
@@ -79,15 +92,15 @@ class Async1F1B(_AnyShape):
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
         """See `Order.order`."""
-        return one_forward_one_backward(shape.workers - 1 - worker, shape.per_update, start)
+        return one_forward_one_backward(shape.warm_up(worker), shape.per_update, start)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """w(s) + 1."""
-        return shape.workers - stage
+        """See `Order.in_flight`: w(s) + 1."""
+        return shape.warm_up(stage) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed1F1B(_AnyShape):
+class Flushed1F1B(_OneStageEach):
     """1F1B that drains before every update.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021),
@@ -97,17 +110,17 @@ class Flushed1F1B(_AnyShape):
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
         """See `Order.order`."""
         k = shape.per_update
-        warm_up = min(shape.workers - 1 - worker, k)
+        warm_up = min(shape.warm_up(worker), k)
         for first in count(start, k):
             yield from until(one_forward_one_backward(warm_up, k, first), first + k, k, k + 1)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """min(w(s) + 1, k)."""
-        return min(shape.workers - stage, shape.per_update)
+        """See `Order.in_flight`: min(w(s) + 1, k)."""
+        return min(shape.warm_up(stage) + 1, shape.per_update)
 
 
 @dataclass(frozen=True, slots=True)
-class GPipe(_AnyShape):
+class GPipe(_OneStageEach):
     """All forwards of a mini-batch, then all its backwards, then the update.
 
     Departure from the paper: backwards run in the order of the forwards, not against it, so that
@@ -125,8 +138,13 @@ class GPipe(_AnyShape):
             yield step(first // shape.per_update)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return k."""
+        """See `Order.in_flight`: k."""
         return shape.per_update
+
+    def require(self, shape: Shape) -> None:
+        """See `Order.require`."""
+        _OneStageEach.require(self, shape)
+        refuse_slack("gpipe", shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +185,14 @@ class Interleaved1F1B:
                 yield step(first // k, stage)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Counted over one mini-batch; there is no shorter formula."""
+        """See `Order.in_flight`: counted over one mini-batch, for there is no shorter formula."""
         order = self.order(shape.worker_of(stage), shape, 0)
         left = shape.stages_per_worker * (shape.per_update + 1)
         return most_in_flight(until(order, shape.per_update, shape.per_update, left), stage)
 
     def require(self, shape: Shape) -> None:
-        """The micro-batches, k, must be a multiple of the workers, n."""
+        """See `Order.require`: the micro-batches, k, must be a multiple of the workers, n."""
+        refuse_slack("interleaved-1f1b", shape)
         if shape.per_update % shape.workers:
             raise ConfigError(
                 "interleaved-1f1b takes the micro-batches in groups of as many as there are "
@@ -193,7 +212,7 @@ def most_in_flight(actions: Iterator[Action], stage: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroBubbleH1(_AnyShape):
+class ZeroBubbleH1(_OneStageEach):
     """1F1B whose backward is split: weight halves fill what would be bubble, in the same memory.
 
     Stage s puts off the weight halves by s micro-batches: w(s) + 1 + s = n are in flight, as many
@@ -222,5 +241,10 @@ class ZeroBubbleH1(_AnyShape):
             yield step(first // k)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """min(n, k)."""
+        """See `Order.in_flight`: min(n, k)."""
         return min(shape.workers, shape.per_update)
+
+    def require(self, shape: Shape) -> None:
+        """See `Order.require`."""
+        _OneStageEach.require(self, shape)
+        refuse_slack("zero-bubble", shape)

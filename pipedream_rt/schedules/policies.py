@@ -39,37 +39,38 @@ class _AnyShape:
 class WeightStashing(_AnyShape):
     """The newest version there is when the stage's own 1F1B order reaches the forward.
 
-    max(0, (m - w(s)) // k), with w(s) = n-1-s: in steady state every stage reads the version that
-    w(s) later backwards will not touch. It depends on m alone, not on when the pipe was flushed.
+    max(0, (m - w(s)) // k), with w(s) as `Shape.warm_up` returns it: when the forward of m comes in
+    steady state, the backwards of all micro-batches before m - w(s) are done. The version depends
+    on m alone, not on when the pipe was flushed.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (weight stashing).
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return max(0, (micro_batch - (shape.workers - 1 - stage)) // shape.per_update)
+        return max(0, (micro_batch - shape.warm_up(stage)) // shape.per_update)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """w(s) + 1 with k = 1; the updates that w(s) micro-batches span, and the newest, else."""
-        return -(-(shape.workers - 1 - stage) // shape.per_update) + 1
+        """See `VersionPolicy.kept`: the updates that w(s) micro-batches span, and the newest."""
+        return -(-shape.warm_up(stage) // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class VerticalSync(_AnyShape):
     """The version that the first stage reads, at every stage: one model for each micro-batch.
 
-    max(0, (m - (n-1)) // k). All stages keep as many versions as the first.
+    max(0, (m - w(0)) // k). All stages keep as many versions as the first.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (vertical sync).
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return max(0, (micro_batch - (shape.workers - 1)) // shape.per_update)
+        return max(0, (micro_batch - shape.warm_up(0)) // shape.per_update)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """As many as stages with k = 1."""
-        return -(-(shape.workers - 1) // shape.per_update) + 1
+        """See `VersionPolicy.kept`: as many as the first stage keeps."""
+        return -(-shape.warm_up(0) // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,14 @@ class TwoVersions:
         return 2
 
     def require(self, shape: Shape) -> None:
-        """With less than n micro-batches more than two versions would be read at a time."""
-        if shape.per_update < shape.workers:
+        """With k < w(0) + 1 more than two versions would be read at a time."""
+        needed = shape.warm_up(0) + 1
+        if shape.per_update < needed:
+            slack = f" with a slack of {sum(shape.slack)} in all" if shape.slack else ""
             raise ConfigError(
-                f"2bw needs at least as many micro-batches per update as stages: micro_batches "
-                f"is {shape.per_update}, there are {shape.workers} stages"
+                f"2bw needs at least as many micro-batches per update as stages, and one more for "
+                f"each unit of slack: micro_batches is {shape.per_update}, {shape.workers} "
+                f"stages{slack} need {needed}"
             )
 
 

@@ -1,21 +1,20 @@
-"""How many workers, stages and micro-batches a schedule is for."""
+"""The numbers that an order and a version policy depend on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from pipedream_rt.errors import ConfigError
-
-COORDINATOR = -1
-"""Stands where a stage would: as an address, in a span. Stages have theirs from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The numbers that an order and a version policy depend on.
+    """How many workers, stages and micro-batches a schedule is for, and how much slack it has.
 
-    Stages are dealt to the workers in turn, so that neighbours in the model are neighbours in the
-    ring of workers (Megatron's interleaving)::
+    The stages are dealt to the workers in turn, so that neighbours in the model are neighbours in
+    the ring of workers (Megatron's interleaving)::
 
         3 workers, 2 stages each     worker 0   worker 1   worker 2
                                      stage 0    stage 1    stage 2
@@ -24,15 +23,22 @@ class Shape:
     Attributes:
         workers: n; each has one thread that computes.
         per_update: k, micro-batches per update.
-        stages_per_worker: v, model chunks on each worker.
+        stages_per_worker: v, stages on each worker.
+        slack: e_j, extra warm-up forwards before the hop from stage j to stage j+1, one number for
+            each of the n-1 hops; empty for none. Only with one stage on each worker.
+
+    Raises:
+        ConfigError: A number is out of range, or there are too many or too few of slack.
     """
 
     workers: int
     per_update: int = 1
     stages_per_worker: int = 1
+    slack: tuple[int, ...] = ()
+    _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse numbers below 1."""
+        """Refuse numbers out of range, and compute the warm-ups, which are asked for often."""
         for what, value in (
             ("stages", self.workers),
             ("micro_batches", self.per_update),
@@ -40,20 +46,58 @@ class Shape:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{what} must be an integer of at least 1, not {value!r}")
+        slack = slack_of(self.slack, self.num_stages)
+        if any(slack) and self.stages_per_worker > 1:
+            raise ConfigError("slack is for schedules with one stage on each worker")
+        object.__setattr__(self, "slack", slack if any(slack) else ())
+        hops = (0, *(1 + extra for extra in reversed(slack)))
+        object.__setattr__(self, "_warm_ups", tuple(accumulate(hops))[::-1])
 
     @property
     def num_stages(self) -> int:
         """Stages of the model, n v."""
         return self.workers * self.stages_per_worker
 
-    def name_of(self, worker: int) -> str:
-        """``"stage 2"``, or ``"worker 1"`` where workers host several stages."""
-        return f"{'stage' if self.stages_per_worker == 1 else 'worker'} {worker}"
+    def warm_up(self, stage: int) -> int:
+        """Return w(s) = (n-1-s) + sum of e_j for j >= s.
+
+        It is the number of forwards that a 1F1B order does on a stage before its first backward,
+        one less than the micro-batches that are then in flight there. For n stages, one on each
+        worker.
+        """
+        return self._warm_ups[stage]
 
     def worker_of(self, stage: int) -> int:
-        """Return the worker that hosts a stage."""
+        """Return the worker that a stage is dealt to; a plan may place it elsewhere."""
         return stage % self.workers
 
     def stages_of(self, worker: int) -> range:
-        """Return the stages that a worker hosts, in the order of the model."""
+        """Return the stages that are dealt to a worker, in the order of the model."""
         return range(worker, self.num_stages, self.workers)
+
+
+def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Return the slack of every hop.
+
+    Args:
+        slack: One number for all hops, or one for each, or nothing for none.
+        num_stages: Number of stages, which have one hop less.
+
+    Returns:
+        One number for each hop.
+
+    Raises:
+        ConfigError: A number is negative or no integer, or there are too many or too few.
+    """
+    hops = num_stages - 1
+    each = [slack] * hops if isinstance(slack, int) else list(slack) or [0] * hops
+    checked = [slack] if isinstance(slack, int) else each
+    for value in checked:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"slack must be integers of at least 0, not {value!r}")
+    if len(each) != hops:
+        raise ConfigError(
+            f"slack has {len(each)} numbers, but {num_stages} stages have {hops} hops between "
+            "them; give one number for each hop, or one for all"
+        )
+    return tuple(each)

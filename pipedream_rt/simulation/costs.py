@@ -41,6 +41,8 @@ class Costs:
         stash_bytes: Held for each micro-batch in flight.
         weight_bytes: Of one weight version.
         latency: Seconds that a message is under way, beside its transmission.
+        hop_latency: Seconds that a message is under way besides on the hop from each stage to the
+            next, in either direction; one entry for each of the n-1 hops, or one for all.
         bandwidth: Bytes per second of each link (a pair of workers, one direction); messages of a
             link queue. Infinite if not given.
         overhead: Seconds that a worker spends on sending a message.
@@ -63,6 +65,7 @@ class Costs:
     stash_bytes: tuple[float, ...] = (0.0,)
     weight_bytes: tuple[float, ...] = (0.0,)
     latency: float = 0.0
+    hop_latency: tuple[float, ...] = (0.0,)
     bandwidth: float = math.inf
     overhead: float = 0.0
     injection: float = 0.0
@@ -82,6 +85,8 @@ class Costs:
                 _check(name, value)
         for name in ("latency", "overhead", "injection", "turnaround"):
             _check(name, getattr(self, name))
+        for value in self.hop_latency:
+            _check("hop_latency", value)
         for name, values in (("bandwidth", (self.bandwidth,)), ("speed", self.speed)):
             for value in values:
                 if not isinstance(value, int | float) or not value > 1 / _MOST:
@@ -115,7 +120,13 @@ class Costs:
             if self.gradient_bytes
             else (0.0, *sent[:-1])
         )
-        return replace(filled, **spread, speed=_spread("speed", self.speed, workers, "workers"))
+        hops = max(num_stages - 1, 1)  # an entry for all may stand though there is no hop
+        return replace(
+            filled,
+            **spread,
+            hop_latency=_spread("hop_latency", self.hop_latency, hops, "hops"),
+            speed=_spread("speed", self.speed, workers, "workers"),
+        )
 
     def cut(self, pieces: int) -> Costs:
         """Cut every stage into several of equal cost, for interleaving.
@@ -135,12 +146,17 @@ class Costs:
         def repeated(sizes: tuple[float, ...], share: float) -> tuple[float, ...]:
             return tuple(size * share for size in sizes for _ in range(pieces))
 
+        if len(set(self.hop_latency)) > 1:
+            raise ConfigError(
+                "costs: hop_latency has one entry for each hop, and stages that are cut have "
+                "other hops; give one entry for all"
+            )
         times: dict[str, Any] = {name: shared(getattr(self, name)) for name in _PER_STAGE}
         shares = {name: 1.0 if "sent" in _BYTES[name] else 1 / pieces for name in _BYTES}
         sizes: dict[str, Any] = {
             name: repeated(getattr(self, name), shares[name]) for name in _BYTES
         }
-        return replace(self, **times, **sizes)
+        return replace(self, **times, **sizes, hop_latency=self.hop_latency[:1])
 
     def changed(self, **changes: Any) -> Costs:
         """The same costs with others in some places.
@@ -211,6 +227,8 @@ def parsed(name: str, value: Any) -> Any:
         )
     if name in _BYTES:
         return tuple(size(entry) for entry in entries)
+    if name == "hop_latency":
+        return tuple(seconds(entry) for entry in entries)
     if name == "speed":
         return tuple(_number(name, entry) for entry in entries)
     if len(entries) != 1:

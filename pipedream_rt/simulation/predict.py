@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,16 +12,14 @@ from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.replay import Replay
 from pipedream_rt.observe.spans import Spans
 from pipedream_rt.observe.summary import (
-    BACKWARDS,
-    FORWARDS,
     hop_latencies,
-    hops,
+    hop_times,
+    hops_between,
     longest_stretch,
     summarize,
 )
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
-from pipedream_rt.schedules import RECIPES, Kind, Schedule, Shape, schedule_for
-from pipedream_rt.schedules.shape import COORDINATOR
+from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
 
@@ -46,19 +44,23 @@ class Prediction:
         return self.predicted / self.measured - 1
 
 
-def schedule_of(trace: Trace) -> Schedule:
-    """Make the schedule of a trace anew: by its name, or by replaying what was done.
+def plan_of(trace: Trace) -> Plan:
+    """Return the plan of a trace; where its schedule is known by name only, one that replays it.
 
     Raises:
-        TraceError: It has no known name and cannot be replayed.
+        TraceError: Its schedule has no known name and cannot be replayed.
     """
-    shape = trace.shape
-    return schedule_for(
-        trace.schedule if trace.schedule in RECIPES else Replay(trace),
-        num_stages=shape.num_stages,
-        per_update=shape.per_update,
-        stages_per_worker=shape.stages_per_worker,
+    plan = trace.plan
+    if plan.recipe is not None:
+        return plan
+    again = plan_for(
+        Replay(trace),
+        num_stages=plan.num_stages,
+        per_update=plan.per_update,
+        stages_per_worker=plan.shape.stages_per_worker,
+        slack=plan.shape.slack,
     )
+    return replace(plan, name=again.name, recipe=again.recipe)
 
 
 def _stretches(trace: Trace) -> list[Spans]:
@@ -72,7 +74,7 @@ def _stretches(trace: Trace) -> list[Spans]:
     if not len(forwards):
         raise TraceError("no micro-batch went forward in the trace; nothing can be fitted")
     low, high = int(forwards.min()), int(forwards.max())
-    k = trace.shape.per_update
+    k = trace.plan.per_update
     low, high = -(-low // k) * k, (high + 1) // k * k
     found = []
     for spans in stages:
@@ -127,7 +129,7 @@ def fit(trace: Trace) -> Costs:
         gradient_bytes=_bytes(stretches, (Kind.BACKWARD, Kind.INPUT)),
         stash_bytes=tuple(map(float, trace.activation_bytes)) or (0.0,),
         weight_bytes=tuple(map(float, trace.stage_bytes)) or (0.0,),
-        latency=_latency(stretches),
+        latency=_latency(trace.plan, stretches),
         injection=_mean(injected["end"] - injected["start"]),
         turnaround=_turnaround(trace, coordinator, injected),
     )
@@ -145,23 +147,22 @@ def _bytes(stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple[float, ...]
     return tuple(float(np.mean(size)) if len(size) else 0.0 for size in sizes)
 
 
-def _latency(stretches: list[Spans]) -> float:
+def _latency(plan: Plan, stretches: list[Spans]) -> float:
     """Mean seconds under way, of the messages that somebody waited for.
 
     A busy receiver notes an arrival late, which costs nothing and must not count.
     """
     waited = [stretch[stretch["arrived"] > stretch["ready"]] for stretch in stretches]
     found = [np.zeros(0)]
-    for s in range(len(stretches) - 1):
-        found.append(hops(stretches[s], waited[s + 1], FORWARDS))
-        found.append(hops(stretches[s + 1], waited[s], BACKWARDS))
+    found += [hop_times(e, stretches[e.source], waited[e.target]) for e in hops_between(plan)]
     latencies = np.concatenate(found)
-    return _mean(latencies) if len(latencies) else _mean(hop_latencies(stretches))
+    return _mean(latencies) if len(latencies) else _mean(hop_latencies(plan, stretches))
 
 
 def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
     """Mean seconds from the loss that gives a credit back to the next injection."""
-    k, ahead = trace.shape.per_update, trace.credits * trace.shape.per_update
+    k = trace.plan.per_update
+    ahead = trace.credits * k
     losses = coordinator[coordinator["kind"] == LOSS_CAME]
     came = dict(zip(losses["index"].tolist(), losses["arrived"].tolist(), strict=True))
     starts = dict(zip(injected["index"].tolist(), injected["start"].tolist(), strict=True))
@@ -200,11 +201,12 @@ def predict(trace: Trace) -> Prediction:
         )
     costs = fit(trace)
     # As many micro-batches as were fitted: each has its sample.
-    made = simulate(schedule_of(trace), costs, len(costs.forward[0]), credits=trace.credits)
+    made = simulate(plan_of(trace), costs, len(costs.forward[0]), credits=trace.credits)
     return Prediction(measured=measured, predicted=summarize(made).throughput, trace=made)
 
 
 _NUMBERS = ("stages", "micro_batches", "stages_per_worker", "credits")
+_LISTS = ("speed", "slack")
 _COSTS = ("bandwidth", "latency", "overhead", "speed", "injection", "turnaround")
 
 
@@ -214,7 +216,7 @@ def changes_of(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is something else.
     """
-    known = ("schedule", *_NUMBERS, *_COSTS)
+    known = ("schedule", "slack", *_NUMBERS, *_COSTS)
     changes: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (p.strip() for p in part.partition("="))
@@ -228,7 +230,7 @@ def changes_of(text: str) -> dict[str, Any]:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
             changes[name] = int(value)
         else:
-            changes[name] = value.split(":") if name == "speed" else value
+            changes[name] = value.split(":") if name in _LISTS else value
     return changes
 
 
@@ -250,31 +252,59 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
         ConfigError: There is no such schedule or cost.
         TraceError: The trace is too short.
     """
-    shape = trace.shape
-    name = changes.get("schedule", trace.schedule)
+    plan = trace.plan
+    other = _changed_plan(plan, changes)
+    fitted = fit(trace)
+    costs = regrouped(fitted, plan.shape, other.shape)
+    costs = replace(costs, **{k: parsed(k, v) for k, v in changes.items() if k in _COSTS})
+    as_it_was = (other.name, other.workers) == (plan.name, plan.workers)
+    credits = changes.get("credits", trace.credits if as_it_was else other.credits())
+    k = other.per_update
+    enough = max(len(fitted.forward[0]), 8 * other.num_stages, 8 * k)
+    return simulate(other, costs, -(-enough // k) * k, credits=credits)
+
+
+def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """Return the plan of a run with something changed.
+
+    Raises:
+        ConfigError: There is no such schedule.
+    """
+    name = changes.get("schedule", plan.name)
     if name not in RECIPES and "schedule" not in changes:
         raise ConfigError(
             f"the schedule {name} is not one that is built in; add schedule=NAME to the changes"
         )
     each = changes.get("stages_per_worker")
     if each is None:
-        same = name == trace.schedule or name not in RECIPES
-        each = shape.stages_per_worker if same else RECIPES[name].stages_per_worker
-    stages = changes.get("stages", shape.workers * each)
-    schedule = schedule_for(
+        same = name == plan.name or name not in RECIPES
+        each = plan.shape.stages_per_worker if same else RECIPES[name].stages_per_worker
+    stages = changes.get("stages", plan.workers * each)
+    if "slack" in changes:
+        slack = slack_given(changes["slack"])
+    else:
+        keeps = name == plan.name and stages == plan.num_stages
+        slack = plan.shape.slack if keeps else 0
+    return plan_for(
         name,
         num_stages=stages,
-        per_update=changes.get("micro_batches", shape.per_update),
+        per_update=changes.get("micro_batches", plan.per_update),
         stages_per_worker=each,
+        slack=slack,
     )
-    fitted = fit(trace)
-    costs = regrouped(fitted, shape, schedule.shape)
-    costs = replace(costs, **{k: parsed(k, v) for k, v in changes.items() if k in _COSTS})
-    as_it_was = name == trace.schedule and schedule.shape.workers == shape.workers
-    credits = changes.get("credits", trace.credits if as_it_was else schedule.credits())
-    k = schedule.per_update
-    enough = max(len(fitted.forward[0]), 8 * stages, 8 * k)
-    return simulate(schedule, costs, -(-enough // k) * k, credits=credits)
+
+
+def slack_given(texts: Sequence[str]) -> int | tuple[int, ...]:
+    """Read slack as a person writes it: one number for all hops, or one for each.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    for text in texts:
+        if not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"slack must be integers of at least 0, not {text!r}")
+    numbers = tuple(map(int, texts))
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
@@ -328,5 +358,6 @@ def evenly(costs: Costs, stages: int) -> Costs:
         gradient_bytes=mean(costs.gradient_bytes[1:]),
         stash_bytes=(sum(costs.stash_bytes) / stages,),
         weight_bytes=(sum(costs.weight_bytes) / stages,),
+        hop_latency=mean(costs.hop_latency),
         speed=(1.0,),
     )

@@ -12,23 +12,22 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace, WorkerFacts
-from pipedream_rt.schedules import Kind, Schedule, VersionLedger
+from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan, VersionLedger
 from pipedream_rt.schedules.execution import Execution
-from pipedream_rt.schedules.shape import COORDINATOR
 from pipedream_rt.simulation.costs import Costs, Samples
 
 
-def simulate(
-    schedule: Schedule, costs: Costs, micro_batches: int, *, credits: int | None = None
-) -> Trace:
+def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | None = None) -> Trace:
     """Simulate a run from an empty pipe to an empty pipe.
 
     Args:
-        schedule: Checked; a user's own too.
+        plan: With a schedule that was checked; a user's own too.
         costs: What everything takes.
         micro_batches: How many, a multiple of k.
         credits: Mini-batches injected ahead; None for what the schedule has by itself.
@@ -40,25 +39,23 @@ def simulate(
         ConfigError: Costs for another number of stages, or not whole mini-batches.
         ScheduleError: The schedule deadlocks.
     """
-    shape = schedule.shape
-    if micro_batches < 1 or micro_batches % shape.per_update:
+    if micro_batches < 1 or micro_batches % plan.per_update:
         raise ConfigError(
-            f"micro-batches must be a multiple of {shape.per_update}, one update each, "
+            f"micro-batches must be a multiple of {plan.per_update}, one update each, "
             f"not {micro_batches}"
         )
-    full = costs.for_stages(shape.num_stages, shape.workers)
-    credits = schedule.credits() if credits is None else credits
+    full = costs.for_stages(plan.num_stages, plan.workers)
+    credits = plan.credits() if credits is None else credits
     try:
-        run = _Run(schedule, full, micro_batches, credits)
+        run = _Run(plan, full, micro_batches, credits)
         run.execute()
     except (struct.error, OverflowError) as error:
         raise ConfigError("the simulated time exceeds 292 years; mind the units") from error
     return Trace(
-        schedule=schedule.name,
-        shape=shape,
+        plan=plan,
         credits=credits,
         simulated=True,
-        workers=tuple(WorkerFacts(name=f"worker-{w}") for w in range(shape.workers)),
+        workers=tuple(WorkerFacts(name=f"worker-{w}") for w in range(plan.workers)),
         spans=run.recorder.spans(),
         stage_bytes=tuple(round(b) for b in full.weight_bytes),
         activation_bytes=tuple(round(b) for b in full.stash_bytes),
@@ -66,185 +63,247 @@ def simulate(
 
 
 def _ns(seconds: float) -> int:
-    """Whole nanoseconds."""
+    """Round to whole nanoseconds."""
     return round(seconds * 1e9)
 
 
+@dataclass(slots=True)
 class _Link:
-    """One direction between two workers: messages queue for it."""
+    """One direction between two workers; messages queue for it.
 
-    __slots__ = ("free",)
+    Attributes:
+        free: When the last message will have left.
+    """
 
-    def __init__(self) -> None:
-        """Free from the start."""
-        self.free = 0
+    free: int = 0
+
+
+@dataclass(slots=True)
+class _Way:
+    """An edge between two stages, with what a message on it costs, in nanoseconds.
+
+    Attributes:
+        source: The stage that sends.
+        transmission: For how long a message occupies the link.
+        latency: How long it is under way after that.
+        link: Between the two workers; None where one worker hosts both stages.
+        size: Bytes of a message.
+        arrivals: When the messages arrive that were sent and not yet used, oldest first.
+    """
+
+    source: int
+    transmission: int
+    latency: int
+    link: _Link | None
+    size: int
+    arrivals: deque[int] = field(default_factory=deque)
+
+    def send(self, now: int) -> None:
+        """Send a message, which arrives at once where no link is between."""
+        link = self.link
+        if link is None:
+            self.arrivals.append(now)
+            return
+        if self.transmission:
+            link.free = now = max(now, link.free) + self.transmission
+        self.arrivals.append(now + self.latency)
+
+
+@dataclass(slots=True)
+class _Doing:
+    """What one kind of action costs and moves on one stage.
+
+    Attributes:
+        code: The number of the kind in a span.
+        samples: Nanoseconds that it takes, by micro-batch or update in turn.
+        comes: The ways whose messages it waits for.
+        goes: The ways on which it sends.
+        injected: Whether it takes its input from the coordinator.
+        reports: Whether it sends a loss to the coordinator.
+        size: Bytes that it sends in all.
+    """
+
+    code: int
+    samples: tuple[int, ...]
+    comes: Sequence[_Way]
+    goes: Sequence[_Way]
+    injected: bool
+    reports: bool
+    size: int
 
 
 class _Run:
     """One simulation.
 
     Args:
-        schedule: What is executed.
+        plan: What is executed.
         costs: Filled in for its stages.
         micro_batches: How many.
         credits: Mini-batches injected ahead.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, micro_batches: int, credits: int) -> None:
+    def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
         """Bring all costs into nanoseconds."""
-        shape = schedule.shape
-        stages = range(shape.num_stages)
-        self._schedule = schedule
-        self._micro_batches = micro_batches
-        self._credits = credits
-        self._last = shape.num_stages - 1
-        overhead = costs.overhead
-
-        def scaled(by_stage: tuple[Samples, ...], senders: range) -> list[tuple[int, ...]]:
-            """Nanoseconds by stage, on its worker, with what sending costs those who send."""
-            return [
-                tuple(_ns((v + overhead * (s in senders)) / speed) for v in by_stage[s])
-                for s in stages
-                for speed in (costs.speed[shape.worker_of(s)],)
-            ]
-
-        self._durations = {
-            Kind.FORWARD: scaled(costs.forward, stages),
-            Kind.BACKWARD: scaled(costs.backward, stages[1:]),
-            Kind.INPUT: scaled(costs.input_gradient, stages[1:]),
-            Kind.WEIGHT: scaled(costs.weight_gradient, range(0)),
-            Kind.STEP: scaled(costs.step, range(0)),
-        }
+        self._plan, self._costs = plan, costs
+        self._micro_batches, self._credits = micro_batches, credits
         self._latency = _ns(costs.latency)
-        self._injection = _ns(costs.injection)
-        self._turnaround = _ns(costs.turnaround)
-        self._bytes_on = [round(b) for b in costs.activation_bytes]
-        self._bytes_back = [round(b) for b in costs.gradient_bytes]
-        self._on_wire = [self._transmission(b, costs) for b in costs.activation_bytes]
-        self._back_wire = [self._transmission(b, costs) for b in costs.gradient_bytes]
+        self._injection_ns, self._turnaround_ns = _ns(costs.injection), _ns(costs.turnaround)
         links: dict[tuple[int, int], _Link] = {}
+        edges = (*plan.edges(EdgeKind.ACTIVATION), *plan.edges(EdgeKind.GRADIENT))
+        self._ways = {e: self._way(e, links) for e in edges if e.source != COORDINATOR}
+        self._doings = {kind: self._doings_of(kind) for kind in Kind}
+        self._ledgers = [VersionLedger(s) for s in range(plan.num_stages)]
+        self._forwards = [0] * plan.num_stages
+        self._injected_until = 0
+        # By micro-batch, when its input arrives and how many stages have not taken it yet.
+        self._inputs: dict[int, list[int]] = {}
+        self._losses: deque[int] = deque()
+        each = micro_batches * (3 if self._splits() else 2) + micro_batches // plan.per_update
+        coordinators = micro_batches * (len(plan.entries) + len(plan.exits))
+        self.recorder = Recorder(each * plan.num_stages + coordinators)
 
-        def link(sender: int, receiver: int) -> _Link | None:
-            """The link between the workers of two stages; None on one worker."""
-            pair = (shape.worker_of(sender), shape.worker_of(receiver))
-            return None if pair[0] == pair[1] else links.setdefault(pair, _Link())
+    def _way(self, edge: Edge, links: dict[tuple[int, int], _Link]) -> _Way:
+        """Return an edge with its costs; ``links`` has one entry for each pair of workers."""
+        costs, plan = self._costs, self._plan
+        if edge.kind is EdgeKind.ACTIVATION:
+            size = costs.activation_bytes[edge.source]
+        else:
+            size = costs.gradient_bytes[edge.source]
+        pair = (plan.worker_of(edge.source), plan.worker_of(edge.target))
+        hop = min(edge.source, edge.target)
+        return _Way(
+            source=edge.source,
+            transmission=0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth),
+            latency=self._latency + _ns(costs.hop_latency[hop]),
+            link=None if pair[0] == pair[1] else links.setdefault(pair, _Link()),
+            size=round(size),
+        )
 
-        self._link_on = [link(s, s + 1) if s < self._last else None for s in stages]
-        self._link_back = [link(s, s - 1) if s else None for s in stages]
-        actions = micro_batches * (3 if self._splits() else 2) + micro_batches // shape.per_update
-        self.recorder = Recorder(actions * shape.num_stages + 2 * micro_batches)
+    def _doings_of(self, kind: Kind) -> list[_Doing]:
+        """Return what a kind of action costs and moves, by stage."""
+        costs, plan = self._costs, self._plan
+        seconds: Sequence[Samples] = {
+            Kind.FORWARD: costs.forward,
+            Kind.BACKWARD: costs.backward,
+            Kind.INPUT: costs.input_gradient,
+            Kind.WEIGHT: costs.weight_gradient,
+            Kind.STEP: costs.step,
+        }[kind]
+        made = []
+        for stage in range(plan.num_stages):
+            needs, gives = plan.needs(Action(kind, 0, stage)), plan.gives(Action(kind, 0, stage))
+            goes = [self._ways[edge] for edge in gives if edge in self._ways]
+            speed = costs.speed[plan.worker_of(stage)]
+            sending = costs.overhead * len(gives)
+            made.append(
+                _Doing(
+                    code=CODES[kind],
+                    samples=tuple(_ns((value + sending) / speed) for value in seconds[stage]),
+                    comes=[self._ways[edge] for edge in needs if edge in self._ways],
+                    goes=goes,
+                    injected=kind is Kind.FORWARD and stage in plan.entries,
+                    reports=any(edge.kind is EdgeKind.LOSS for edge in gives),
+                    size=sum(way.size for way in goes),
+                )
+            )
+        return made
 
     def _splits(self) -> bool:
         """Whether the schedule splits backwards, on any worker."""
-        k = self._schedule.per_update
         return any(
             action.kind is Kind.INPUT
-            for worker in range(self._schedule.shape.workers)
-            for action in self._schedule.order(worker, 0, k)
+            for worker in range(self._plan.workers)
+            for action in self._plan.order(worker, 0, self._plan.per_update)
         )
 
-    @staticmethod
-    def _transmission(size: float, costs: Costs) -> int:
-        """How long a message occupies its link."""
-        return 0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth)
-
     def execute(self) -> None:
-        """Execute every action.
+        """Execute every action: when it can start, which version it is about, what it sends.
 
-        One long loop over local names: it runs millions of times.
+        Local names, since the loop runs millions of times.
         """
-        schedule, last, latency = self._schedule, self._last, self._latency
-        shape, k, credits, injection = schedule.shape, schedule.per_update, self._credits, 0
-        stages = range(last + 1)
-        # An enumeration's member is slow to hash, and slow to look up in its class.
-        forward, weight, step = Kind.FORWARD, Kind.WEIGHT, Kind.STEP
-        durations_f, durations_s = self._durations[forward], self._durations[step]
-        durations_w, durations_i = self._durations[weight], self._durations[Kind.INPUT]
-        durations_b = self._durations[Kind.BACKWARD]
-        code_f, code_b, code_i, code_w, code_s = (CODES[kind] for kind in Kind)
-        reads, record = schedule.recipe.versions.reads, self.recorder.record
-        ledgers = [VersionLedger(s) for s in stages]
-        clocks = [0] * shape.workers
-        forwards, ends = [0] * (last + 1), [0] * (last + 1)
-        # When what a stage waits for arrives, in the order of the micro-batches.
-        inputs: list[deque[int]] = [deque() for _ in stages]
-        gradients: list[deque[int]] = [deque() for _ in stages]
-        losses: deque[int] = deque()
-        execution = Execution(schedule, self._micro_batches, credits=credits)
+        clocks, ledgers = [0] * self._plan.workers, self._ledgers
+        doings_f, doings_b, doings_i, doings_w, doings_s = self._doings.values()
+        forward, backward, input_half, weight, _ = Kind
+        record, version_of = self.recorder.record, self._version_of
+        execution = Execution(self._plan, self._micro_batches, credits=self._credits)
         for worker, stage, (kind, m, _) in execution:
-            start = ready = clocks[worker]
-            ledger = ledgers[stage]
-            arrived, waited_for, size = 0, NOBODY, 0
+            # An enumeration's member is slow to hash, so no dictionary.
             if kind is forward:
-                code, samples = code_f, durations_f[stage]
-                if stage:
-                    arrived, waited_for = inputs[stage].popleft(), stage - 1
-                else:
-                    if m % k == 0 and m >= credits * k:
-                        # The mini-batch that gave back this credit: all its losses have come.
-                        given_back = max(losses.popleft() for _ in range(k))
-                        injection = max(injection, given_back) + self._turnaround
-                    begun, injection = injection, injection + self._injection
-                    record(INJECTED, COORDINATOR, m, 0, 0, 0, NOBODY, begun, 0, begun, injection, 0)
-                    arrived, waited_for = injection + latency, COORDINATOR
-                version = reads(stage, shape, m)
-                ledger.release(version)
-                ledger.pin(m, version)
-                forwards[stage] += 1
-            elif kind is step:
-                code, samples = code_s, durations_s[stage]
-                next_read = reads(stage, shape, forwards[stage])
-                ledger.release(next_read)
-                ledger.advance(next_read)
-                version = ledger.newest
+                doing = doings_f[stage]
+            elif kind is backward:
+                doing = doings_b[stage]
+            elif kind is input_half:
+                doing = doings_i[stage]
             else:
-                if kind is weight:
-                    code, samples = code_w, durations_w[stage]
-                else:
-                    if stage < last:
-                        arrived, waited_for = gradients[stage].popleft(), stage + 1
-                    if kind is Kind.INPUT:
-                        code, samples = code_i, durations_i[stage]
-                    else:
-                        code, samples = code_b, durations_b[stage]
-                if code == code_i:
-                    version = ledger.pinned(m)
-                else:
-                    version = ledger.unpin(m)
-                    ends[stage] += 1
+                doing = (doings_w if kind is weight else doings_s)[stage]
+            ready = start = clocks[worker]
+            arrived, waited_for = self._injection(m) if doing.injected else (0, NOBODY)
+            for way in doing.comes:
+                came = way.arrivals.popleft()
+                if came >= arrived:
+                    arrived, waited_for = came, way.source
+            version = version_of(kind, stage, m)
             if arrived > start:
                 start = arrived
+            samples = doing.samples
             end = start + (samples[0] if len(samples) == 1 else samples[m % len(samples)])
             clocks[worker] = end
-            if code == code_f:
-                if stage < last:
-                    size = self._bytes_on[stage]
-                    link, transmission = self._link_on[stage], self._on_wire[stage]
-                    inputs[stage + 1].append(_arrival(end, transmission, latency, link))
-                else:
-                    came = end + latency
-                    losses.append(came)
-                    record(LOSS_CAME, COORDINATOR, m, 0, 0, 0, last, came, came, came, came, 0)
-            elif stage and code in (code_b, code_i):
-                size = self._bytes_back[stage]
-                link, transmission = self._link_back[stage], self._back_wire[stage]
-                gradients[stage - 1].append(_arrival(end, transmission, latency, link))
+            for way in doing.goes:
+                way.send(end)
+            if doing.reports:
+                self._report(stage, m, end)
+            ledger = ledgers[stage]
             record(
-                code, stage, m, version, len(ledger.kept), forwards[stage] - ends[stage],
-                waited_for, ready, arrived, start, end, size,
+                doing.code, stage, m, version, len(ledger.kept), len(ledger.in_flight),
+                waited_for, ready, arrived, start, end, doing.size,
             )  # fmt: skip
         if execution.waiting:
             worker, action = execution.waiting[0]
             raise ScheduleError(
-                f"the schedule {schedule.name} deadlocks: worker {worker} waits for {action}; "
+                f"the schedule {self._plan.name} deadlocks: worker {worker} waits for {action}; "
                 "`check` shows where"
             )
 
+    def _injection(self, micro_batch: int) -> tuple[int, int]:
+        """Return when the input of a micro-batch arrives at a stage, and from whom it comes."""
+        if micro_batch not in self._inputs:
+            self._inputs[micro_batch] = [self._inject(micro_batch), len(self._plan.entries)]
+        of_input = self._inputs[micro_batch]
+        of_input[1] -= 1
+        if not of_input[1]:
+            del self._inputs[micro_batch]
+        return of_input[0], COORDINATOR
 
-def _arrival(end: int, transmission: int, latency: int, link: _Link | None) -> int:
-    """When a message that is sent at ``end`` arrives; at once where no link is between."""
-    if link is None:
-        return end
-    if transmission:
-        link.free = end = max(end, link.free) + transmission
-    return end + latency
+    def _inject(self, micro_batch: int) -> int:
+        """Let the coordinator inject a micro-batch; return when its input arrives."""
+        k, begun = self._plan.per_update, self._injected_until
+        if micro_batch % k == 0 and micro_batch >= self._credits * k:
+            # The mini-batch that gave back this credit: all its losses have come.
+            given_back = max(self._losses.popleft() for _ in range(k))
+            begun = max(begun, given_back) + self._turnaround_ns
+        self._injected_until = end = begun + self._injection_ns
+        self.recorder.record(
+            INJECTED, COORDINATOR, micro_batch, 0, 0, 0, NOBODY, begun, 0, begun, end, 0
+        )
+        return end + self._latency
+
+    def _version_of(self, kind: Kind, stage: int, index: int) -> int:
+        """Keep the ledger of a stage, and return the version that an action reads or makes."""
+        ledger = self._ledgers[stage]
+        if kind is Kind.FORWARD:
+            version = self._plan.reads(stage, index)
+            ledger.read(index, version)
+            self._forwards[stage] += 1
+            return version
+        if kind is Kind.STEP:
+            ledger.update(self._plan.reads(stage, self._forwards[stage]))
+            return ledger.newest
+        return ledger.pinned(index) if kind is Kind.INPUT else ledger.unpin(index)
+
+    def _report(self, stage: int, micro_batch: int, end: int) -> None:
+        """Let a loss arrive at the coordinator."""
+        came = end + self._latency
+        self._losses.append(came)
+        self.recorder.record(
+            LOSS_CAME, COORDINATOR, micro_batch, 0, 0, 0, stage, came, came, came, came, 0
+        )

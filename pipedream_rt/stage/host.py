@@ -1,4 +1,4 @@
-"""Runs a worker's stages on the calling thread, from job to end; turns every error into data."""
+"""Runs the stages of a worker on the calling thread, from start to end; turns errors into data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import torch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, TransportError
 from pipedream_rt.messages.inbox import Inbox
-from pipedream_rt.messages.message import COORDINATOR, Channel, Failed, Job, Key, Ready, Send
+from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start
 from pipedream_rt.observe.spans import Recorder
-from pipedream_rt.stage.loop import Loop
-from pipedream_rt.stage.spec import StageJob
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
+from pipedream_rt.stage.saving import restore_stage
+from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 
 
@@ -34,7 +36,7 @@ class StageHost:
         timeout: For messages that are sure to come.
         threads: For torch's own parallel loops, in this thread.
         computing: Entered around every computation.
-        announce: Told of actions before they are done, where a `Job` asks for it.
+        announce: Is called with actions before they are done, where a `Start` asks for it.
 
     Attributes:
         name: As ``"stage 2"``, or ``"worker 1"`` where that hosts several.
@@ -58,7 +60,7 @@ class StageHost:
         self.inbox = Inbox(self.name, generation)
         self._stages: dict[int, Stage] = {}
         self._loop: Loop | None = None
-        self._starting = stages[0]
+        self._doing = Doing(stages[0])
         self._indices = stages
         self._send_of = send_of
         self._timeout = timeout
@@ -68,7 +70,7 @@ class StageHost:
         self._generation = generation
 
     def serve(self) -> None:
-        """Take the jobs, run the stages until the inbox is closed. Raises nothing.
+        """Build the stages, run them until the inbox is closed. Raises nothing.
 
         Close the inbox with `PipelineClosed` for a normal end. Every other error goes to the
         coordinator as a `Failed` message, and closes the inbox.
@@ -83,8 +85,8 @@ class StageHost:
             self._report(error)
             self.inbox.close(error)
         finally:
-            for stage in self._stages.values():
-                stage.close()
+            if self._loop is not None:
+                self._loop.close()
             # A module may hold threads or files of its own, and its tensors are large.
             self._stages, self._loop = {}, None
 
@@ -102,39 +104,30 @@ class StageHost:
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def _run(self) -> None:
-        """Build the stages from their jobs, say so, run them."""
-        announced = 0
+        """Build each stage from its start message, say so, and run them all."""
         for index in self._indices:
-            self._starting = index
-            message = self.inbox.take(Key(Channel.JOB, 0, index), Deadline(self._timeout))
-            start, data = message.payload, message.tensors[0].numpy().data
-            assert isinstance(start, Job)
-            if hashlib.sha256(data).digest() != start.digest:
-                raise TransportError(f"the job of stage {index} is not what the coordinator sent")
-            job: StageJob = cloudpickle.loads(data)
-            del message, data
-            job.settings.apply()
-            send = self._send_of(index)
-            self._stages[index] = stage = Stage(job, send, self._computing)
-            stage.begin(start)
-            announced = start.announced
-            send(COORDINATOR, self._generation, Ready(), ())
-        self._loop = Loop(
-            list(self._stages.values()),
-            job.schedule,
-            self.worker,
-            self.inbox,
-            self._timeout,
-            Recorder(job.trace_spans) if job.trace_spans else None,
-            self._announce,
-            announced,
+            self._doing.stage = index
+            key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
+            message = self.inbox.take(key, Deadline(self._timeout))
+            start, spec = _spec_of(message)
+            spec.settings.apply()
+            self._stages[index] = _begun(Stage(spec), start)
+            self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
+        options = LoopOptions(
+            timeout=self._timeout,
+            computing=self._computing,
+            recorder=Recorder(spec.trace_spans) if spec.trace_spans else None,
+            announce=self._announce,
+            announced=start.announced,
         )
+        stages = list(self._stages.values())
+        self._loop = Loop(stages, self.worker, self.inbox, self._send_of, options)
+        self._doing = self._loop.doing
         self._loop.run()
 
     def _report(self, error: BaseException) -> None:
         """Send an error to the coordinator, with as much of it as can be pickled."""
-        stage = self._loop.current if self._loop else None
-        index, action = (stage.index, stage.action) if stage else (self._starting, "start")
+        index, action = self._doing.stage, self._doing.action
         name = type(error).__qualname__
         try:
             text, trace = str(error), "".join(traceback.format_exception(error))
@@ -147,3 +140,28 @@ class StageHost:
             pickled = b""
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
         self._send_of(index)(COORDINATOR, 0, failed, ())
+
+
+def _spec_of(message: Message) -> tuple[Start, StageSpec]:
+    """Return how a stage starts, and what it is made of, if that is what the coordinator sent.
+
+    Raises:
+        TransportError: It is not.
+    """
+    start, data = message.payload, message.tensors[0].numpy().data
+    assert isinstance(start, Start)
+    if hashlib.sha256(data).digest() != start.digest:
+        raise TransportError(f"what stage {message.to} is made of is not what was sent")
+    spec: StageSpec = cloudpickle.loads(data)
+    return start, spec
+
+
+def _begun(stage: Stage, start: Start) -> Stage:
+    """Let a stage take up the state that its start message describes."""
+    if start.optimizer:
+        stage.set_optimizer(start.optimizer)
+    if start.training is not None:
+        stage.module.train(start.training)
+    if start.restore is not None:
+        restore_stage(stage, **start.restore)
+    return stage

@@ -1,41 +1,145 @@
-"""The loop of a worker: takes the next action from the order, waits for its message, has it done.
+"""The loop of a worker: take what the next action needs, have it done, send what it gives.
 
 One thread, named ``worker-<index>`` or ``stage-<index>``, runs this and owns all that changes: the
 stages of the worker with their weights, versions, optimizers, and what is in flight. Other threads
 only put messages into the inbox.
 
-Which action is next is a matter of the order alone. What does not train (evaluation, inference,
-commands) comes by its position in the feed, the same place on every stage.
+Which action is next is a matter of the order alone, and what it needs and gives is a matter of the
+plan. What does not train (evaluation, inference, commands) comes by its turn in the feed, the same
+place on every stage.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import assert_never
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ScheduleError
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import (
-    Channel,
     Command,
     CommandName,
+    Gradient,
     Key,
+    Loss,
     Message,
     MicroBatch,
     Mode,
+    Payload,
+    Reply,
+    Saved,
+    Send,
+    Target,
 )
+from pipedream_rt.messages.tree import Value, flat_copy, flatten, unflatten
 from pipedream_rt.observe.spans import NOBODY, Recorder
-from pipedream_rt.observe.trace import CODES, DRAIN
-from pipedream_rt.schedules import Action, Kind, Schedule
-from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, until
-from pipedream_rt.stage.stage import Stage, peak_memory_bytes
+from pipedream_rt.observe.trace import CODES, COMMAND, DRAIN, PASS
+from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
+from pipedream_rt.schedules.actions import ENDS, until
+from pipedream_rt.stage.commands import carry_out
+from pipedream_rt.stage.memory import peak_memory_bytes
+from pipedream_rt.stage.saving import StageSaver
+from pipedream_rt.stage.stage import Gradients, Stage
 
-_PASS, _COMMAND = ord("E"), ord("C")
+_NOTHING = Value(flatten(None)[0], (), ())
+"""What a micro-batch without samples carries."""
+
+
+class _Hosted:
+    """A stage with what the loop keeps for it.
+
+    Attributes:
+        stage: The stage.
+        index: Its index.
+        inputs: The edges that its forward needs.
+        outputs: The edges that its forward gives.
+        send: Hands its messages to the transport.
+        saver: Writes its part of checkpoints.
+        turn: Items of the feed that it was given.
+        positions: In the feed, of the micro-batches in flight.
+        busy_ns: How long it has computed.
+        held_up_ns: How long it has waited for leave to compute.
+        sent_bytes: Of tensors, since the last span.
+    """
+
+    def __init__(self, stage: Stage, send: Send) -> None:
+        """Nothing was given to the stage yet."""
+        self.stage = stage
+        self.index = stage.index
+        self.send = send
+        self.inputs = stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
+        self.outputs = stage.plan.gives(Action(Kind.FORWARD, 0, stage.index))
+        self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, stage.index)
+        self.saver = StageSaver(stage, stage.plan.num_stages, self._tell_saved)
+        self.turn = 0
+        self.positions: dict[int, int] = {}
+        self.busy_ns = self.held_up_ns = self.sent_bytes = 0
+
+    def next_keys(self) -> tuple[Key, Key]:
+        """Return where the next item of its feed waits: only one of the two ever comes."""
+        return Key(self.inputs[0], self.turn), Key(self._commands, self.turn)
+
+    def _tell_saved(self, position: int, result: object) -> None:
+        """Send the outcome of saving to the coordinator."""
+        self.send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
+
+
+class _Needed(NamedTuple):
+    """The messages that an action or a pass needs.
+
+    Attributes:
+        messages: Activations or gradients, by edge; or a command in the place of an activation.
+        target: The target, on the stage that computes the loss.
+        arrived_ns: When the last of the messages had arrived.
+        waited_for: Whose that was.
+    """
+
+    messages: Sequence[Message] = ()
+    target: Message | None = None
+    arrived_ns: int = 0
+    waited_for: int = NOBODY
+
+
+@dataclass(slots=True)
+class Doing:
+    """What a worker does now, for an error report.
+
+    Attributes:
+        stage: Index.
+        action: Text form of an action, or the name of a command or pass.
+    """
+
+    stage: int
+    action: str = "start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What a loop is told beside its stages.
+
+    Attributes:
+        timeout: For messages that are sure to come.
+        computing: Entered around every computation; keeps the stages of one process apart.
+        recorder: Where spans are written; None for no trace.
+        announce: Is called with the text form of an action before the action is done, and with an
+            empty text afterwards.
+        announced: Only actions on micro-batches with lower numbers are announced.
+    """
+
+    timeout: timedelta
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext
+    recorder: Recorder | None = None
+    announce: Callable[[str], None] = field(default=lambda action: None)
+    announced: int = 0
 
 
 class Loop:
@@ -43,43 +147,35 @@ class Loop:
 
     Args:
         stages: Of this worker, in the order of the model.
-        schedule: Whose order is followed.
         worker: Index.
         inbox: Where the messages for all these stages arrive.
-        timeout: For messages that are sure to come.
-        recorder: Where spans are written; None for no trace.
-        announce: Told of an action before it is done,
-        announced: if it is on a micro-batch with a lower number.
+        send_of: Returns what a stage sends with.
+        options: See there.
 
     Attributes:
-        current: The stage that acts, for an error report.
+        doing: What the worker does now.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        schedule: Schedule,
         worker: int,
         inbox: Inbox,
-        timeout: timedelta,
-        recorder: Recorder | None = None,
-        announce: Callable[[str], None] = lambda action: None,
-        announced: int = 0,
+        send_of: Callable[[int], Send],
+        options: LoopOptions,
     ) -> None:
-        """Nothing runs yet."""
-        self._stages = {stage.index: stage for stage in stages}
-        self.current = stages[0]
-        self._schedule = schedule
+        """Run nothing yet."""
+        self._hosted = {stage.index: _Hosted(stage, send_of(stage.index)) for stage in stages}
+        self._first = self._hosted[stages[0].index]
+        self._plan: Plan = stages[0].plan
         self._worker = worker
         self._inbox = inbox
-        self._timeout = timeout
-        self._recorder = recorder
-        self._announce = announce
-        self._announced = announced
+        self._options = options
         self._free_ns = time.monotonic_ns()
+        self.doing = Doing(stages[0].index)
 
     def run(self) -> None:
-        """Do what the order says until the inbox is closed; never returns otherwise.
+        """Do what the order says until the inbox is closed; never return otherwise.
 
         Raises:
             BaseException: The reason with which the inbox was closed, or an error of an action.
@@ -87,194 +183,385 @@ class Loop:
         while True:
             self._run_until_flush()
 
+    def close(self) -> None:
+        """Wait for checkpoints that are being written."""
+        for hosted in self._hosted.values():
+            hosted.saver.close()
+
     def _run_until_flush(self) -> None:
         """Follow the order from where nothing is in flight to where nothing is again."""
-        start = self.current.next_forward
-        order = self._schedule.order(self._worker, start)
+        order = self._plan.order(self._worker, self._first.stage.next_forward)
         for action in order:
-            stage = self.current = self._stage_of(action)
-            if action.kind is not Kind.FORWARD:
-                self._do(stage, action)
-                continue
-            item = self._next_micro_batch(stage)
-            if isinstance(item.payload, Command):
-                break
-            self._do(stage, action, item)
-        else:  # a replay ends
-            stage = next(iter(self._stages.values()))
-            item = self._next_micro_batch(stage)
-            if not isinstance(item.payload, Command):
-                raise ScheduleError(
-                    f"the schedule {self._schedule.name} ends with micro-batch "
-                    f"{stage.next_forward - 1}, there are more"
-                )
-        stop, per_update = stage.next_forward, self._schedule.per_update
+            hosted = self._host_of(action)
+            needed = self._await(hosted, action)
+            if needed.messages and isinstance(needed.messages[0].payload, Command):
+                self._flush(order, hosted, needed.messages[0])
+                return
+            self._do(hosted, action, needed)
+        self._flush(order, self._first, self._flush_after_the_end(self._first))
+
+    def _flush(self, order: Iterator[Action], hosted: _Hosted, command: Message) -> None:
+        """Do what is left of the order for the micro-batches that were fed, then say so.
+
+        Args:
+            order: From where it stands.
+            hosted: The stage that was told to flush.
+            command: What it was told.
+        """
+        stop, per_update = hosted.stage.next_forward, self._plan.per_update
         left = sum(
-            stop - each.ended + stop // per_update - each.parameters.ledger.newest
-            for each in self._stages.values()
+            stop - each.stage.ended + stop // per_update - each.stage.parameters.ledger.newest
+            for each in self._hosted.values()
         )
         for action in until(order, stop, per_update, left):
-            self.current = self._stage_of(action)
-            self._do(self.current, action)
-        self._end_flush(stage, item)
-        for other in self._stages.values():
-            if other is not stage:
-                self._end_flush(other, self._next_micro_batch(other))
+            doer = self._host_of(action)
+            self._do(doer, action, self._await(doer, action))
+        self._end_flush(hosted, command)
+        for other in self._hosted.values():
+            if other is not hosted:
+                self._end_flush(other, self._next_item(other))
 
-    def _end_flush(self, stage: Stage, item: Message) -> None:
-        """Say that nothing is in flight on a stage."""
-        stage.reply(item.index, None)
-        if self._recorder is not None:
-            now = time.monotonic_ns()
-            self._record(DRAIN, stage, item.index, 0, item.sender, self._inbox.arrived_ns, now)
+    def _flush_after_the_end(self, hosted: _Hosted) -> Message:
+        """Return the command to flush that must come when a schedule ends, as a replay does."""
+        item = self._next_item(hosted)
+        if not isinstance(item.payload, Command):
+            raise ScheduleError(
+                f"the schedule {self._plan.name} ends with micro-batch "
+                f"{hosted.stage.next_forward - 1}, there are more"
+            )
+        return item
 
-    def _stage_of(self, action: Action) -> Stage:
-        """The stage that an action is of."""
-        return self._stages[self._worker if action.stage is None else action.stage]
+    def _end_flush(self, hosted: _Hosted, command: Message) -> None:
+        """Reply that nothing is in flight on a stage."""
+        self._reply(hosted, command.index, None)
+        start = time.monotonic_ns()
+        came = _Needed((command,), None, self._inbox.arrived_ns, command.sender)
+        self._record(DRAIN, hosted, command.index, 0, came, start)
 
-    def _next_micro_batch(self, stage: Stage) -> Message:
-        """Take position after position of a feed: serve what is no training, return what is.
+    def _host_of(self, action: Action) -> _Hosted:
+        """Return the stage that does an action."""
+        return self._hosted[self._plan.stage_of(self._worker, action)]
+
+    # -- take -----------------------------------------------------------------------------------
+
+    def _await(self, hosted: _Hosted, action: Action) -> _Needed:
+        """Wait for the messages that an action needs.
+
+        Where the order wants a forward, a command to flush may come in its place.
+        """
+        if action.kind is Kind.FORWARD:
+            item = self._next_item(hosted)
+            if isinstance(item.payload, Command):
+                return _Needed((item,))
+            self._note(hosted, str(action))
+            return self._with_the_rest(hosted, item, item.payload)
+        self._note(hosted, str(action))
+        edges = self._plan.needs(action, hosted.index)
+        if not edges:
+            return _Needed()
+        position = self._position_of(hosted, action.index)
+        messages, arrived, waited_for = [], 0, NOBODY
+        for edge in edges:
+            message = self._take(Key(edge, position))
+            messages.append(message)
+            if self._inbox.arrived_ns >= arrived:
+                arrived, waited_for = self._inbox.arrived_ns, message.sender
+        return _Needed(messages, None, arrived, waited_for)
+
+    def _next_item(self, hosted: _Hosted) -> Message:
+        """Take turn after turn of a stage's feed: serve what is no training, return what is.
 
         What does not train is served for the other stages of this worker too: it may have to pass
         through all of them before more is fed. Its order across stages changes nothing.
 
         Returns:
-            The next micro-batch to train on, or the command to flush.
+            The next micro-batch to train on (of several producers', the first's), or the command
+            to flush.
         """
         while True:
             # No deadline: a script may pause between two mini-batches for as long as it likes.
             # The control connection notices a dead coordinator and closes the inbox.
+            activation, command = hosted.next_keys()
+            others = (other for other in self._hosted.values() if other is not hosted)
             item = self._inbox.take(
-                _feed(stage),
+                activation,
                 Deadline(None),
-                also=(_feed(other) for other in self._stages.values() if other is not stage),
+                instead=(command,),
+                also=[key for other in others for key in other.next_keys()],
                 wanted=lambda message: not _trains(message),
             )
-            taker = self.current = self._stages[item.to]
-            taker.position += 1
+            taker = self._hosted[item.to]
+            taker.turn += 1
             if _trains(item):
                 return item
             self._serve(taker, item)
-            self.current = stage
+            self.doing.stage = hosted.index
 
-    def _serve(self, stage: Stage, item: Message) -> None:
-        """Do what is no training."""
-        arrived, asked = self._inbox.arrived_ns, time.monotonic_ns()
-        held_up = stage.held_up_ns
-        match item.payload:
-            case MicroBatch() as feed:
-                self._note(stage, f"{feed.mode.value} {item.index}")
-                target = None
-                if feed.mode is Mode.EVALUATE and stage.is_last:
-                    target = self._take(Channel.TARGET, item.index, stage)
-                stage.pass_through(item, feed, target)
-            case Command(name=CommandName.TRACE):
-                stage.reply(item.index, self._spans_of(stage))
-            case Command() as command:
-                self._note(stage, command.name.value)
-                stage.obey(item, command)
-            case other:
-                raise ScheduleError(f"stage {stage.index}: {other!r} in the feed")
-        if self._recorder is not None:
-            kind = _COMMAND if isinstance(item.payload, Command) else _PASS
-            version = stage.parameters.ledger.newest
-            start = asked + stage.held_up_ns - held_up
-            self._record(kind, stage, item.index, version, item.sender, arrived, start)
+    def _with_the_rest(self, hosted: _Hosted, item: Message, head: Payload) -> _Needed:
+        """Take what belongs to a micro-batch: other producers' activations, and the target."""
+        assert isinstance(head, MicroBatch)
+        messages, target = [item], None
+        arrived, waited_for = self._inbox.arrived_ns, item.sender
+        has_target = head.mode is not Mode.INFER and not head.empty
+        for edge in hosted.inputs[1:]:
+            if edge.kind is EdgeKind.ACTIVATION:
+                messages.append(self._take(Key(edge, head.turn)))
+                if self._inbox.arrived_ns >= arrived:
+                    arrived, waited_for = self._inbox.arrived_ns, edge.source
+            elif has_target:
+                target = self._take(Key(edge, item.index))
+        return _Needed(messages, target, arrived, waited_for)
 
-    def _do(self, stage: Stage, action: Action, item: Message | None = None) -> None:
-        """Do one action, once its message is there.
+    def _take(self, key: Key) -> Message:
+        """Wait for a message that is sure to come."""
+        return self._inbox.take(key, Deadline(self._options.timeout))
 
-        Args:
-            stage: Which does it.
-            action: What.
-            item: The input of a forward, if it is taken already.
+    def _position_of(self, hosted: _Hosted, micro_batch: int) -> int:
+        """Return the position of a micro-batch in flight.
+
+        Raises:
+            ScheduleError: It is not in flight.
         """
-        self._note(stage, str(action))
-        kind, m, _ = action
-        arrived, waited_for, target = 0, NOBODY, None
-        if kind is Kind.FORWARD:
-            item = item or self._next_micro_batch(stage)
-            arrived, waited_for = self._inbox.arrived_ns, item.sender
-            if stage.is_last and isinstance(item.payload, MicroBatch) and not item.payload.empty:
-                target = self._take(Channel.TARGET, item.index, stage)
-        elif kind in SENDS_BACK and not stage.is_last:
-            item = self._take(Channel.GRADIENT, stage.position_of(m), stage)
-            arrived, waited_for = self._inbox.arrived_ns, item.sender
-        # Gradients are summed in the order of the micro-batches: a written schedule was checked for
-        # a while only.
-        due = stage.parameters.ledger.newest if kind is Kind.STEP else stage.ended
-        if (kind is Kind.STEP or kind in ENDS) and m != due:
-            raise ScheduleError(f"stage {stage.index}: {action} comes before {kind.value}{due}")
-        if m < self._announced:
-            self._announce(f"{stage.index}:{kind.value}{m}")
-        asked, held_up = time.monotonic_ns(), stage.held_up_ns
-        version = 0
+        position = hosted.positions.get(micro_batch)
+        if position is None:
+            raise ScheduleError(
+                f"stage {hosted.index}: the order wants the backward of micro-batch {micro_batch}; "
+                f"in flight are {list(hosted.positions)}"
+            )
+        return position
+
+    # -- do -------------------------------------------------------------------------------------
+
+    def _do(self, hosted: _Hosted, action: Action, needed: _Needed) -> None:
+        """Have a stage do an action whose messages are there, and send what the action gives."""
+        stage, (kind, m, _) = hosted.stage, action
+        self._refuse_out_of_turn(stage, action)
+        announced = m < self._options.announced
+        if announced:
+            self._options.announce(f"{hosted.index}:{kind.value}{m}")
+        start, held_up = time.monotonic_ns(), hosted.held_up_ns
         match kind:
             case Kind.FORWARD:
-                assert item is not None
-                version = stage.forward(m, item, target)
-            case Kind.BACKWARD:
-                version = stage.backward(m, item)
-            case Kind.INPUT:
-                version = stage.backward_input(m, item)
-            case Kind.WEIGHT:
-                version = stage.backward_weight(m)
+                version = self._forward(hosted, m, needed)
+            case Kind.BACKWARD | Kind.INPUT | Kind.WEIGHT:
+                version = stage.version_of(m)
+                self._backward(hosted, action, needed)
             case Kind.STEP:
-                version = stage.step(m)
-        if m < self._announced:
-            self._announce("")  # it went well
-        if self._recorder is not None:
-            start = asked + stage.held_up_ns - held_up
-            self._record(CODES[kind], stage, m, version, waited_for, arrived, start)
+                with self._computing(hosted):
+                    stage.step(m)
+                    hosted.saver.save_if_due()
+                version = stage.parameters.ledger.newest
+            case _:
+                assert_never(kind)
+        if announced:
+            self._options.announce("")  # it went well
+        start += hosted.held_up_ns - held_up
+        self._record(CODES[kind], hosted, m, version, needed, start)
+
+    def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
+        """Refuse gradients that would be summed in another order than that of the micro-batches.
+
+        A schedule that a user wrote was checked for a while only.
+        """
+        kind, m, _ = action
+        if kind is not Kind.STEP and kind not in ENDS:
+            return
+        due = stage.parameters.ledger.newest if kind is Kind.STEP else stage.ended
+        if m != due:
+            raise ScheduleError(f"stage {stage.index}: {action} comes before {kind.value}{due}")
+
+    def _forward(self, hosted: _Hosted, micro_batch: int, needed: _Needed) -> int:
+        """Do a forward and send its output or loss; return the weight version that it read."""
+        item, stage = needed.messages[0], hosted.stage
+        head = item.payload
+        if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
+            raise ScheduleError(f"stage {hosted.index}: the order says F{micro_batch}, got {item}")
+        hosted.positions[micro_batch] = item.index
+        inputs = None if head.empty else list(map(_value_of, needed.messages))
+        target, share = _target_of(needed.target)
+        with self._computing(hosted):
+            made = stage.forward(micro_batch, inputs, head.hyper or [], target, share)
+        version = stage.version_of(micro_batch)
+        self._send_on(hosted, needed.messages, made, version)
+        return version
+
+    def _send_on(
+        self, hosted: _Hosted, inputs: Sequence[Message], made: Value | float | None, version: int
+    ) -> None:
+        """Send what a forward made on every edge that it gives.
+
+        Args:
+            hosted: The stage that did it.
+            inputs: The messages of its inputs.
+            made: As `Stage.forward` returns it.
+            version: The weight version that it read.
+        """
+        head = inputs[0].payload
+        assert isinstance(head, MicroBatch)
+        trail = [*_trail_of(inputs), [hosted.index, version, hosted.busy_ns]]
+        output = made if isinstance(made, Value) else _NOTHING
+        for edge in hosted.outputs:
+            payload: Payload
+            if edge.kind is EdgeKind.LOSS:
+                loss = made if isinstance(made, float) else None
+                structure = output.structure if isinstance(made, Value) else []
+                payload = Loss(loss=loss, trail=trail, structure=structure)
+            else:
+                payload = MicroBatch(
+                    turn=head.turn,
+                    micro_batch=head.micro_batch,
+                    mode=head.mode,
+                    empty=head.empty,
+                    hyper=head.hyper,
+                    structure=output.structure,
+                    requires_grad=list(output.requires_grad),
+                    trail=trail,
+                )
+            self._send(hosted, edge, inputs[0].index, payload, output.tensors)
+
+    def _backward(self, hosted: _Hosted, action: Action, needed: _Needed) -> None:
+        """Do a backward or a half of it, and send the gradients that it gives."""
+        stage, (kind, m, _) = hosted.stage, action
+        gradients = list(map(_gradients_of, needed.messages))
+        found: list[Gradients] = []
+        with self._computing(hosted), hosted.saver.watching_buffers():
+            if kind is Kind.BACKWARD:
+                found = stage.backward(m, gradients)
+            elif kind is Kind.INPUT:
+                found = stage.backward_input(m, gradients)
+            else:
+                stage.backward_weight(m)
+        position = self._position_of(hosted, m)
+        edges = self._plan.gives(action, hosted.index)
+        # A micro-batch without samples has no inputs, but its producers wait all the same.
+        for edge, of_input in zip(edges, found or [[]] * len(edges), strict=False):
+            tensors = tuple(gradient for gradient in of_input if gradient is not None)
+            payload = Gradient(present=[gradient is not None for gradient in of_input])
+            self._send(hosted, edge, position, payload, tensors)
+        if kind in ENDS:
+            del hosted.positions[m]
+
+    def _send(
+        self,
+        hosted: _Hosted,
+        edge: Edge,
+        position: int,
+        payload: Payload,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Hand a message to the transport, and count its bytes."""
+        hosted.sent_bytes += sum(t.nbytes for t in tensors)
+        hosted.send(edge.target, position, payload, tensors)
+
+    @contextmanager
+    def _computing(self, hosted: _Hosted) -> Iterator[None]:
+        """Count the time of a computation, and keep other stages of this process out."""
+        asked = time.perf_counter_ns()
+        with self._options.computing():
+            start = time.perf_counter_ns()
+            hosted.held_up_ns += start - asked
+            try:
+                yield
+            finally:
+                hosted.busy_ns += time.perf_counter_ns() - start
+
+    # -- what is no training --------------------------------------------------------------------
+
+    def _serve(self, hosted: _Hosted, item: Message) -> None:
+        """Do what is no training: a pass of evaluation or inference, or a command."""
+        start, held_up = time.monotonic_ns(), hosted.held_up_ns
+        needed = _Needed((item,), None, self._inbox.arrived_ns, item.sender)
+        match item.payload:
+            case MicroBatch() as head:
+                kind = PASS
+                self._note(hosted, f"{head.mode.value} {item.index}")
+                needed = self._with_the_rest(hosted, item, head)
+                self._pass(hosted, head, needed)
+            case Command() as command:
+                kind = COMMAND
+                self._note(hosted, command.name.value)
+                self._obey(hosted, item, command)
+            case other:
+                raise ScheduleError(f"stage {hosted.index}: {other!r} in the feed")
+        start += hosted.held_up_ns - held_up
+        version = hosted.stage.parameters.ledger.newest
+        self._record(kind, hosted, item.index, version, needed, start)
+
+    def _pass(self, hosted: _Hosted, head: MicroBatch, needed: _Needed) -> None:
+        """Pass a micro-batch of evaluation or inference through a stage."""
+        stage, inputs = hosted.stage, list(map(_value_of, needed.messages))
+        made: Value | float
+        with self._computing(hosted):
+            if head.mode is Mode.EVALUATE:
+                made = stage.evaluate(head.micro_batch, inputs, _target_of(needed.target)[0])
+            else:
+                made = stage.infer(head.micro_batch, inputs)
+        self._send_on(hosted, needed.messages, made, stage.parameters.ledger.newest)
+
+    def _obey(self, hosted: _Hosted, item: Message, command: Command) -> None:
+        """Carry out a command, and reply unless the reply comes later."""
+        argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
+        result: object
+        match command.name:
+            case CommandName.TRACE:
+                result = self._spans_of(hosted)
+            case CommandName.STATISTICS:
+                result = {
+                    **hosted.stage.statistics(),
+                    "busy_ns": hosted.busy_ns,
+                    "peak_memory_bytes": peak_memory_bytes(),
+                }
+            case CommandName.SAVE:
+                with self._computing(hosted):
+                    hosted.saver.begin(item.index, **argument)
+                return  # the saver replies when everything is written
+            case name:
+                with self._computing(hosted):
+                    result = carry_out(hosted.stage, name, argument)
+        self._reply(hosted, item.index, result)
+
+    def _reply(self, hosted: _Hosted, position: int, result: object) -> None:
+        """Send the result of a command to the coordinator."""
+        # Copies: what was asked for must not change under the reader with the next update.
+        structure, copies = flat_copy(result)
+        edge = Edge(EdgeKind.REPLY, hosted.index, COORDINATOR)
+        self._send(hosted, edge, position, Reply(structure=structure), copies)
+
+    # -- what is reported -----------------------------------------------------------------------
 
     def _record(
-        self,
-        kind: int,
-        stage: Stage,
-        index: int,
-        version: int,
-        waited_for: int,
-        arrived: int,
-        start: int,
+        self, kind: int, hosted: _Hosted, index: int, version: int, needed: _Needed, start: int
     ) -> None:
-        """Write the span that ends now."""
-        assert self._recorder is not None
+        """Write the span that ends now, if there is a trace."""
+        recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
+        if recorder is None:
+            return
         end = time.monotonic_ns()
-        ledger = stage.parameters.ledger
-        self._recorder.record(
-            kind, stage.index, index, version, len(ledger.kept), len(ledger.in_flight),
-            waited_for, self._free_ns, arrived, start, end, stage.sent_bytes,
+        recorder.record(
+            kind, hosted.index, index, version, len(ledger.kept), len(ledger.in_flight),
+            needed.waited_for, self._free_ns, needed.arrived_ns, start, end, hosted.sent_bytes,
         )  # fmt: skip
-        stage.sent_bytes = 0
+        hosted.sent_bytes = 0
         self._free_ns = end
 
-    def _spans_of(self, stage: Stage) -> dict[str, object]:
-        """What was recorded of a stage; the oldest spans of the worker may be overwritten."""
-        recorder = self._recorder
+    def _spans_of(self, hosted: _Hosted) -> dict[str, object]:
+        """Return what was recorded of a stage; the worker's oldest spans may be overwritten."""
+        recorder = self._options.recorder
         if recorder is None:
             return {}
         spans = recorder.spans()
-        mine = np.ascontiguousarray(spans[spans["stage"] == stage.index])
+        mine = np.ascontiguousarray(spans[spans["stage"] == hosted.index])
         return {
             "spans": torch.from_numpy(mine.view(np.uint8).copy()),
             "dropped": recorder.dropped,
             "peak_memory_bytes": peak_memory_bytes(),
-            "parameter_bytes": stage.parameters.nbytes,
+            "parameter_bytes": hosted.stage.parameters.nbytes,
         }
 
-    def _take(self, channel: Channel, number: int, stage: Stage) -> Message:
-        """Wait for a message that is sure to come."""
-        return self._inbox.take(Key(channel, number, stage.index), Deadline(self._timeout))
-
-    def _note(self, stage: Stage, action: str) -> None:
+    def _note(self, hosted: _Hosted, action: str) -> None:
         """Remember what a stage does, for a report."""
-        stage.action = action
+        self.doing.stage, self.doing.action = hosted.index, action
         self._inbox.recent.append(action)
-
-
-def _feed(stage: Stage) -> Key:
-    """Where the next position of a stage's feed waits."""
-    return Key(Channel.FEED, stage.position, stage.index)
 
 
 def _trains(item: Message) -> bool:
@@ -283,3 +570,33 @@ def _trains(item: Message) -> bool:
         case MicroBatch(mode=Mode.TRAIN) | Command(name=CommandName.FLUSH):
             return True
     return False
+
+
+def _value_of(message: Message) -> Value:
+    """Return the value that a micro-batch's message carries."""
+    head = message.payload
+    assert isinstance(head, MicroBatch)
+    return Value(head.structure, message.tensors, tuple(head.requires_grad))
+
+
+def _target_of(message: Message | None) -> tuple[Value | None, float]:
+    """Return the target that a message carries, and the micro-batch's share."""
+    if message is None:
+        return None, 1.0
+    head = message.payload
+    assert isinstance(head, Target)
+    return Value(head.structure, message.tensors, ()), head.share
+
+
+def _gradients_of(message: Message) -> Gradients:
+    """Return the gradients that a message carries."""
+    head, tensors = message.payload, iter(message.tensors)
+    assert isinstance(head, Gradient)
+    return [next(tensors) if there else None for there in head.present]
+
+
+def _trail_of(inputs: Sequence[Message]) -> list[list[int]]:
+    """Return the trails of all inputs as one, in the order of the stages."""
+    trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
+    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
+    return [merged[stage] for stage in sorted(merged)]

@@ -154,9 +154,10 @@ class VersionedParameters:
             VersionError: The bookkeeping is broken.
         """
         ledger = self.ledger
-        self._recycle(ledger.release(next_read))
         newest = self._versions[ledger.newest]
-        if ledger.advance(next_read):
+        dropped, in_place = ledger.update(next_read)
+        self._recycle(dropped)
+        if in_place:
             del self._versions[ledger.newest - 1]
             target = newest
         else:
@@ -178,9 +179,17 @@ class VersionedParameters:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def release(self, next_read: int) -> None:
-        """Recycle what neither a micro-batch in flight nor a forward to come reads."""
-        self._recycle(self.ledger.release(next_read))
+    def begin(self, micro_batch: int, version: int) -> None:
+        """Let a micro-batch read a version until the ledger unpins it; recycle older versions.
+
+        Args:
+            micro_batch: Its number.
+            version: What the plan says that it reads.
+
+        Raises:
+            VersionError: The version is not kept, or the micro-batch is in flight already.
+        """
+        self._recycle(self.ledger.read(micro_batch, version))
 
     def reset(self, load: Callable[[], None]) -> None:
         """Replace the weights: one version is left, which every later forward reads at least.

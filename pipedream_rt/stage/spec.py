@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.schedules import Schedule
+from pipedream_rt.schedules import Plan
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """``(output, target) -> scalar``."""
@@ -50,17 +50,21 @@ class TorchSettings:
             )
 
 
+OnNan: TypeAlias = Literal["raise", "ignore"]
+"""What becomes of a training loss that is NaN or infinite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageJob:
-    """A stage, before it runs. Pickled with cloudpickle, so classes of a user's script work.
+class StageSpec:
+    """What a stage is made of. Pickled with cloudpickle, so classes of a user's script work.
 
     Attributes:
         stage: Index, 0-based.
         layers: The layers with their names in the unsplit model.
-        loss_fn: On the last stage only.
-        schedule: Order and versions.
+        loss_fn: On the stage that computes the loss only.
+        plan: Order, versions and edges.
         seed: For `layer_seed`.
-        on_nan: ``"raise"`` or ``"ignore"``.
+        on_nan: What becomes of a training loss that is not finite.
         trace_spans: How many spans a worker keeps for a trace; 0 for none.
         settings: Of the user's process.
     """
@@ -68,13 +72,8 @@ class StageJob:
     stage: int
     layers: nn.Sequential
     loss_fn: LossFunction | None
-    schedule: Schedule
+    plan: Plan
     seed: int
-    on_nan: str
+    on_nan: OnNan
     trace_spans: int = 0
     settings: TorchSettings = field(default_factory=TorchSettings.capture)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.stage == self.schedule.num_stages - 1

@@ -6,6 +6,7 @@ import random
 import threading
 
 from pipedream_rt.errors import PeerLost
+from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.message import Message
 from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode
@@ -23,7 +24,7 @@ class MemoryTransport:
     def __init__(self, shuffle_seed: int | None = None) -> None:
         """Start the delivering thread if there is to be one."""
         self._open: dict[int, tuple[Receive, Lost]] = {}
-        self._closed = False
+        self._life = Lifecycle("the transport")
         self._pending: list[Message] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -40,7 +41,7 @@ class MemoryTransport:
 
     def send(self, message: Message) -> None:
         """See `Transport.send`."""
-        if self._closed:
+        if not self._life.is_open:
             return
         if message.to not in self._open:
             error = PeerLost(f"{message}: nobody receives there", peer=f"stage {message.to}")
@@ -57,7 +58,7 @@ class MemoryTransport:
     def close(self) -> None:
         """See `Transport.close`."""
         with self._changed:
-            self._closed = True
+            self._life.begin_closing()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -66,9 +67,9 @@ class MemoryTransport:
         """Deliver whatever pends in random order, giving more messages a random time to come."""
         while True:
             with self._changed:
-                while not self._pending and not self._closed:
+                while not self._pending and self._life.is_open:
                     self._changed.wait()
-                if self._closed:
+                if not self._life.is_open:
                     return
                 self._changed.wait(self._random.choice((0.0, 0.0, 0.0002, 0.002)))
                 number = self._random.randrange(len(self._pending))

@@ -49,8 +49,10 @@ from pipedream_rt.errors import (
     RendezvousTimeout,
     TransportError,
 )
-from pipedream_rt.messages.message import COORDINATOR, Message
+from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.messages.message import Message
 from pipedream_rt.messages.wire import decode, encode
+from pipedream_rt.schedules.plan import COORDINATOR, Address
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.pickling import allow, install
 from pipedream_rt.transport.signing import Signer
@@ -72,6 +74,7 @@ class RpcGroup:
         generation: Counts the groups of this coordinator.
         rank: Of this process; the coordinator has 0.
         names: RPC names by rank, the coordinator's first.
+        hosts: By stage, the index of the worker that hosts it, whose rank is one higher.
         interface: Network interface to listen on, as ``"lo"``.
         timeout: After which a hand-over counts as lost.
         key: With which the members sign what they send; nobody else knows it.
@@ -80,16 +83,14 @@ class RpcGroup:
     generation: int
     rank: int
     names: tuple[str, ...]
+    hosts: tuple[int, ...]
     interface: str
     timeout: timedelta
     key: bytes
 
-    def name_of(self, address: int) -> str:
-        """RPC name of an address; stages are dealt to the workers as `Shape` says."""
-        if address == COORDINATOR:
-            return self.names[0]
-        workers = len(self.names) - 1
-        return self.names[1 + address % workers]
+    def name_of(self, address: Address) -> str:
+        """Return the RPC name of the process that receives for an address."""
+        return self.names[0] if address == COORDINATOR else self.names[1 + self.hosts[address]]
 
 
 class Directory(dist.Store):
@@ -169,7 +170,7 @@ class RpcTransport:
         self._group = group
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._parts: dict[int, Callable[[str], Any]] = {}
-        self._closed = False
+        self._life = Lifecycle("the transport")
         self._directory: Directory | None = None
         self._lock = threading.Lock()
 
@@ -214,7 +215,7 @@ class RpcTransport:
                 directory, group.names[group.rank], group.rank, world, options, {}, []
             )
         with self._lock:
-            if self._closed:  # given up meanwhile: leave nothing behind
+            if not self._life.is_open:  # given up meanwhile: leave nothing behind
                 raise PipelineError("joining was given up")
             # The agent calls into it for as long as it lives.
             self._directory = directory
@@ -246,7 +247,7 @@ class RpcTransport:
         the port too, but leaves a descriptor that is ready for ever, which costs a whole core.)
         """
         with self._lock:
-            if self._closed or self._directory is None:
+            if not self._life.is_open or self._directory is None:
                 return
             for fd in _listeners_at(self._directory.port):
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -257,7 +258,7 @@ class RpcTransport:
 
     def send(self, message: Message) -> None:
         """See `Transport.send`."""
-        if self._closed:
+        if not self._life.is_open:
             return
         peer = self._group.name_of(message.to)
         try:
@@ -283,7 +284,7 @@ class RpcTransport:
 
     def _tell_lost(self, message: Message, peer: str, problem: str) -> None:
         """Report a hand-over that failed, unless everything is closing."""
-        if self._closed:
+        if not self._life.is_open:
             return
         error = PeerLost(
             f"{message}: worker {peer!r} is gone: {problem.splitlines()[0]}", peer=peer
@@ -338,9 +339,8 @@ class RpcTransport:
         """See `Transport.close`. RRefs die with it."""
         global _current
         with self._lock:
-            if self._closed:
+            if not self._life.begin_closing():
                 return
-            self._closed = True
         self._shut_down()
         install(None)
         _current = None

@@ -1,0 +1,37 @@
+"""A pipeline in words: the split, the versions and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipedream_rt.observe.summary import table
+from pipedream_rt.schedules import Plan
+
+
+def explain(plan: Plan, workers: Sequence[str], statistics: Sequence[dict[str, int]]) -> str:
+    """Return a table with a row for each stage.
+
+    Args:
+        plan: What runs where.
+        workers: Name of each worker.
+        statistics: Of each stage; see `Pipeline.statistics`.
+    """
+    rows: list[tuple[str, ...]] = [
+        ("stage", "worker", "layers", "parameters", "in flight", "versions", "peak MiB")
+    ]
+    for stage, counters in enumerate(statistics):
+        layers = plan.layers[stage]
+        rows.append(
+            (
+                str(stage),
+                workers[plan.worker_of(stage)],
+                layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}",
+                f"{counters['parameters']:,}",
+                f"<= {plan.in_flight(stage)}",
+                f"{counters['versions_kept']} of {plan.kept(stage)}",
+                f"{counters['peak_memory_bytes'] / 2**20:.0f}",
+            )
+        )
+    slack = f", slack {', '.join(map(str, plan.shape.slack))}" if plan.shape.slack else ""
+    head = f"schedule {plan.name}, {plan.per_update} micro-batches per update{slack}"
+    return f"{head}\n{table(rows)}"

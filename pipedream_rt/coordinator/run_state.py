@@ -1,0 +1,213 @@
+"""The state of a run: saved in checkpoints, loaded from them, with what the user attaches."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from pipedream_rt.checkpoint import Manifest, checkpoints, newest_good, refuse_unsaveable, shapes
+from pipedream_rt.coordinator.checkpointer import Checkpointer
+from pipedream_rt.coordinator.epochs import Epochs
+from pipedream_rt.coordinator.feed_log import Role
+from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.group import Lease, restore_argument
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel
+from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.messages.message import CommandName
+from pipedream_rt.stage.optimizer import set_hyper
+
+_log = logging.getLogger(__name__)
+
+
+class RunState:
+    """Saves and loads what a run needs to go on.
+
+    Args:
+        lease: Of the workers.
+        feeder: Knows how far the run has come.
+        epochs: Knows the place in the loader.
+        model: The unsplit one.
+        checkpointer: Makes checkpoints.
+
+    Attributes:
+        resumed: What the checkpoint says of itself from which the run goes on; None if from none.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        feeder: Feeder,
+        epochs: Epochs,
+        model: UnsplitModel,
+        checkpointer: Checkpointer,
+    ) -> None:
+        """Begin at the start of a run."""
+        self._group = lease.group
+        self._feeder = feeder
+        self._epochs = epochs
+        self._model = model
+        self._checkpointer = checkpointer
+        self._floor = 0
+        self._attached: dict[str, Any] = {}
+        self.resumed: Manifest | None = None
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights and buffers; see `Pipeline.state_dict`."""
+        self._feeder.flush()
+        found: dict[str, Any] = {}
+        for part in self._group.command(CommandName.STATE):
+            found.update(part)
+        return self._model.in_order(found)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load weights and buffers; see `Pipeline.load_state_dict`."""
+        self._model.require_fit(state_dict)
+        self._feeder.flush()
+        self.finish_checkpoint()
+        self._group.command(CommandName.LOAD_STATE, state_dict, Role.OWN)
+        self._floor = self._feeder.step
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def save(self, folder: Path | None, keep: int | None, extra: Any) -> Path:
+        """Write a checkpoint; see `Pipeline.save`."""
+        root = folder or self._checkpointer.folder
+        if root is None:
+            raise ConfigError("save needs a folder, here or as checkpoint of the pipeline")
+        self._feeder.flush()
+        self.finish_checkpoint()
+        self._checkpointer.begin(root, keep, self._manifest(extra), self._epochs.unseen())
+        written = self._checkpointer.finish()
+        assert written is not None
+        return written
+
+    def checkpoint_if_due(self) -> None:
+        """Begin a checkpoint behind the mini-batch that was fed last, if it is time."""
+        checkpointer, step = self._checkpointer, self._feeder.step
+        if not checkpointer.due(step):
+            return
+        if checkpointer.is_begun:
+            # Not waited for: a flush would take time, and where a layer changes buffers in its
+            # backward it would even change the result, and when depends on the disk.
+            _log.info("no checkpoint after step %d: the one before is not done", step)
+            return
+        checkpointer.begin_by_itself(self._manifest(None), self._epochs.unseen())
+
+    def finish_checkpoint(self) -> None:
+        """Wait for a checkpoint that was begun by itself; after a flush."""
+        try:
+            self._checkpointer.finish()
+        except CheckpointError as error:
+            _log.error("%s", error)
+
+    def _manifest(self, extra: Any) -> Manifest:
+        """Return what a checkpoint that is begun now says of itself, but for its files."""
+        plan, optimizer = self._group.plan, self._feeder.optimizer
+        return Manifest(
+            step=self._feeder.step,
+            schedule=plan.name,
+            workers=plan.workers,
+            stages_per_worker=plan.shape.stages_per_worker,
+            per_update=plan.per_update,
+            groups=optimizer.hyper() if optimizer else [],
+            extra=extra,
+            floor=self._floor,
+            passes=self._feeder.passes,
+            place=self._epochs.place(),
+            attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
+        )
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def load(self, path: Path) -> Manifest:
+        """Go on from a checkpoint; see `Pipeline.load`."""
+        self._group.life.check()
+        found, manifest = newest_good(path)
+        self._require_fit(found, manifest)
+        self._feeder.flush()
+        self.finish_checkpoint()
+        self._restore(found, manifest)
+        self._feeder.flush()  # the stages begin their orders anew, from that step
+        here = dataclasses.replace(self._group.origin(), folder=found, floor=self._floor)
+        self._group.log.begin(here)
+        self._count_from(manifest)
+        self.resumed = manifest
+        self._epochs.resume(manifest)
+        self.attach(**self._attached)
+        return manifest
+
+    def _require_fit(self, found: Path, manifest: Manifest) -> None:
+        """Refuse a checkpoint of another model, or one that counts micro-batches otherwise.
+
+        Raises:
+            CheckpointError: It is one.
+        """
+        per_update, optimizer = self._group.plan.per_update, self._feeder.optimizer
+        if manifest.per_update != per_update:
+            raise CheckpointError(
+                f"{found} was made with {manifest.per_update} micro-batches per update, this "
+                f"pipeline has {per_update}; which micro-batch comes next would differ"
+            )
+        groups = optimizer.param_groups if optimizer else []
+        if optimizer and len(groups) != len(manifest.groups):
+            raise CheckpointError(
+                f"{found} has {len(manifest.groups)} parameter groups, the optimizer {len(groups)}"
+            )
+        if misfit := self._model.first_misfit(shapes(found)):
+            raise CheckpointError(f"{found} is of another model: {misfit}")
+
+    def _restore(self, found: Path, manifest: Manifest) -> None:
+        """Let every stage take up the state of a checkpoint."""
+        self._floor = manifest.floor
+        argument = restore_argument(found, manifest)
+        if all(self._group.command(CommandName.LOAD, argument)):
+            return
+        _log.warning(
+            "%s has not all weight versions that this split reads: the first micro-batches "
+            "read newer ones",
+            found,
+        )
+        # On every stage, so that what follows does not depend on which of them had all.
+        self._floor = manifest.step
+        self._group.command(CommandName.LOAD, restore_argument(found, manifest, self._floor))
+
+    def _count_from(self, manifest: Manifest) -> None:
+        """Count steps, passes and micro-batches on from a checkpoint."""
+        self._feeder.step, self._feeder.passes = manifest.step, manifest.passes
+        number = manifest.step * self._group.plan.per_update
+        self._group.next_micro_batch = self._group.next_loss = number
+
+    def resume(self) -> None:
+        """Load the newest checkpoint of the run, if there is one at all."""
+        folder = self._checkpointer.folder
+        assert folder is not None
+        if not checkpoints(folder):
+            _log.warning("there is no checkpoint in %s yet; beginning at the start", folder)
+            return
+        with self._group.life.guard():
+            self.load(folder)
+        _log.warning("going on after step %d of %s", self._feeder.step, folder)
+
+    # -- what the user attaches -----------------------------------------------------------------
+
+    def attach(self, **stateful: Any) -> None:
+        """Let objects go into checkpoints and come back with them; see `Pipeline.attach`."""
+        resumed = self.resumed
+        at_once = resumed is not None and resumed.step == self._feeder.step
+        back = resumed.attached if resumed is not None and at_once else {}
+        for name, value in stateful.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(f"{name} has no state_dict and load_state_dict")
+            refuse_unsaveable(name, value.state_dict())
+            if name in back:
+                value.load_state_dict(back[name])
+        self._attached.update(stateful)
+        if resumed is not None and at_once:
+            groups = self._feeder.optimizer.param_groups if self._feeder.optimizer else []
+            for group, saved in zip(groups, resumed.groups):
+                set_hyper(group, saved)

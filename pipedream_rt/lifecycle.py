@@ -1,0 +1,141 @@
+"""The life of what is opened once and closed once: one enum and one table of legal moves.
+
+::
+
+    OPEN ──────► CLOSING ──────► CLOSED
+      │             │
+      └─────────────┴──────────► FAILED
+
+What is open can be used. What is closing takes nothing new, and does what its end needs. What has
+failed was ended by an error, which it keeps as the reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from pipedream_rt.errors import PipelineClosed, PipelineError
+
+
+class Life(Enum):
+    """Where something stands in its life."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+MOVES: dict[Life, frozenset[Life]] = {
+    Life.OPEN: frozenset({Life.CLOSING, Life.FAILED}),
+    Life.CLOSING: frozenset({Life.CLOSED, Life.FAILED}),
+    Life.CLOSED: frozenset(),
+    Life.FAILED: frozenset(),
+}
+"""The legal moves; there are no others."""
+
+
+class Lifecycle:
+    """The life of one thing. Safe from any thread.
+
+    Args:
+        what: What people call it, as ``"the pipeline"``.
+        end: Called once, when it closes or fails; ends whatever was started.
+
+    Attributes:
+        state: Where it stands.
+        reason: The error that it failed with; None otherwise.
+    """
+
+    def __init__(self, what: str, end: Callable[[], object] = lambda: None) -> None:
+        """Begin open."""
+        self._what = what
+        self._end = end
+        self._lock = threading.RLock()  # a signal handler may close what is just being closed
+        self._ending = False
+        self.state = Life.OPEN
+        self.reason: BaseException | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used."""
+        return self.state is Life.OPEN
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything has ended, or is being ended."""
+        return self.state in (Life.CLOSED, Life.FAILED)
+
+    def check(self) -> None:
+        """Refuse to use what is not open any more.
+
+        Raises:
+            PipelineClosed: It is closed or has failed; ``__cause__`` is the error that ended it.
+        """
+        if self.state is Life.FAILED:
+            raise PipelineClosed(f"{self._what} has failed: {self.reason}") from self.reason
+        if self.state is Life.CLOSED:
+            raise PipelineClosed(f"{self._what} is closed")
+
+    def move(self, to: Life, reason: BaseException | None = None) -> None:
+        """Move on.
+
+        Args:
+            to: Where to.
+            reason: Why it failed.
+
+        Raises:
+            PipelineError: The move is not legal. Nothing has changed.
+        """
+        with self._lock:
+            if to not in MOVES[self.state]:
+                raise PipelineError(f"{self._what} is {self.state.value} and cannot be {to.value}")
+            self.state, self.reason = to, reason
+
+    def begin_closing(self) -> bool:
+        """Move to CLOSING if it is open; return whether it was."""
+        with self._lock:
+            if self.state is not Life.OPEN:
+                return False
+            self.move(Life.CLOSING)
+            return True
+
+    def close(self) -> None:
+        """End everything, and be closed. Idempotent."""
+        self.begin_closing()
+        self._finish(Life.CLOSED)
+
+    def fail(self, reason: BaseException) -> None:
+        """End everything, and have failed with a reason. The first reason stays."""
+        self._finish(Life.FAILED, reason)
+
+    def _finish(self, to: Life, reason: BaseException | None = None) -> None:
+        """Make the last move, and end everything once."""
+        with self._lock:
+            if to in MOVES[self.state]:
+                self.move(to, reason)
+            if self._ending:
+                return
+            self._ending = True
+        self._end()
+
+    @contextmanager
+    def guard(self, spare: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """End everything if the body fails: nothing may be left running behind an error.
+
+        Args:
+            spare: Errors that end nothing.
+        """
+        try:
+            yield
+        except spare:
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise
+        except BaseException:  # Ctrl-C and the like: nothing has failed
+            self.close()
+            raise

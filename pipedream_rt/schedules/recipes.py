@@ -1,0 +1,135 @@
+"""What the names of schedules stand for: an order with a version policy, and words for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pipedream_rt.schedules.orders import (
+    Async1F1B,
+    Flushed1F1B,
+    GPipe,
+    Interleaved1F1B,
+    Order,
+    ZeroBubbleH1,
+)
+from pipedream_rt.schedules.policies import (
+    Flushed,
+    TwoVersions,
+    VersionPolicy,
+    VerticalSync,
+    WeightStashing,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the name of a schedule stands for.
+
+    The texts use n for the workers, k for the micro-batches per update and w for w(s).
+
+    Attributes:
+        order: The order of actions.
+        versions: Which weight version is read.
+        flushes: Whether the pipe is empty at every update.
+        summary: A few words for people.
+        kept_text, bubble_text, staleness_text: Versions kept at stage s, idle share, staleness.
+        stages_per_worker: If not told otherwise.
+    """
+
+    order: Order
+    versions: VersionPolicy
+    flushes: bool
+    summary: str
+    kept_text: str = "1"
+    bubble_text: str = "(n-1)/(k+n-1)"
+    staleness_text: str = "0"
+    stages_per_worker: int = 1
+
+    def line(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.summary}; versions kept {self.kept_text}; bubble {self.bubble_text}; "
+            f"staleness {self.staleness_text}"
+        )
+
+
+VERTICAL_SYNC = "+vertical-sync"
+"""Ends the name of a schedule in which every stage reads the version that the first one reads."""
+
+ScheduleName: TypeAlias = Literal[
+    "async-1f1b",
+    "async-1f1b+vertical-sync",
+    "2bw",
+    "1f1b",
+    "gpipe",
+    "interleaved-1f1b",
+    "zero-bubble",
+]
+"""The names of the schedules that are built in."""
+
+RECIPES: dict[str, Recipe] = {
+    "async-1f1b": Recipe(
+        order=Async1F1B(),
+        versions=WeightStashing(),
+        flushes=False,
+        summary="PipeDream, never a flush",
+        kept_text="ceil(w/k)+1",
+        bubble_text="0",
+        staleness_text="up to ceil(w/k)",
+    ),
+    "async-1f1b" + VERTICAL_SYNC: Recipe(
+        order=Async1F1B(),
+        versions=VerticalSync(),
+        flushes=False,
+        summary="the same, all stages read the version that the first reads",
+        kept_text="ceil((n-1)/k)+1",
+        bubble_text="0",
+        staleness_text="ceil((n-1)/k)",
+    ),
+    "2bw": Recipe(
+        order=Async1F1B(),
+        versions=TwoVersions(),
+        flushes=False,
+        summary="PipeDream-2BW, k >= n",
+        kept_text="2",
+        bubble_text="0",
+        staleness_text="1",
+    ),
+    "1f1b": Recipe(
+        order=Flushed1F1B(),
+        versions=Flushed(),
+        flushes=True,
+        summary="PipeDream-Flush, a flush at every update",
+    ),
+    "gpipe": Recipe(
+        order=GPipe(),
+        versions=Flushed(),
+        flushes=True,
+        summary="as 1f1b, with all k activations kept at once",
+    ),
+    "interleaved-1f1b": Recipe(
+        order=Interleaved1F1B(),
+        versions=Flushed(),
+        flushes=True,
+        summary="Megatron, v stages on each worker, k a multiple of n",
+        bubble_text="(n-1)/(vk+n-1)",
+        stages_per_worker=2,
+    ),
+    "zero-bubble": Recipe(
+        order=ZeroBubbleH1(),
+        versions=Flushed(),
+        flushes=True,
+        summary="ZB-H1, backward in two halves",
+        bubble_text="(n-1)/(3k+n-1) for F=I=W",
+    ),
+}
+"""The schedules by name."""
+
+
+def describe_schedules() -> str:
+    """One line for each schedule, and what the letters mean."""
+    width = max(map(len, RECIPES))
+    lines = [f"  {name:<{width}}  {recipe.line()}" for name, recipe in RECIPES.items()]
+    letters = "(n workers, k micro-batches per update, w = n-1-s at stage s, plus slack)"
+    return "\n".join((*lines, f"  {letters}"))

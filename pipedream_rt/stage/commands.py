@@ -1,0 +1,51 @@
+"""The commands that a stage carries out between two micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import assert_never
+
+from pipedream_rt.errors import ScheduleError
+from pipedream_rt.messages.message import CommandName
+from pipedream_rt.stage.saving import restore_stage
+from pipedream_rt.stage.stage import Stage
+
+
+@torch.no_grad()
+def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
+    """Do what a command says.
+
+    Args:
+        stage: Which is told.
+        name: Of the command.
+        argument: As the coordinator gave it.
+
+    Returns:
+        What the stage replies. Its tensors may be the stage's own.
+
+    Raises:
+        ScheduleError: The command is one that the loop carries out.
+    """
+    match name:
+        case CommandName.STATE:
+            return dict(stage.module.state_dict())
+        case CommandName.LOAD_STATE:
+            stage.load_state(argument)
+        case CommandName.OPTIMIZER:
+            stage.set_optimizer(argument)
+        case CommandName.OPTIMIZER_STATE:
+            return stage.optimizer.state() if stage.optimizer else {}
+        case CommandName.LOAD_OPTIMIZER_STATE:
+            if stage.optimizer:
+                stage.optimizer.load_state(argument)
+        case CommandName.TRAINING:
+            stage.module.train(argument)
+        case CommandName.LOAD:
+            return restore_stage(stage, **argument)
+        case CommandName.FLUSH | CommandName.TRACE | CommandName.SAVE | CommandName.STATISTICS:
+            raise ScheduleError(f"stage {stage.index}: the loop carries {name.value} out itself")
+        case other:
+            assert_never(other)
+    return None

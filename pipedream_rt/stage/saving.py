@@ -1,0 +1,192 @@
+"""One stage's part of checkpoints: copied between two actions, written by a thread of its own.
+
+A checkpoint of an update holds buffers as they are after the last forward before that update's
+next one, and everything else as it is after the update. So buffers are copied when the command
+comes, and the rest is copied when the update is done; nothing waits for the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.checkpoint import StageState, read_stage, write_stage
+from pipedream_rt.stage.buffers import buffer_slots
+from pipedream_rt.stage.stage import Stage
+
+_CHANGED_IN_BACKWARD = (
+    "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
+    "they have no state between two micro-batches while others are in flight; call save() at the "
+    "end of an epoch, or take the layer out of torch's checkpoint"
+)
+"""Why a stage cannot save without a flush."""
+
+Tell = Callable[[int, object], None]
+"""``tell(position, result)``: sends the outcome of the save command at a position; any thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saving:
+    """A checkpoint that waits for its update; see `StageSaver.begin`.
+
+    Attributes:
+        folder: Of the checkpoint.
+        step: Updates after which it is made.
+        position: Of the command.
+        buffers: Copies of those in the state dict, by name.
+        hidden: Copies of the others.
+    """
+
+    folder: Path
+    step: int
+    position: int
+    buffers: dict[str, Tensor]
+    hidden: dict[str, Tensor]
+
+
+class StageSaver:
+    """Writes one stage's part of checkpoints. Used by the worker's thread; writes on its own.
+
+    Args:
+        stage: Whose state is written.
+        num_stages: How many stages there are.
+        tell: Told of every outcome: what `write_stage` returns as a list, or a text that says why
+            the part could not be written, which must not end the training.
+    """
+
+    def __init__(self, stage: Stage, num_stages: int, tell: Tell) -> None:
+        """Nothing is to be saved yet."""
+        self._stage = stage
+        self._num_stages = num_stages
+        self._tell = tell
+        self._saving: _Saving | None = None
+        self._writer: ThreadPoolExecutor | None = None
+
+    @torch.no_grad()
+    def begin(self, position: int, folder: str, step: int) -> None:
+        """Begin this stage's part of a checkpoint as of an update, without stopping for it.
+
+        To be called after the last forward before the update's next one.
+
+        Args:
+            position: Of the command.
+            folder: Of the checkpoint.
+            step: Updates done.
+        """
+        module = self._stage.module
+        # By identity, for a weight that is shared has several names.
+        trained = {id(parameter) for parameter in self._stage.parameters.named.values()}
+        state = module.state_dict(keep_vars=True)
+        rest = {n: t for n, t in state.items() if id(t) not in trained}
+        for name, value in rest.items():
+            if not isinstance(value, Tensor):
+                self._tell(position, f"{name} is a {type(value).__name__}, not a tensor")
+                return
+        self._saving = _Saving(
+            folder=Path(folder),
+            step=step,
+            position=position,
+            buffers={name: _copy(tensor) for name, tensor in rest.items()},
+            hidden={n: _copy(b) for n, b in module.named_buffers() if n not in state},
+        )
+        self.save_if_due()
+
+    @contextmanager
+    def watching_buffers(self) -> Iterator[None]:
+        """Give a checkpoint up whose buffers a backward changes after they were copied for it."""
+        saving = self._saving
+        if saving is None:
+            yield
+            return
+        before = self._buffers_now()
+        yield
+        if before != self._buffers_now():
+            self._saving = None
+            self._tell(saving.position, _CHANGED_IN_BACKWARD)
+
+    def _buffers_now(self) -> list[tuple[str, int, int]]:
+        """Return what tells whether a buffer was changed or replaced."""
+        return [(n, id(b), b._version) for n, b in self._stage.module.named_buffers()]
+
+    @torch.no_grad()
+    def save_if_due(self) -> None:
+        """Copy what the checkpoint needs, once its update is done, and have it written."""
+        saving, stage = self._saving, self._stage
+        if saving is None or stage.parameters.ledger.newest < saving.step:
+            return
+        self._saving = None
+        optimizer = stage.optimizer.state() if stage.optimizer else {}
+        state = StageState(
+            weights={
+                name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
+                for name, tensor in stage.module.state_dict().items()
+            },
+            hidden=saving.hidden,
+            optimizer={
+                parameter: {k: _copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+                for parameter, values in optimizer.items()
+            },
+            versions={
+                version: {name: _copy(tensor) for name, tensor in named.items()}
+                for version, named in stage.parameters.older().items()
+            },
+        )
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{stage.index}")
+        self._writer.submit(self._write, saving, state)
+
+    def _write(self, saving: _Saving, state: StageState) -> None:
+        """Write the files and tell of it; on the thread of its own, on copies alone."""
+        result: object
+        try:
+            result = list(write_stage(saving.folder, self._stage.index, self._num_stages, state))
+        except Exception as error:  # the top of a thread; whatever it is, the training goes on
+            result = str(error)
+        self._tell(saving.position, result)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self._writer is not None:
+            self._writer.shutdown()
+
+
+@torch.no_grad()
+def restore_stage(stage: Stage, folder: str, step: int, plain: dict[str, Any], floor: int) -> bool:
+    """Let a stage go on from a checkpoint that was verified. Nothing must be in flight.
+
+    Args:
+        stage: Which.
+        folder: Of the checkpoint.
+        step: Updates done.
+        plain: What of the optimizer state is no tensor.
+        floor: Oldest weight version that may be read.
+
+    Returns:
+        Whether every version is there that a micro-batch to come reads; else the newest is read in
+        the place of those before it.
+    """
+    plan = stage.plan
+    read = max(floor, plan.reads(stage.index, step * plan.per_update))
+    names = list(stage.parameters.named)
+    slots = buffer_slots(stage.module)
+    keys = [key for key in stage.module.state_dict() if key not in slots]
+    state = read_stage(Path(folder), keys, names, list(slots), plain)
+    needed = range(read, step) if names else range(0)
+    whole = all(version in state.versions for version in needed)
+    older = {version: state.versions[version] for version in needed} if whole else {}
+    stage.restore(step, state.weights, older, state.hidden)
+    if stage.optimizer is not None:
+        stage.optimizer.load_state(state.optimizer)
+    return whole
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy for a file: contiguous, and in a storage of its own."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
