@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Checkpoints, Pipeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
@@ -46,8 +46,7 @@ def opened(stages: int, every: int | None, max_restarts: int) -> Iterator[Pipeli
             loss_fn=loss_fn,
             optimizer=ADAMW,
             workers="local",
-            checkpoint=folder,
-            checkpoint_every=every,
+            checkpoint=Checkpoints(folder, every=every),
             max_restarts=max_restarts,
         ) as pipe,
     ):

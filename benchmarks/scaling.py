@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import mse_loss
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, ScheduleOptions
 from pipedream_rt.observe import summarize
-from pipedream_rt.schedules import schedule_for
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
 
 FORWARD_S, BACKWARD_S = 0.020, 0.040
@@ -33,7 +33,6 @@ def measured(schedule: str, workers: int, micro_batches: int, updates: int) -> d
     """One run with a trace, and one simulation."""
     each = 2 if schedule == "interleaved-1f1b" else 1
     stages = workers * each
-    options: dict[str, Any] = {"stages_per_worker": each} if each > 1 else {}
     with Pipeline(
         emulated_model(stages, 256, FORWARD_S / each, BACKWARD_S / each),
         stages=stages,
@@ -43,12 +42,12 @@ def measured(schedule: str, workers: int, micro_batches: int, updates: int) -> d
         micro_batches=micro_batches,
         workers="local",
         trace=True,
-        **options,
+        schedule_options=ScheduleOptions(stages_per_worker=each),
     ) as pipe:
         for _ in pipe.train_epoch(emulated_data(updates, micro_batches * 8, 256)):
             pass
         trace = pipe.trace()
-    chosen = schedule_for(schedule, num_stages=stages, per_update=micro_batches, **options)
+    chosen = plan_for(schedule, num_stages=stages, per_update=micro_batches, stages_per_worker=each)
     costs = costs_of({"forward": FORWARD_S / each, "backward": BACKWARD_S / each})
     ideal = simulate(chosen, costs, updates * micro_batches)
     best = FORWARD_S + BACKWARD_S

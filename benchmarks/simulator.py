@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedream_rt.schedules import schedule_for
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
 
 SIZES = ("10x4000", "100x4000", "1000x4000")
@@ -30,7 +30,7 @@ def measured(size: str) -> None:
 
     stages, micro_batches = map(int, size.split("x"))
     costs = costs_of({"forward": "10ms", "backward": "20ms", "step": "1ms", "latency": "0.1ms"})
-    schedule = schedule_for("async-1f1b", num_stages=stages)
+    schedule = plan_for("async-1f1b", num_stages=stages)
     start = time.perf_counter()
     trace = simulate(schedule, costs, micro_batches)
     elapsed_s = time.perf_counter() - start

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream_rt import Pipeline
 from pipedream_rt.observe import summarize
-from pipedream_rt.schedules import Action, Kind, Shape, check, schedule_for
+from pipedream_rt.schedules import Action, Kind, Shape, check, plan_for
 from pipedream_rt.simulation import costs_of, simulate
 
 STAGES, MICRO_BATCHES = 4, 16
@@ -44,7 +44,7 @@ class Eager1F1B:
 
 def drawn() -> None:
     """What it looks like, and that it obeys the rules."""
-    schedule = schedule_for(Eager1F1B(), num_stages=STAGES, per_update=6)
+    schedule = plan_for(Eager1F1B(), num_stages=STAGES, per_update=6)
     print(check(schedule, 6).render())
 
 
@@ -55,7 +55,7 @@ def simulated() -> None:
     for latency in ("0ms", "5ms", "10ms", "20ms"):
         costs = costs_of({"forward": "10ms", "backward": "20ms", "latency": latency})
         rates = [
-            summarize(simulate(schedule_for(s, **numbers), costs, 8 * MICRO_BATCHES)).throughput
+            summarize(simulate(plan_for(s, **numbers), costs, 8 * MICRO_BATCHES)).throughput
             for s in ("1f1b", Eager1F1B())
         ]
         print(f"{latency:<8} {rates[0]:.1f}  {rates[1]:.1f}")
@@ -78,7 +78,7 @@ def trained() -> None:
         ) as pipe:
             losses = [result.loss for result in pipe.train_epoch(data)]
             states.append(pipe.state_dict())
-        print(f"\n{pipe.schedule.name}: loss {losses[0]:.4f} to {losses[-1]:.4f}", end="")
+        print(f"\n{pipe.plan.name}: loss {losses[0]:.4f} to {losses[-1]:.4f}", end="")
     same = all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     print(f"\nthe same weights, bit for bit: {same}")
 

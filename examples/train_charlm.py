@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Checkpoints, Pipeline
 
 BYTES = 256
 
@@ -212,8 +212,7 @@ def main(
         micro_batches=micro_batches,
         workers=workers,
         seed=seed,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every if checkpoint else None,
+        checkpoint=Checkpoints(checkpoint, every=checkpoint_every) if checkpoint else None,
     ) as pipe:
         console.print(pipe.explain())
         scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -10,13 +10,16 @@ from support.models import Raises, Unpicklable, mlp, regression
 from torch import nn
 
 from pipedream_rt import (
+    Checkpoints,
     ConfigError,
     MessageTimeout,
     NonFiniteLoss,
     Pipeline,
     PipelineClosed,
     RendezvousTimeout,
+    ScheduleOptions,
     StageFailed,
+    Timeouts,
 )
 from pipedream_rt.cluster.in_process import InProcessCluster
 
@@ -39,9 +42,17 @@ def make(model=None, **kwargs):
         ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'(?s:.*)async-1f1b"),
         ({"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),
-        ({"credits": -1}, "credits must be an integer of at least 1"),
-        ({"timeout": 30}, "timeout must be a positive datetime.timedelta, not 30"),
-        ({"start_timeout": timedelta(0)}, "start_timeout must be a positive"),
+        (
+            {"schedule_options": lambda: ScheduleOptions(credits=-1)},
+            "credits must be an integer of at least 1",
+        ),
+        ({"schedule_options": 3}, r"schedule_options must be ScheduleOptions\(...\), not 3"),
+        (
+            {"timeouts": lambda: Timeouts(answer=30)},
+            "answer must be a positive .*timedelta, not 30",
+        ),
+        ({"timeouts": 30}, r"timeouts must be Timeouts\(...\), not 30"),
+        ({"timeouts": lambda: Timeouts(start=timedelta(0))}, "timeout start must be a positive"),
         ({"on_nan": "panic"}, 'on_nan must be "raise" or "ignore"'),
         ({"loss_fn": 3}, "loss_fn must be callable"),
         ({"optimizer": "adam"}, r"optimizer must be \(class, dict"),
@@ -56,18 +67,23 @@ def make(model=None, **kwargs):
         ({"workers": "somewhere"}, "write HOST:PORT"),
         ({"workers": 4}, 'workers must be "local", "in-process" or "HOST:PORT"'),
         ({"workers": "192.0.2.1:29500"}, "cannot listen at 192.0.2.1:29500"),
-        ({"checkpoint_every": 5}, "checkpoint_every needs a folder"),
-        ({"checkpoint_every": 0, "checkpoint": "run"}, "checkpoint_every must be an integer of at"),
-        ({"keep": 0}, "keep must be an integer of at least 1"),
-        ({"resume": True}, "resume needs the folder"),
+        ({"checkpoint": 5}, "folder of the checkpoints must be a path, not 5"),
+        ({"checkpoint": lambda: Checkpoints("run", every=0)}, "every, .* must be an integer of at"),
+        ({"checkpoint": lambda: Checkpoints("run", keep=0)}, "keep, .* integer of at least 1"),
         ({"max_restarts": -1}, "max_restarts must be an integer of at least 0"),
-        ({"heartbeat": 10}, "heartbeat must be a positive datetime.timedelta"),
+        ({"timeouts": lambda: Timeouts(heartbeat=10)}, "heartbeat must be a positive"),
+        ({"slack": -1}, "slack must be integers of at least 0, not -1"),
+        ({"slack": [1]}, "slack has 1 numbers, but 3 stages have 2 hops"),
+        ({"slack": [1, True]}, "slack must be integers of at least 0, not True"),
+        ({"slack": 1, "schedule": "gpipe"}, "gpipe has no warm-up that slack could lengthen"),
+        ({"slack": 1, "schedule": "zero-bubble"}, "zero-bubble has no warm-up that slack"),
+        ({"slack": 1, "schedule": "2bw", "micro_batches": 4}, "2bw needs at least as many"),
     ],
 )
 def test_wrong_arguments(kwargs, words):
     before = threading.active_count()
     with pytest.raises(ConfigError, match=words):
-        make(**kwargs)
+        make(**{name: value() if callable(value) else value for name, value in kwargs.items()})
     assert threading.active_count() == before
 
 
@@ -289,14 +305,15 @@ class LosingCluster(InProcessCluster):
 
 
 def test_a_stall_is_an_error_that_tells_who_waits_for_what():
-    pipe = make(stages=2, timeout=timedelta(seconds=0.3), workers=LosingCluster)
+    pipe = make(stages=2, timeouts=Timeouts(answer=timedelta(seconds=0.3)), workers=LosingCluster)
     with pytest.raises(MessageTimeout) as e:
         list(pipe.train_epoch(regression(3)))
     assert str(e.value) == (
-        "the coordinator waited 0.3 s for loss 3, which did not come; the inbox holds nothing; "
-        "waiting for loss 3; last actions: none\n"
-        "stage 0: waiting for gradient 3; last actions: optimizer F0 F1 B0 S0 F2 B1\n"
-        "stage 1: waiting for feed 3; last actions: optimizer F0 B0 S0"
+        "the coordinator waited 0.3 s for loss 3 from stage 1, which did not come; the inbox holds nothing; "
+        "waiting for loss 3 from stage 1; last actions: none\n"
+        "stage 0: waiting for gradient 3 from stage 1; last actions: optimizer F0 F1 B0 S0 F2 B1\n"
+        "stage 1: waiting for activation 3 from stage 0 or command 3 from the coordinator; "
+        "last actions: optimizer F0 B0 S0"
     )
 
 
@@ -304,5 +321,5 @@ def test_workers_that_never_join_are_counted():
     with pytest.raises(
         RendezvousTimeout, match=r"3 of 3 workers did not join within 0.2 s.*none"
     ) as e:
-        make(workers="127.0.0.1:0", start_timeout=timedelta(seconds=0.2))
+        make(workers="127.0.0.1:0", timeouts=Timeouts(start=timedelta(seconds=0.2)))
     assert e.value.missing == 3

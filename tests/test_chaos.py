@@ -13,13 +13,13 @@ from support.faults import KINDS, PHASES, Plan, faulty_sink
 from support.models import POINTS, batches, kitchen_sink
 from support.oracle import assert_same, oracle
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Checkpoints, Pipeline, ScheduleOptions, Timeouts
 from pipedream_rt.cluster.in_process import InProcessCluster
 
 PLANS = [
     (4, {"schedule": "async-1f1b"}, "async-1f1b"),
     (2, {"schedule": "async-1f1b", "micro_batches": 2}, "async-1f1b"),
-    (3, {"schedule": "async-1f1b", "vertical_sync": True}, "vertical-sync"),
+    (3, {"schedule_options": ScheduleOptions(vertical_sync=True)}, "vertical-sync"),
     (3, {"schedule": "2bw", "micro_batches": 4}, "2bw"),
     (3, {"schedule": "1f1b", "micro_batches": 3}, "flushed"),
     (2, {"schedule": "gpipe", "micro_batches": 2}, "flushed"),
@@ -46,7 +46,7 @@ def expected(stages, k, reads):
     )  # fmt: skip
 
 
-def disturbed(folder, plan_of, number, every, workers, **options):
+def disturbed(folder, plan_of, number, every, workers, heartbeat=timedelta(seconds=10)):
     """Train with faults; the losses, the weights and how many faults there were."""
     stages, schedule, reads = PLANS[number]
     model, points, optimizer = faulty_sink(stages, folder / "plan")
@@ -54,8 +54,8 @@ def disturbed(folder, plan_of, number, every, workers, **options):
     weights, losses = expected(stages, schedule.get("micro_batches", 1), reads)
     with Pipeline(
         model, stages=points, loss_fn=F.cross_entropy, optimizer=optimizer, workers=workers,
-        checkpoint=folder / "run", checkpoint_every=every, max_restarts=1000,
-        timeout=timedelta(seconds=60), **schedule, **options,
+        checkpoint=Checkpoints(folder / "run", every=every), max_restarts=1000,
+        timeouts=Timeouts(heartbeat=heartbeat, answer=timedelta(seconds=60)), **schedule,
     ) as pipe:  # fmt: skip
         steps, found = [], []
         for result in pipe.train_epoch(batches(BATCHES, samples=8)):

@@ -19,7 +19,7 @@ from support.oracle import assert_same, oracle
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Pipeline, StageFailed
+from pipedream_rt import Pipeline, ScheduleOptions, StageFailed
 from pipedream_rt.cluster.in_process import InProcessCluster
 
 pytestmark = pytest.mark.threads
@@ -87,7 +87,12 @@ def test_vertical_sync_equals_the_oracle(n, k, optimizer):
         reads="vertical-sync",
     )  # fmt: skip
     found, results, statistics = train(
-        n, data, optimizer=optimizer, micro_batches=k, vertical_sync=True, shuffle=n
+        n,
+        data,
+        optimizer=optimizer,
+        micro_batches=k,
+        shuffle=n,
+        schedule_options=ScheduleOptions(vertical_sync=True),
     )
     assert_same(found, expected)
     assert [loss for r in results for loss in r.losses] == losses
@@ -128,7 +133,7 @@ def test_interleaved_equals_plain_accumulation(stages, v, k):
         loss_fn=F.cross_entropy,
         optimizer=OPTIMIZERS["adamw"],
         schedule="interleaved-1f1b",
-        stages_per_worker=v,
+        schedule_options=ScheduleOptions(stages_per_worker=v),
         micro_batches=k,
         workers=functools.partial(InProcessCluster, shuffle_seed=stages),
     ) as pipe:

@@ -15,7 +15,7 @@ from support.oracle import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Checkpoints, Pipeline
 
 pytestmark = pytest.mark.threads
 
@@ -156,8 +156,9 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
             for _ in range(24)
         ]
         with Pipeline(
-            model, stages=[2, 4], loss_fn=F.cross_entropy, optimizer=optimizer, resume=resume,
-            workers="in-process", checkpoint=folder, checkpoint_every=5, max_restarts=1,
+            model, stages=[2, 4], loss_fn=F.cross_entropy, optimizer=optimizer,
+            workers="in-process", checkpoint=Checkpoints(folder, every=5, resume=resume),
+            max_restarts=1,
         ) as pipe:  # fmt: skip
             losses = [r.loss for r in pipe.train_epoch(data[:until])]
             buffers = dict(pipe.stages[0].rref.to_here().named_buffers())
@@ -238,8 +239,8 @@ def test_a_loader_goes_on_where_it_was(tmp_path, kind, between, stop):
         loaders.append(loader)
         with Pipeline(
             model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            workers="in-process", checkpoint=folder, resume=resume, max_restarts=0,
-            checkpoint_every=None if between else 4,
+            workers="in-process", max_restarts=0,
+            checkpoint=Checkpoints(folder, every=None if between else 4, resume=resume),
         ) as pipe:  # fmt: skip
             for _ in range(pipe.epoch, epochs):
                 for result in pipe.train_epoch(loader):

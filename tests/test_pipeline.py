@@ -21,7 +21,14 @@ from support.models import (
 )
 from torch import nn
 
-from pipedream_rt import ConfigError, DistributedOptimizer, Pipeline, PipelineClosed, PipelineError
+from pipedream_rt import (
+    ConfigError,
+    DistributedOptimizer,
+    Pipeline,
+    PipelineClosed,
+    PipelineError,
+    Timeouts,
+)
 from pipedream_rt.cluster.in_process import InProcessCluster
 
 pytestmark = pytest.mark.threads
@@ -63,7 +70,7 @@ def test_an_epoch_left_early_can_be_followed_by_another():
             if result.step == 2:
                 break
         rest = list(pipe.train_epoch(regression(3)))
-        assert rest[0].step == 2 + pipe.schedule.credits()
+        assert rest[0].step == 2 + pipe.plan.credits()
 
 
 def test_a_layer_that_stands_in_the_model_twice():
@@ -105,7 +112,7 @@ def test_a_tensor_that_crosses_twice_has_its_gradients_summed_as_in_the_unsplit_
 def test_losses_that_come_late_are_not_lost_to_an_inference_between_them():
     for seed in range(10):
         workers = functools.partial(InProcessCluster, shuffle_seed=seed)
-        with open_pipe(workers=workers, timeout=timedelta(seconds=20)) as pipe:
+        with open_pipe(workers=workers, timeouts=Timeouts(answer=timedelta(seconds=20))) as pipe:
             pending = [pipe.submit(x, y) for x, y in regression(3)]
             pipe(torch.ones(1, 8))
             pipe.evaluate(regression(1))
@@ -136,7 +143,7 @@ def test_the_loader_is_always_one_item_ahead():
 
     with open_pipe() as pipe:
         ahead = [len(drawn) - r.step for r in pipe.train_epoch(loader())]
-        c = pipe.schedule.credits()
+        c = pipe.plan.credits()
     assert ahead == [c + 1] * (9 - c) + list(range(c, 0, -1))
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from support.models import mlp, regression
 from support.oracle import assert_same
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Timeouts
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, session_key
 from pipedream_rt.deadline import Deadline
@@ -205,7 +205,7 @@ def test_what_a_stranger_can_do_while_a_group_forms():
     from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 
     group = RpcGroup(
-        generation=1, rank=0, names=("coordinator",), interface="lo",
+        generation=1, rank=0, names=("coordinator",), hosts=(), interface="lo",
         timeout=timedelta(seconds=20), key=KEY,
     )  # fmt: skip
     found = {}
@@ -258,7 +258,7 @@ def test_a_rogue_cannot_join(environment):
     try:
         with Pipeline(
             mlp(), stages=1, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            workers=f"127.0.0.1:{port}", start_timeout=timedelta(seconds=60),
+            workers=f"127.0.0.1:{port}", timeouts=Timeouts(start=timedelta(seconds=60)),
         ) as pipe:  # fmt: skip
             assert [stage.worker for stage in pipe.stages] == ["right"]
             assert len(list(pipe.train_epoch(regression(4)))) == 4

@@ -116,6 +116,7 @@ def _join(
             generation=welcome["generation"],
             rank=welcome["rank"],
             names=names,
+            hosts=tuple(welcome["hosts"]),
             interface=bind or _default_interface(control, welcome["host"]),
             timeout=timeout,
             key=group_key(secret, welcome["nonce"]),

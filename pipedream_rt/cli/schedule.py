@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipedream_rt.schedules import check, describe_schedules, schedule_named
+from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
 
 
 @click.command()
@@ -32,7 +32,7 @@ def schedule(
     if name == "help":
         click.echo(describe_schedules())
         return
-    chosen = schedule_named(
+    chosen = plan_named(
         name,
         num_stages=stages,
         per_update=micro_batches,
@@ -40,5 +40,5 @@ def schedule(
         stages_per_worker=stages_per_worker,
     )
     grid = check(chosen, updates * micro_batches)
-    click.echo(f"{name}: {chosen.recipe.line()}")
+    click.echo(f"{name}: {RECIPES[chosen.name].line()}")
     click.echo(grid.render())

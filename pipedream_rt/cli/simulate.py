@@ -11,7 +11,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.replay import Replay
 from pipedream_rt.observe.summary import bytes_text, describe, seconds_text, summarize, table
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.schedules import RECIPES, Schedule, Shape, describe_schedules, schedule_for
+from pipedream_rt.schedules import RECIPES, Plan, Shape, describe_schedules, plan_for
 from pipedream_rt.simulation.costs import Costs, parsed
 from pipedream_rt.simulation.predict import fit, regrouped
 from pipedream_rt.simulation.simulator import simulate as simulate_run
@@ -94,25 +94,25 @@ def simulate(
         raise ConfigError("--replay needs --from-trace")
     costs = _costs(profile, trace, given)
     numbers: dict[str, Any] = {
-        "num_stages": stages or (trace.shape.num_stages if trace else 4),
-        "per_update": micro_batches or (trace.shape.per_update if trace else 1),
+        "num_stages": stages or (trace.plan.num_stages if trace else 4),
+        "per_update": micro_batches or (trace.plan.per_update if trace else 1),
         "stages_per_worker": stages_per_worker,
     }
     if compare is not None:
         if replay or output is not None:
             raise ConfigError("--compare goes with neither --replay nor --output")
-        before = trace.shape if trace else Shape(workers=numbers["num_stages"])
+        before = trace.plan.shape if trace else Shape(workers=numbers["num_stages"])
         click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
         return
     if replay:
         assert trace is not None
         again = Replay(trace)
-        numbers["stages_per_worker"] = trace.shape.stages_per_worker
-        chosen = schedule_for(again, **numbers)
+        numbers["stages_per_worker"] = trace.plan.shape.stages_per_worker
+        chosen = plan_for(again, **numbers)
         count = again.micro_batches
         credits = credits or trace.credits
     else:
-        chosen = schedule_for(schedule, **numbers)
+        chosen = plan_for(schedule, **numbers)
         count = updates * chosen.per_update
     made = simulate_run(chosen, costs, count, credits=credits)
     click.echo(describe(made))
@@ -181,9 +181,7 @@ def _comparison(
         each = numbers["stages_per_worker"] or each if each > 1 else 1
         try:
             stages = before.workers * each
-            chosen = schedule_for(
-                name, **{**numbers, "num_stages": stages, "stages_per_worker": each}
-            )
+            chosen = plan_for(name, **{**numbers, "num_stages": stages, "stages_per_worker": each})
             rows.append(_row(chosen, regrouped(costs, before, chosen.shape), updates, credits))
         except ConfigError as error:
             if name not in RECIPES:
@@ -196,7 +194,7 @@ def _comparison(
     return "\n".join([table(rows), *notes])
 
 
-def _row(schedule: Schedule, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
+def _row(schedule: Plan, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
     """Simulate one schedule; where stages differ, the row has the number of the worst one."""
     made = simulate_run(schedule, costs, updates * schedule.per_update, credits=credits)
     summary = summarize(made)
@@ -204,9 +202,9 @@ def _row(schedule: Schedule, costs: Costs, updates: int, credits: int | None) ->
         sum(
             made.stage_bytes[s] * summary.stages[s].versions
             + made.activation_bytes[s] * summary.stages[s].in_flight
-            for s in schedule.shape.stages_of(w)
+            for s in schedule.stages_of(w)
         )
-        for w in range(schedule.shape.workers)
+        for w in range(schedule.workers)
     )
     low, high = min(summary.bubble), max(summary.bubble)
     return (

@@ -114,7 +114,7 @@ def _numbers(trace: Trace) -> tuple[str, ...]:
         f"{sum(summary.bubble) / len(summary.bubble):.1%}",
         str(max(stage.versions for stage in summary.stages)),
         str(max(summary.staleness)),
-        str(trace.shape.workers),
+        str(trace.plan.workers),
     )
 
 

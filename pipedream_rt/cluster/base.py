@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.transport.base import Transport
 
-Fail = Callable[[BaseException], object]
-"""Called with the error when the cluster cannot go on; from any thread, perhaps several times."""
+Failure: TypeAlias = BaseException | Callable[[], BaseException]
+"""Why a cluster cannot go on: an error, or a function that finds it out, which may wait a while."""
+
+Fail: TypeAlias = Callable[[Failure], object]
+"""Called when the cluster cannot go on; from any thread, perhaps several times. Never waits."""
+
+
+def once(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
+    """Return a function that finds an error out when it is first called, and then keeps it."""
+    return functools.lru_cache(maxsize=1)(find_out)
 
 
 class Reference(Protocol):

@@ -48,7 +48,7 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.transport.signing import DIGEST, proof
 
-VERSION = 3
+VERSION = 4
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1

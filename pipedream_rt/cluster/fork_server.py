@@ -25,6 +25,7 @@ from pipedream_rt.cluster.control import close_in_forked_children
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
+from pipedream_rt.lifecycle import Lifecycle
 
 _START_TIMEOUT = timedelta(minutes=2)
 """For the server to import torch and answer for the first time."""
@@ -105,7 +106,7 @@ class ForkServer:
         self._connection: socket.socket | None = None
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._life = Lifecycle("the fork server")
 
     def fork(self, name: str, threads: int, control: socket.socket) -> ForkedWorker:
         """Fork a worker.
@@ -130,14 +131,14 @@ class ForkServer:
                     socket.send_fds(connection, [request], [control.fileno()])
                     return ForkedWorker(self, connection, *self._answer(connection))
                 except (OSError, PeerLost):
-                    if last or self._closed:
+                    if last or not self._life.is_open:
                         raise
                 self._end()
         raise AssertionError("the second attempt returns or raises")
 
     def _start(self) -> socket.socket:
         """Start the server in a session of its own: Ctrl-C reaches the coordinator alone."""
-        if self._closed:
+        if not self._life.is_open:
             raise PipelineClosed("the pipeline was closed")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -200,7 +201,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server; the coordinator tells its workers to end. Idempotent."""
-        self._closed = True
+        self._life.begin_closing()
         self._end()
 
     def _end(self) -> None:

@@ -38,6 +38,8 @@ class Formation:
         self._local = local
         self._deadline = deadline
         self._names = (_COORDINATOR, *(member.name for member in members))
+        homes = {stage: worker for worker, m in enumerate(members) for stage in m.stages}
+        self._hosts = tuple(homes[stage] for stage in sorted(homes))
         self._found: dict[str, str] = {}  # the addresses that are known, by name
         self._addresses: Future[dict[str, str]] = Future()  # all of them
 
@@ -68,6 +70,7 @@ class Formation:
                     "rank": rank,
                     "stages": list(member.stages),
                     "names": list(self._names),
+                    "hosts": list(self._hosts),
                     "host": host,
                     "generation": generation,
                     "timeout_s": timeout.total_seconds(),
@@ -80,6 +83,7 @@ class Formation:
                 generation=generation,
                 rank=0,
                 names=self._names,
+                hosts=self._hosts,
                 interface=interface_of(host),
                 timeout=timeout,
                 key=group_key(secret, nonce),

@@ -15,9 +15,9 @@ import torch
 from pipedream_rt.cluster.base import Fail, Reference
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError
-from pipedream_rt.messages.message import COORDINATOR
+from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.schedules import Shape
+from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.transport.base import Receive, Transport, sender
@@ -39,18 +39,17 @@ class _Baton:
     user's loader may draw from it at any time; were both to run at once, the data would depend on
     timing. So stages compute only while the coordinator waits for them, one at a time, and leave
     the generator as they found it.
+
+    Args:
+        life: Of the cluster; no stage begins to compute when that is not open any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, life: Lifecycle) -> None:
         """Give the baton to the calling thread."""
         self._lock = threading.Lock()
         self._lock.acquire()
         self._given_away = False
-        self._closing = False
-
-    def close(self) -> None:
-        """Let no stage begin to compute any more."""
-        self._closing = True
+        self._life = life
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -62,7 +61,7 @@ class _Baton:
                 coordinator has taken the baton back.
         """
         while not self._lock.acquire(timeout=_LOOK_S):
-            if self._closing:
+            if not self._life.is_open:
                 raise PipelineClosed("the pipeline was closed")
         try:
             with kept_generator_state():
@@ -127,7 +126,7 @@ class InProcessCluster:
     before it runs what closes a pipeline that its user forgot to close.
 
     Args:
-        shape: How many workers there are, and which stages each hosts.
+        plan: Which workers there are, and which stages each hosts.
         receive: Takes messages for the coordinator.
         fail: Called with the error when the coordinator's messages cannot be handed over.
         generation: Number of this group in the process.
@@ -138,7 +137,7 @@ class InProcessCluster:
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         receive: Receive,
         fail: Fail,
         *,
@@ -148,17 +147,17 @@ class InProcessCluster:
         shuffle_seed: int | None = None,
     ) -> None:
         """Start the threads."""
-        self._shape = shape
-        self._baton = _Baton()
+        self._plan = plan
+        self._life = Lifecycle("the cluster")
+        self._baton = _Baton(self._life)
         self._torch_threads = torch.get_num_threads()
-        self._closed = False
         memory = MemoryTransport(shuffle_seed)
         self.transport: Transport = memory
         memory.open(COORDINATOR, receive, fail)
         self._hosts = []
         self._threads = []
-        for w in range(shape.workers):
-            stages = shape.stages_of(w)
+        for w in range(plan.workers):
+            stages = plan.stages_of(w)
             host = StageHost(
                 w,
                 stages,
@@ -196,25 +195,23 @@ class InProcessCluster:
     def clocks(self) -> list[Reading]:
         """See `Cluster.clocks`; all threads read the same clock."""
         now = time.monotonic_ns()
-        return [Reading(now, now, now)] * self._shape.workers
+        return [Reading(now, now, now)] * self._plan.workers
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""
-        worker = self._shape.worker_of(stage)
+        worker = self._plan.worker_of(stage)
         return _LocalReference(self._hosts[worker].part(stage, part), self.names[worker])
 
     def parameter_references(self, stage: int) -> list[Reference]:
         """See `Cluster.parameter_references`."""
-        worker = self._shape.worker_of(stage)
+        worker = self._plan.worker_of(stage)
         parameters = self._hosts[worker].part(stage, "module").parameters()
         return [_LocalReference(p, self.names[worker]) for p in parameters if p.requires_grad]
 
     def close(self) -> None:
         """See `Cluster.close`."""
-        if self._closed:
+        if not self._life.begin_closing():
             return
-        self._closed = True
-        self._baton.close()
         for host in self._hosts:
             host.inbox.close(PipelineClosed("the pipeline was closed"))
         deadline = Deadline(_STOP_TIMEOUT)

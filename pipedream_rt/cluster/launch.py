@@ -25,12 +25,12 @@ from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.torchrun import start_under_torchrun, under_torchrun
 from pipedream_rt.errors import ConfigError, PeerLost
-from pipedream_rt.schedules import Shape
+from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.base import Receive
 
 Workers: TypeAlias = str | Callable[..., Cluster] | None
 """``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or a function
-that makes a `Cluster` of another kind (called with the shape and the arguments ``receive``,
+that makes a `Cluster` of another kind (called with the plan and the arguments ``receive``,
 ``fail``, ``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
@@ -43,7 +43,7 @@ _secret_of_run: bytes | None = None
 def start_cluster(
     workers: Workers,
     *,
-    shape: Shape,
+    plan: Plan,
     receive: Receive,
     fail: Fail,
     generation: int,
@@ -59,7 +59,7 @@ def start_cluster(
 
     Args:
         workers: See `Pipeline`.
-        shape: How many workers are needed, and which stages each hosts.
+        plan: How many workers are needed, and which stages each hosts.
         receive: Takes messages for the coordinator.
         fail: Called with the error when the cluster cannot go on.
         generation: Number of this group in the process.
@@ -82,27 +82,27 @@ def start_cluster(
         "threads": threads,
     }
     if workers == "in-process":
-        return InProcessCluster(shape, **common)
+        return InProcessCluster(plan, **common)
     if callable(workers):
-        return workers(shape, **common)
+        return workers(plan, **common)
     common.update(start_timeout=start_timeout, heartbeat=heartbeat, forks=forks)
     if workers == "local":
-        return _start_local(shape, common)
+        return _start_local(plan, common)
     if workers is not None:
-        return _await_at(workers, shape, common)
+        return _await_at(workers, plan, common)
     if LISTEN_FD in os.environ:
-        return _await_workers_of_run(shape, common)
+        return _await_workers_of_run(plan, common)
     if under_torchrun():
-        return start_under_torchrun(shape, common)
-    return _start_local(shape, common)
+        return start_under_torchrun(plan, common)
+    return _start_local(plan, common)
 
 
-def _start_local(shape: Shape, common: dict[str, Any]) -> Cluster:
+def _start_local(plan: Plan, common: dict[str, Any]) -> Cluster:
     """Start worker processes here; the secret goes to them over inherited connections."""
-    return ProcessCluster(shape, secret=secrets.token_bytes(NONCE), **common)
+    return ProcessCluster(plan, secret=secrets.token_bytes(NONCE), **common)
 
 
-def _await_at(workers: object, shape: Shape, common: dict[str, Any]) -> Cluster:
+def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
     """Listen at an address for workers that the user starts elsewhere.
 
     Raises:
@@ -112,19 +112,19 @@ def _await_at(workers: object, shape: Shape, common: dict[str, Any]) -> Cluster:
         raise ConfigError(f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}')
     address, secret = parse_address(workers), secret_of_environment()
     with listening(*address) as listener:
-        return ProcessCluster(shape, listener=listener, secret=secret, **common)
+        return ProcessCluster(plan, listener=listener, secret=secret, **common)
 
 
-def _await_workers_of_run(shape: Shape, common: dict[str, Any]) -> Cluster:
+def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
     """Use the workers that `pipedream-rt run` has started.
 
     Raises:
         ConfigError: It has started too few.
     """
     available = int(os.environ[NPROC])
-    if shape.workers > available:
+    if plan.workers > available:
         raise ConfigError(
-            f"{shape.num_stages} stages need {shape.workers} workers, `pipedream-rt run` has "
+            f"{plan.num_stages} stages need {plan.workers} workers, `pipedream-rt run` has "
             f"started {available}; raise --nproc-per-node"
         )
     global _secret_of_run
@@ -133,7 +133,7 @@ def _await_workers_of_run(shape: Shape, common: dict[str, Any]) -> Cluster:
         assert _secret_of_run is not None
     with socket.socket(fileno=os.dup(int(os.environ[LISTEN_FD]))) as listener:
         return ProcessCluster(
-            shape, listener=listener, secret=_secret_of_run, replace=_replace_workers, **common
+            plan, listener=listener, secret=_secret_of_run, replace=_replace_workers, **common
         )
 
 

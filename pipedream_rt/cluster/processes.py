@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from pipedream_rt.cluster.base import Fail, Reference
+from pipedream_rt.cluster.base import Fail, Reference, once
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.formation import Formation
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -18,9 +18,9 @@ from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.cluster.watch import Watch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.messages.message import COORDINATOR
+from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.schedules import Shape
+from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.rpc import RpcTransport, refuse_second
 
@@ -35,7 +35,7 @@ class ProcessCluster:
     """Worker processes, each hosting its stages, connected by torch RPC.
 
     Args:
-        shape: How many workers are needed, and which stages each hosts.
+        plan: How many workers are needed, and which stages each hosts.
         receive: Takes messages for the coordinator.
         fail: Called with the error when the cluster cannot go on, as when a worker dies.
         generation: Number of this group in the process.
@@ -53,7 +53,7 @@ class ProcessCluster:
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         receive: Receive,
         fail: Fail,
         *,
@@ -77,18 +77,18 @@ class ProcessCluster:
         """
         refuse_second()
         self.generation = generation
-        self._closed = False
+        self._life = Lifecycle("the cluster")
         self._fail = fail
         self._secret = secret
         self._replace = replace
         self._rpc: RpcTransport | None = None
         self._local = LocalWorkers(threads, forks)
-        rendezvous = Rendezvous(shape, self._local, secret)
+        rendezvous = Rendezvous(plan, self._local, secret)
         self._members = rendezvous.members
         self._watch = Watch(self._members, self._local, fail, heartbeat)
         try:
             deadline = Deadline(start_timeout)
-            count = shape.workers if listener is None else own
+            count = plan.workers if listener is None else own
             self._local.start([f"worker-{i}" for i in range(count)])
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
@@ -105,9 +105,12 @@ class ProcessCluster:
             raise
 
     def _peer_lost(self, error: PipelineError) -> None:
-        """Report that a message of the coordinator could not be handed over."""
+        """Report that a message of the coordinator could not be handed over.
+
+        A thread of the RPC pool calls this, which must not wait for a process to end.
+        """
         if not self._watch.ending:
-            self._fail(self.name_loss(error))
+            self._fail(once(lambda: self.name_loss(error)))
 
     def waiting(self) -> AbstractContextManager[None]:
         """See `Cluster.waiting`; processes compute whether the coordinator waits or not."""
@@ -151,9 +154,9 @@ class ProcessCluster:
 
     def close(self) -> None:
         """See `Cluster.close`."""
-        if self._closed:
+        if not self._life.begin_closing():
             return
-        self._closed = self._watch.ending = True
+        self._watch.ending = True
         # An ExitStack, so that every step happens also when Ctrl-C interrupts the one before it.
         # The steps happen in the reverse order of the lines below: read them upwards.
         with ExitStack() as steps:

@@ -21,7 +21,7 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
-from pipedream_rt.schedules import Shape
+from pipedream_rt.schedules import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Rendezvous:
     becomes a member; whoever answers otherwise is refused with the reason.
 
     Args:
-        shape: How many workers are needed, and which stages each hosts.
+        plan: How many workers are needed, and which stages each hosts.
         local: The workers that were started here, which come over inherited connections.
         secret: The secret of the job.
 
@@ -46,10 +46,10 @@ class Rendezvous:
             connections, also after an error.
     """
 
-    def __init__(self, shape: Shape, local: LocalWorkers, secret: bytes) -> None:
+    def __init__(self, plan: Plan, local: LocalWorkers, secret: bytes) -> None:
         """Call nobody yet."""
         self.members: list[Member] = []
-        self._shape = shape
+        self._plan = plan
         self._local = local
         self._secret = secret
         # Connections that have not said hello, oldest first, each with the nonce of its call.
@@ -72,7 +72,7 @@ class Rendezvous:
                 if listener is not None:
                     listener.setblocking(False)
                     selector.register(listener, selectors.EVENT_READ)
-                while len(self.members) < self._shape.workers:
+                while len(self.members) < self._plan.workers:
                     self._attend(selector, listener, deadline)
             finally:
                 for control in self._asked:
@@ -80,7 +80,7 @@ class Rendezvous:
                 self._asked.clear()
         self.members.sort(key=lambda member: natural(member.name))
         for worker, member in enumerate(self.members):
-            member.stages = tuple(self._shape.stages_of(worker))
+            member.stages = self._plan.stages_of(worker)
             self._expect_ready(member, deadline)
 
     def _call_local(self, selector: selectors.BaseSelector) -> None:
@@ -103,7 +103,7 @@ class Rendezvous:
         for key, _ in ready:
             if key.fileobj is listener:
                 self._accept(listener, selector)
-            elif len(self.members) < self._shape.workers and key.fileobj in self._asked:
+            elif len(self.members) < self._plan.workers and key.fileobj in self._asked:
                 self._hear(key.fileobj, selector)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -198,7 +198,7 @@ class Rendezvous:
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
         """Make the error that says which workers did not join in time."""
-        needed = self._shape.workers
+        needed = self._plan.workers
         came = {m.name for m in self.members}
         if len(came) == needed:  # then some of them have not become ready
             came -= {m.name for m in self.members if not m.ready}

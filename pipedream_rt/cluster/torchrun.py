@@ -24,7 +24,7 @@ from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
-from pipedream_rt.schedules import Shape
+from pipedream_rt.schedules import Plan
 
 _ranks_used = False
 """Whether the other ranks of this job have become workers."""
@@ -35,14 +35,14 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def start_under_torchrun(shape: Shape, common: dict[str, Any]) -> Cluster:
+def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
     """Make the ranks of torchrun a cluster; returns on rank 0 alone.
 
     With as many workers as ranks, rank 0 starts a worker process besides. On every other rank this
     replaces the process by a worker.
 
     Args:
-        shape: How many workers are needed, and which stages each hosts.
+        plan: How many workers are needed, and which stages each hosts.
         common: Arguments of `ProcessCluster` that do not depend on the launcher.
 
     Raises:
@@ -50,7 +50,7 @@ def start_under_torchrun(shape: Shape, common: dict[str, Any]) -> Cluster:
         RendezvousTimeout: Some ranks did not come in time.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = _workers_of_rank_0(shape, world)
+    own = _workers_of_rank_0(plan, world)
     _use_ranks_once()
     store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world))
     store.set_timeout(common["start_timeout"])
@@ -66,22 +66,22 @@ def start_under_torchrun(shape: Shape, common: dict[str, Any]) -> Cluster:
                 else secret_of_environment()
             )
             store.set(key, f"{host}:{port}")
-            return ProcessCluster(shape, listener=listener, own=own, secret=secret, **common)
+            return ProcessCluster(plan, listener=listener, own=own, secret=secret, **common)
     _join_rank_0(store, key, rank, common["threads"], deadline)
     raise AssertionError("execv does not return")
 
 
-def _workers_of_rank_0(shape: Shape, world: int) -> int:
+def _workers_of_rank_0(plan: Plan, world: int) -> int:
     """How many workers rank 0 starts besides the other ranks: none or one.
 
     Raises:
         ConfigError: The job has too few or too many ranks.
     """
-    workers = shape.workers
+    workers = plan.workers
     own = workers - (world - 1)
     if own not in (0, 1):
         raise ConfigError(
-            f"{shape.num_stages} stages on {workers} workers need {workers} or {workers + 1} "
+            f"{plan.num_stages} stages on {workers} workers need {workers} or {workers + 1} "
             f"ranks, there are {world}; start with --nproc-per-node {workers}"
         )
     return own

@@ -156,9 +156,9 @@ def test_two_workers_of_one_name():
     address = f"127.0.0.1:{free_port()}"
     code = (
         "import torch, sys; from torch import nn; from datetime import timedelta\n"
-        "from pipedream_rt import Pipeline\n"
+        "from pipedream_rt import Pipeline, Timeouts\n"
         f"Pipeline([nn.Linear(1, 1)] * 1 + [nn.Linear(1, 1)], stages=2, workers={address!r},\n"
-        "         start_timeout=timedelta(seconds=8))"
+        "         timeouts=Timeouts(start=timedelta(seconds=8)))"
     )
     coordinator = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     workers = [
@@ -324,12 +324,12 @@ def test_run_replaces_workers_that_fail(tmp_path, number):
         "import os, sys, torch\n"
         "from datetime import timedelta\n"
         "from torch import nn\n"
-        "from pipedream_rt import Pipeline\n"
+        "from pipedream_rt import Pipeline, Timeouts\n"
         "torch.manual_seed(0)\n"
         "data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]\n"
         "with Pipeline([nn.Linear(8, 8) for _ in range(4)], stages=2,\n"
         "              loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.Adam, {}),\n"
-        "              heartbeat=timedelta(seconds=1)) as pipe:\n"
+        "              timeouts=Timeouts(heartbeat=timedelta(seconds=1))) as pipe:\n"
         "    for result in pipe.train_epoch(data):\n"
         "        print(result.step, result.loss.hex())\n"
         "        if result.step == 5 and len(sys.argv) > 1:\n"

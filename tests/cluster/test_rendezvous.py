@@ -16,7 +16,7 @@ from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
-from pipedream_rt.schedules import Shape
+from pipedream_rt.schedules import Plan, Shape
 
 SECRET = b"the secret of the job"
 
@@ -70,7 +70,9 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
             answer(others[0], "w10")
             answer(others[1], "w9")
 
-        rendezvous = Rendezvous(Shape(workers=2, stages_per_worker=2), local, SECRET)
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, SECRET
+        )
         with meanwhile(workers):
             rendezvous.gather(None, soon())
         assert [member.name for member in rendezvous.members] == ["w9", "w10"]
@@ -97,7 +99,7 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
     done = threading.Event()
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Shape(workers=1), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET)
         with meanwhile(workers):
             rendezvous.gather(listener, soon())
             done.set()
@@ -109,7 +111,7 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
 
 def test_workers_that_do_not_answer_are_named():
     with local_workers("w0", "w1") as (local, _):
-        rendezvous = Rendezvous(Shape(workers=2), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
         with pytest.raises(
             RendezvousTimeout, match=r"2 of 2 workers did not join within 0 s: w0, w1; joined: none"
         ) as e:
@@ -125,7 +127,7 @@ def test_a_worker_that_does_not_become_ready_is_named():
             answer(others[0], "w0")
             answer(others[1], "w1", ready=False)
 
-        rendezvous = Rendezvous(Shape(workers=2), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
         with (
             meanwhile(workers),
             pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .*: w1; joined: w0"),
@@ -135,7 +137,7 @@ def test_a_worker_that_does_not_become_ready_is_named():
 
 def test_a_local_worker_that_ends_before_its_hello_ends_the_rendezvous():
     with local_workers("w0", "w1") as (local, others):
-        rendezvous = Rendezvous(Shape(workers=2), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
         others[1].close()
         with pytest.raises((WorkerLost, PeerLost), match="w1"):
             rendezvous.gather(None, soon())

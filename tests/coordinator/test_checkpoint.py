@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
 from support.oracle import assert_same
 
-from pipedream_rt import CheckpointError, ConfigError, Pipeline, WorkerLost
+from pipedream_rt import CheckpointError, ConfigError, Pipeline, ScheduleOptions, WorkerLost
 from pipedream_rt.cli import main
 from pipedream_rt.cluster.in_process import InProcessCluster
 
@@ -50,7 +50,7 @@ def undisturbed(n, optimizer, options):
         (4, "adamw", {}),
         (5, "sgd", {}),
         (4, "adamw-foreach", {"micro_batches": 2}),
-        (4, "adamw", {"vertical_sync": True}),
+        (4, "adamw", {"schedule_options": ScheduleOptions(vertical_sync=True)}),
         (4, "adamw", {"schedule": "2bw", "micro_batches": 4}),
         (3, "adam", {"schedule": "1f1b", "micro_batches": 3}),
         (4, "adamw", {"schedule": "zero-bubble", "micro_batches": 4}),

@@ -16,6 +16,7 @@ from support.oracle import assert_same
 from torch import nn
 
 from pipedream_rt import (
+    Checkpoints,
     ConfigError,
     MessageTimeout,
     NonFiniteLoss,
@@ -23,10 +24,11 @@ from pipedream_rt import (
     Pipeline,
     PoisonedMicroBatch,
     StageFailed,
+    Timeouts,
     WorkerLost,
 )
 from pipedream_rt.cluster.in_process import InProcessCluster
-from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin
+from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
 from pipedream_rt.coordinator.recovery import Failures, action_of, is_passing
 from pipedream_rt.messages.message import Command, CommandName
 from pipedream_rt.schedules import Action
@@ -116,7 +118,7 @@ def test_a_failure_without_a_word_counts_where_it_may_have_been_the_same():
 
 
 def entry(position):
-    return Entry(0, position, Command(name=CommandName.FLUSH), ())
+    return Entry(Role.EVERY, position, Command(name=CommandName.FLUSH), ())
 
 
 def test_the_feed_is_kept_since_the_last_two_origins():
@@ -164,7 +166,7 @@ def test_everything_a_script_does_survives(tmp_path):
     def script(folder, faults):
         seen = []
         with open_pipe(
-            folder=folder, faults=faults, checkpoint=folder / "run", checkpoint_every=4
+            folder=folder, faults=faults, checkpoint=Checkpoints(folder / "run", every=4)
         ) as pipe:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
             for result in pipe.train_epoch(DATA[:10]):
@@ -208,7 +210,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     with open_pipe() as pipe:
         expected = [r.loss for r in pipe.train_epoch(data)]
         weights = pipe.state_dict()
-    with open_pipe(folder=tmp_path, checkpoint=tmp_path / "run", checkpoint_every=3) as pipe:
+    with open_pipe(folder=tmp_path, checkpoint=Checkpoints(tmp_path / "run", every=3)) as pipe:
         found = []
         for result in pipe.train_epoch(data):
             found.append(result.loss)
@@ -285,7 +287,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
     (tmp_path / "file").write_text("in the way")
     with open_pipe(
         folder=tmp_path, faults=[fault(0, "forward", 12)],
-        checkpoint=tmp_path / "file", checkpoint_every=5,
+        checkpoint=Checkpoints(tmp_path / "file", every=5),
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert len(pipe.restarts) == 1
@@ -294,7 +296,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
 
 @pytest.mark.threads
 def test_the_feed_does_not_grow_with_the_run(tmp_path):
-    with open_pipe(checkpoint=tmp_path, checkpoint_every=5) as pipe:
+    with open_pipe(checkpoint=Checkpoints(tmp_path, every=5)) as pipe:
         for _ in pipe.train_epoch(DATA * 10):
             assert len(pipe._group.log._entries) < 300  # of 600
 
@@ -323,7 +325,9 @@ def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
     with open_pipe(stages=2) as pipe:
         expected = [r.loss for r in pipe.train_epoch(DATA)]
     with open_pipe(
-        stages=2, workers="local", heartbeat=timedelta(seconds=1), timeout=timedelta(seconds=50)
+        stages=2,
+        workers="local",
+        timeouts=Timeouts(heartbeat=timedelta(seconds=1), answer=timedelta(seconds=50)),
     ) as pipe:
         found = []
         for result in pipe.train_epoch(DATA):
@@ -354,7 +358,7 @@ def test_a_stage_that_stalls_is_told_of_and_replaced(tmp_path, caplog):
     model = nn.Sequential(*mlp(), StallsOnce(tmp_path / "stalled"))
     with Pipeline(
         model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        workers="local", max_restarts=1, timeout=timedelta(seconds=3),
+        workers="local", max_restarts=1, timeouts=Timeouts(answer=timedelta(seconds=3)),
     ) as pipe:  # fmt: skip
         assert len(list(pipe.train_epoch(regression(8)))) == 8
         assert len(pipe.restarts) == 1
@@ -365,7 +369,7 @@ def open_after_recoveries(count, tmp_path):
     """Kill workers in turn; what the coordinator's process holds after each recovery."""
     held = []
     with open_pipe(
-        stages=2, workers="local", checkpoint=tmp_path, checkpoint_every=3, max_restarts=count
+        stages=2, workers="local", checkpoint=Checkpoints(tmp_path, every=3), max_restarts=count
     ) as pipe:
         steps = []
         for result in pipe.train_epoch(batches(3 * count + 6, samples=8)):

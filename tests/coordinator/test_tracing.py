@@ -56,9 +56,8 @@ def test_a_trace_is_what_the_order_says(schedule, k, stages):
     with open_pipe(schedule=schedule, micro_batches=k, stages=POINTS[stages][1:]) as pipe:
         results = list(pipe.train_epoch(batches(4, samples=8)))
         trace = pipe.trace()
-        planned = pipe.schedule
-    shape = planned.shape
-    for worker in range(shape.workers):
+        planned = pipe.plan
+    for worker in range(planned.workers):
         assert list(trace.actions(worker)) == list(planned.order(worker, 0, 4 * k))
     for stage in range(stages):
         spans = trace.of_stage(stage)
@@ -227,7 +226,7 @@ def test_processes(tmp_path):
     path = tmp_path / "run.trace"
     with open_pipe(workers="local", trace=path) as pipe:
         list(pipe.train_epoch(batches(20)))
-        planned = pipe.schedule
+        planned = pipe.plan
     trace = Trace.load(path)
     assert [w.clock_error_ns for w in trace.workers] == [0, 0, 0]
     assert all(w.peak_memory_bytes > 2**26 for w in trace.workers)

@@ -6,7 +6,8 @@ import pytest
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PipelineClosed
 from pipedream_rt.messages.inbox import Inbox
-from pipedream_rt.messages.message import Channel, Gradient, Key, Message, Reply
+from pipedream_rt.messages.message import Gradient, Key, Message, Reply
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 
 
 def soon():
@@ -23,7 +24,7 @@ def gradient(index, generation=0, to=1):
 
 
 def key(number):
-    return Key(Channel.GRADIENT, number, 1)
+    return Key(Edge(EdgeKind.GRADIENT, 2, 1), number)
 
 
 def test_messages_are_taken_by_key_whatever_the_order_of_arrival():
@@ -50,7 +51,9 @@ def test_replies_of_two_stages_do_not_hide_each_other():
     for sender in (0, 1):
         assert inbox.put(Message(to=-1, sender=sender, index=4, generation=0, payload=reply))
     for sender in (1, 0):
-        assert inbox.take(Key(Channel.REPLY, 4, sender), soon()).sender == sender
+        assert (
+            inbox.take(Key(Edge(EdgeKind.REPLY, sender, COORDINATOR), 4), soon()).sender == sender
+        )
 
 
 def test_another_generation_is_refused(caplog):
@@ -66,7 +69,11 @@ def test_a_late_message_is_an_error_that_tells_the_story():
     inbox.put(gradient(3))
     with pytest.raises(MessageTimeout) as e:
         inbox.take(key(0), Deadline(NOW))
-    for words in ("stage 1 waited 0 s for gradient 0", "holds gradient 3", "last actions: F0 F1"):
+    for words in (
+        "stage 1 waited 0 s for gradient 0",
+        "holds gradient 3 from stage 2",
+        "last actions: F0 F1",
+    ):
         assert words in str(e.value)
 
 
@@ -116,5 +123,5 @@ def test_holds_and_story():
     inbox.put(gradient(0))
     assert inbox.holds(key(0))
     assert inbox.story() == "computing; last actions: none"
-    inbox.awaited = key(3)
-    assert inbox.story() == "waiting for gradient 3; last actions: none"
+    inbox.awaited = (key(3),)
+    assert inbox.story() == "waiting for gradient 3 from stage 2; last actions: none"

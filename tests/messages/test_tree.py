@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.models import Pair
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Channel
+from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import (
     batch_size,
     flatten,
@@ -110,7 +110,7 @@ class Special(dict):
     ("value", "words"),
     [
         (Special(a=1), "test_tree.Special, which cannot cross"),
-        (Channel.FEED, "Channel, which cannot cross"),
+        (Mode.TRAIN, "Mode, which cannot cross"),
         ({"a": [1, {1, 2}]}, r"value\['a'\]\[1\] is a builtins.set, which cannot cross stages"),
         (Point(1, object()), r"value\.y is a builtins.object"),
         (torch.float32, "torch.dtype"),

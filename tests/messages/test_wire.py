@@ -12,7 +12,6 @@ from pipedream_rt.messages.message import (
     CommandName,
     Failed,
     Gradient,
-    Job,
     Loss,
     Message,
     MicroBatch,
@@ -20,20 +19,21 @@ from pipedream_rt.messages.message import (
     Ready,
     Reply,
     Saved,
+    Start,
     Target,
 )
 from pipedream_rt.messages.wire import decode, encode
 
 PAYLOADS = [
-    Job(digest=b"\xff" * 32, position=7, restore={"folder": "run", "step": 3, "plain": {}}),
+    Start(digest=b"\xff" * 32, restore={"folder": "run", "step": 3, "plain": {}}),
     Ready(),
-    MicroBatch(micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}], structure=["T", 0],
-               requires_grad=[True], trail=[[1, 2**40]]),
+    MicroBatch(turn=5, micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}],
+               structure=["T", 0], requires_grad=[True], trail=[[0, 1, 2**40]]),
     MicroBatch(micro_batch=0, mode=Mode.EVALUATE, empty=True),
-    Command(name=CommandName.LOAD_STATE, structure=["d", [["a", ["P", b"x"]]]]),
+    Command(turn=6, name=CommandName.LOAD_STATE, structure=["d", [["a", ["P", b"x"]]]]),
     Target(structure=["P", None], share=1 / 3),
     Gradient(present=[True, False]),
-    Loss(loss=None, trail=[[0, 0]]),
+    Loss(loss=None, trail=[[0, 0, 0]]),
     Reply(structure=["l", []]),
     Saved(structure=["l", []]),
     Failed(action="F3", type_name="KeyError", text="C:\\U\u00fc \udcff", trace="", pickled=b"\x80"),
@@ -61,7 +61,7 @@ def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
 def test_another_format_is_refused():
     import msgpack
 
-    with pytest.raises(TransportError, match="format 99; this version reads 2"):
+    with pytest.raises(TransportError, match="format 99; this version reads 3"):
         decode(msgpack.packb([99, 0, 0, 0, 0, 0, []]), [])
 
 

@@ -8,13 +8,13 @@ from support.events import check_trace_events
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe import timeline
 from pipedream_rt.observe.summary import bytes_text, describe, seconds_text, summarize
-from pipedream_rt.schedules import schedule_named
+from pipedream_rt.schedules import plan_named
 from pipedream_rt.simulation.costs import Costs
 from pipedream_rt.simulation.simulator import simulate
 
 
 def run(name="1f1b", n=3, k=4, updates=2, costs=None):
-    schedule = schedule_named(name, num_stages=n, per_update=k)
+    schedule = plan_named(name, num_stages=n, per_update=k)
     return simulate(schedule, costs or unit(), updates * k)
 
 
@@ -69,7 +69,7 @@ def test_svg():
 def _named(trace, name):
     import dataclasses
 
-    return dataclasses.replace(trace, schedule=name)
+    return dataclasses.replace(trace, plan=dataclasses.replace(trace.plan, name=name))
 
 
 @pytest.mark.parametrize("name", ["async-1f1b", "interleaved-1f1b", "zero-bubble"])

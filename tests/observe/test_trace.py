@@ -12,12 +12,12 @@ from support.shapes import schedules
 from pipedream_rt import Replay, Trace
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.trace import WorkerFacts
-from pipedream_rt.schedules import schedule_for, schedule_named
+from pipedream_rt.schedules import plan_for, plan_named
 from pipedream_rt.simulation.simulator import simulate
 
 
 def run(name="async-1f1b", n=3, k=1, updates=6):
-    return simulate(schedule_named(name, num_stages=n, per_update=k), unit(), updates * k)
+    return simulate(plan_named(name, num_stages=n, per_update=k), unit(), updates * k)
 
 
 def same(a, b):
@@ -66,15 +66,15 @@ def test_a_changed_file_is_refused(tmp_path):
         (b"\x89PNG\r\n\x1a\n" + bytes(100), "is no trace"),
         (b"{}", "is no trace"),
         (msgpack.packb(["another format", 1, b"", b""]), "is no trace"),
-        (msgpack.packb(["pipedream-rt trace", 99, b"", b""]), "of format 99, this version reads 1"),
-        (msgpack.packb(["pipedream-rt trace", 1, 7, b""]), "cut or changed"),
+        (msgpack.packb(["pipedream-rt trace", 99, b"", b""]), "of format 99, this version reads 2"),
+        (msgpack.packb(["pipedream-rt trace", 2, 7, b""]), "cut or changed"),
         (bytes(range(256)) * 16, "is no trace"),
     ],
 )
 def test_a_foreign_file_is_refused(tmp_path, data, words):
     path = tmp_path / "foreign"
     path.write_bytes(data)
-    with pytest.raises(TraceError, match=words.replace("reads 1", "reads format 1")):
+    with pytest.raises(TraceError, match=words.replace("reads 2", "reads format 2")):
         Trace.load(path)
 
 
@@ -89,7 +89,7 @@ def test_a_file_that_is_not_there(tmp_path):
 @given(schedules(most=4), st.integers(1, 4))
 def test_a_replay_does_the_same(schedule, updates):
     trace = simulate(schedule, unit(), updates * schedule.per_update)
-    replay = schedule_for(
+    replay = plan_for(
         Replay(trace),
         num_stages=schedule.num_stages,
         per_update=schedule.per_update,
@@ -112,12 +112,12 @@ def test_a_replay_needs_everything():
     with pytest.raises(TraceError, match="do not count from 0"):
         Replay(late)
     with pytest.raises(ConfigError, match="the trace is of Shape"):
-        schedule_for(Replay(trace), num_stages=4)
+        plan_for(Replay(trace), num_stages=4)
 
 
 def test_a_replay_ends_where_the_trace_ends():
     trace = run(updates=4)
-    replay = schedule_for(Replay(trace), num_stages=3)
+    replay = plan_for(Replay(trace), num_stages=3)
     with pytest.raises(Exception, match="ends before it has done all of 9 micro-batches"):
         simulate(replay, unit(), 9)
 
@@ -132,9 +132,9 @@ def test_spans_by_stage():
 def test_a_whole_file_with_a_header_that_makes_no_sense(tmp_path):
     from pipedream_rt.observe import trace as module
 
-    for header in ({}, [], {"schedule": 1}, {"shape": {"workers": 0}}):
+    for header in ({}, [], {"plan": 1}, {"plan": {"name": 1}}, {"plan": {"workers": 0}}):
         packed = msgpack.packb(header)
-        head = ["pipedream-rt trace", 1, packed, module._digest(packed, memoryview(b""))]
+        head = ["pipedream-rt trace", 2, packed, module._digest(packed, memoryview(b""))]
         (tmp_path / "odd").write_bytes(msgpack.packb(head))
         with pytest.raises(TraceError, match="makes no sense"):
             Trace.load(tmp_path / "odd")

@@ -10,7 +10,7 @@ from support.shapes import schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules import Action, Kind, Shape, check, schedule_for, schedule_named
+from pipedream_rt.schedules import Action, Kind, Shape, check, plan_for, plan_named
 from pipedream_rt.schedules.policies import Flushed
 
 ORDERS = [
@@ -31,7 +31,7 @@ class Written:
         return iter([Action.parse(text) for text in self.orders[stage]])
 
     def __getattr__(self, name):
-        return getattr(schedule_named("async-1f1b", num_stages=3), name)
+        return getattr(plan_named("async-1f1b", num_stages=3), name)
 
 
 @dataclasses.dataclass
@@ -41,9 +41,8 @@ class Mutated:
     schedule: Any
     orders: list[list[Action]]
 
-    @property
-    def shape(self):
-        return self.schedule.shape
+    def __getattr__(self, name):
+        return getattr(self.schedule, name)
 
     def order(self, worker, start=0, stop=None):
         return iter(self.orders[worker])
@@ -178,7 +177,7 @@ def test_the_judge_accepts_what_is_built_in(schedule):
 
 
 def test_a_split_backward_is_checked():
-    schedule = schedule_named("zero-bubble", num_stages=2, per_update=2)
+    schedule = plan_named("zero-bubble", num_stages=2, per_update=2)
     right = ["F0 F1 I0 W0 I1 W1 S0", "F0 I0 F1 I1 W0 W1 S0"]
 
     def checked(worker, text):
@@ -200,7 +199,7 @@ def test_a_split_backward_is_checked():
 
 def test_an_update_after_a_gradient_of_the_next_is_refused():
     """The gradient would be added to the wrong update."""
-    schedule = schedule_named("gpipe", num_stages=1, per_update=2)
+    schedule = plan_named("gpipe", num_stages=1, per_update=2)
     texts = "F0 F1 B0 B1 F2 F3 B2 S0 B3 S1"
     order = [Action.parse(text) for text in texts.split()]
     with pytest.raises(ScheduleError, match="update after B2, which it does not sum"):
@@ -208,7 +207,7 @@ def test_an_update_after_a_gradient_of_the_next_is_refused():
 
 
 def test_a_written_schedule_is_checked_and_taken():
-    schedule = schedule_for(LaterBackward(), num_stages=3, per_update=4)
+    schedule = plan_for(LaterBackward(), num_stages=3, per_update=4)
     assert schedule.name == "LaterBackward"
     assert [schedule.in_flight(s) for s in range(3)] == [4, 3, 2]
     assert schedule.kept(0) == 1
@@ -232,7 +231,7 @@ def test_a_written_schedule_that_deadlocks_shows_where():
 
     rule = "deadlock: stage 0 waits for B0, stage 1 waits for F1"
     with pytest.raises(ScheduleError, match=rule) as e:
-        schedule_for(Waits(), num_stages=2)
+        plan_for(Waits(), num_stages=2)
     assert ">B0<" in str(e.value)
 
 
@@ -242,7 +241,7 @@ def test_a_written_schedule_that_starts_anew_at_the_wrong_place():
             return super().order(worker, shape, 0)
 
     with pytest.raises(ScheduleError, match=r"goes forward twice|ends before"):
-        schedule_for(Forgets(), num_stages=2, per_update=2)
+        plan_for(Forgets(), num_stages=2, per_update=2)
 
 
 class Odd:
@@ -291,7 +290,7 @@ F, B, S = Kind.FORWARD, Kind.BACKWARD, Kind.STEP
 )
 def test_what_is_no_order_is_refused(written, words):
     with pytest.raises(ScheduleError, match=words):
-        schedule_for(written, num_stages=2)
+        plan_for(written, num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -308,12 +307,12 @@ def test_attributes_that_make_no_sense(attributes, words):
     written = LaterBackward()
     written.__dict__.update(attributes)
     with pytest.raises(ConfigError, match=words):
-        schedule_for(written, num_stages=2)
+        plan_for(written, num_stages=2)
 
 
 def test_bounds_are_asked_for_once():
     """Counting them takes as long as a run; 768 micro-batches would take minutes."""
-    schedule_for(LaterBackward(), num_stages=4, per_update=256)
+    plan_for(LaterBackward(), num_stages=4, per_update=256)
 
 
 class EightLate:
@@ -341,7 +340,7 @@ class EightAtOnce(LaterBackward):
 
 
 def test_a_written_schedule_with_several_stages_on_a_worker():
-    schedule = schedule_for(EightAtOnce(), num_stages=4, per_update=8, stages_per_worker=2)
+    schedule = plan_for(EightAtOnce(), num_stages=4, per_update=8, stages_per_worker=2)
     assert schedule.in_flight(3) == 8
     check(schedule, 16, credits=1)
 
@@ -367,16 +366,16 @@ class WaitsAhead:
 
 
 def test_too_few_credits_are_found():
-    schedule = schedule_for(WaitsAhead(), num_stages=4, stages_per_worker=2)
+    schedule = plan_for(WaitsAhead(), num_stages=4, stages_per_worker=2)
     assert schedule.credits() == 100
     with pytest.raises(ScheduleError, match="with 3 mini-batches injected ahead"):
-        schedule_for(WaitsAhead(), num_stages=4, stages_per_worker=2, credits=3)
+        plan_for(WaitsAhead(), num_stages=4, stages_per_worker=2, credits=3)
 
 
 @pytest.mark.parametrize("what", [3, None, object(), LaterBackward])
 def test_what_is_no_schedule_is_refused(what):
     with pytest.raises((ConfigError, TypeError), match="order"):
-        schedule_for(what, num_stages=2)
+        plan_for(what, num_stages=2)
 
 
 def test_too_many_versions_are_refused():
@@ -389,5 +388,5 @@ def test_too_many_versions_are_refused():
 
 
 def test_a_long_grid_is_cut_to_its_end():
-    grid = check(schedule_named("async-1f1b", num_stages=2), 50)
+    grid = check(plan_named("async-1f1b", num_stages=2), 50)
     assert grid.render(last=4).splitlines()[0].startswith("stage 0  ... ")

@@ -11,7 +11,7 @@ from support.written import LaterBackward
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.spans import SPAN
 from pipedream_rt.observe.summary import summarize
-from pipedream_rt.schedules import schedule_for, schedule_named
+from pipedream_rt.schedules import plan_for, plan_named
 from pipedream_rt.simulation.costs import Costs, costs_of
 from pipedream_rt.simulation.predict import changes_of, fit, predict, what_if
 from pipedream_rt.simulation.simulator import simulate
@@ -29,7 +29,7 @@ COSTS = costs_of(
 
 
 def run(name="1f1b", updates=10, **changes):
-    schedule = schedule_named(name, num_stages=4, per_update=4)
+    schedule = plan_named(name, num_stages=4, per_update=4)
     return simulate(schedule, COSTS.changed(**changes), updates * 4)
 
 
@@ -86,10 +86,10 @@ def test_what_if():
     assert rate("speed=1:1:0.5:1") < 0.7 * base
     assert rate("schedule=interleaved-1f1b,micro_batches=8") > 1.1 * base
     # The workers stay as many.
-    assert what_if(run(), {"schedule": "interleaved-1f1b"}).shape.workers == 4
-    interleaved = schedule_named("interleaved-1f1b", num_stages=4, per_update=4)
+    assert what_if(run(), {"schedule": "interleaved-1f1b"}).plan.workers == 4
+    interleaved = plan_named("interleaved-1f1b", num_stages=4, per_update=4)
     back = what_if(simulate(interleaved, COSTS, 40), {"schedule": "1f1b"})
-    assert back.shape.workers == 2
+    assert back.plan.workers == 2
     same = what_if(run("async-1f1b"), {})
     assert same.credits == run("async-1f1b").credits
 
@@ -126,7 +126,7 @@ def test_what_cannot_be(text, words):
 
 
 def test_a_written_schedule_is_replayed_and_not_changed():
-    schedule = schedule_for(LaterBackward(), num_stages=3, per_update=4)
+    schedule = plan_for(LaterBackward(), num_stages=3, per_update=4)
     trace = simulate(schedule, unit(), 24)
     assert abs(predict(trace).error) < 0.01
     with pytest.raises(ConfigError, match="not one that is built in"):

@@ -124,8 +124,7 @@ def test_buffers_are_recycled():
     addresses = set()
     for m in range(20):
         reads = max(0, m - 2)
-        parameters.release(reads)
-        parameters.ledger.pin(m, reads)
+        parameters.begin(m, reads)
         if m >= 2:
             parameters.ledger.unpin(m - 2)
             parameters._gradients = [torch.ones_like(p) for p in module.parameters()]

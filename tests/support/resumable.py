@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Checkpoints, Pipeline
 
 
 def train(arguments):
@@ -30,7 +30,7 @@ def train(arguments):
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=6, shuffle=True)
     with Pipeline(
         model, stages=2, loss_fn=F.cross_entropy, optimizer=(torch.optim.AdamW, {"lr": 1e-2}),
-        workers=arguments.workers, checkpoint=arguments.folder, checkpoint_every=arguments.every,
+        workers=arguments.workers, checkpoint=Checkpoints(arguments.folder, every=arguments.every),
         micro_batches=arguments.micro_batches,
     ) as pipe:  # fmt: skip
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(pipe.optimizer, T_max=50)

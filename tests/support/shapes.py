@@ -2,17 +2,15 @@
 
 from hypothesis import strategies as st
 
-from pipedream_rt.schedules import RECIPES, schedule_named
+from pipedream_rt.schedules import RECIPES, plan_named
 
 
 def made(name, workers, k, v=2):
     """A schedule of that name; k is raised to what it needs."""
     if name == "interleaved-1f1b":
         k = -(-k // workers) * workers
-        return schedule_named(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
-    return schedule_named(
-        name, num_stages=workers, per_update=max(k, workers) if name == "2bw" else k
-    )
+        return plan_named(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
+    return plan_named(name, num_stages=workers, per_update=max(k, workers) if name == "2bw" else k)
 
 
 def schedules(names=tuple(RECIPES), most=7):

@@ -8,7 +8,8 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost
-from pipedream_rt.messages.message import COORDINATOR, Gradient, Message
+from pipedream_rt.messages.message import Gradient, Message
+from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.transport.memory import MemoryTransport
 from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 
@@ -21,6 +22,7 @@ def rpc_transport():
         generation=next(generations),
         rank=0,
         names=("coordinator",),
+        hosts=(0, 1, 2),
         interface="lo",
         timeout=timedelta(seconds=20),
         key=b"k" * 32,
