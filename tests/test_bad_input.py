@@ -309,7 +309,8 @@ def test_a_stall_is_an_error_that_tells_who_waits_for_what():
     with pytest.raises(MessageTimeout) as e:
         list(pipe.train_epoch(regression(3)))
     assert str(e.value) == (
-        "the coordinator waited 0.3 s for loss 3 from stage 1, which did not come; the inbox holds nothing; "
+        "the coordinator waited 0.3 s for loss 3 from stage 1, which did not come; "
+        "the inbox holds nothing; "
         "waiting for loss 3 from stage 1; last actions: none\n"
         "stage 0: waiting for gradient 3 from stage 1; last actions: optimizer F0 F1 B0 S0 F2 B1\n"
         "stage 1: waiting for activation 3 from stage 0 or command 3 from the coordinator; "

@@ -15,7 +15,7 @@ from support.models import (
     kitchen_sink,
     regression,
 )
-from support.oracle import assert_same, oracle
+from support.oracle import assert_same, oracle, warm_ups
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +116,61 @@ def test_2bw_equals_the_oracle(n, k, optimizer):
     assert all(c["versions_kept_most"] <= 2 for c in statistics)
     assert all(c["buffers_allocated"] <= 2 for c in statistics)
     assert [r.staleness for r in results] == [0] + [1] * 9
+
+
+SLACK = [
+    ("async-1f1b", "async-1f1b", 2, 1, (2,)),
+    ("async-1f1b", "async-1f1b", 3, 1, (1, 0)),
+    ("async-1f1b", "async-1f1b", 4, 1, (0, 2, 1)),
+    ("async-1f1b", "async-1f1b", 5, 2, (1, 1, 1, 1)),
+    ("async-1f1b+vertical-sync", "vertical-sync", 3, 1, (0, 2)),
+    ("async-1f1b+vertical-sync", "vertical-sync", 4, 3, (1, 0, 1)),
+    ("2bw", "2bw", 3, 5, (1, 1)),
+    ("2bw", "2bw", 4, 6, (0, 2, 0)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "reads", "n", "k", "slack"), SLACK)
+def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
+    """With w(s) = (n-1-s) + the slack of the hops from stage s on; two epochs, random delivery."""
+    data = batches(7, samples=2 * k + 1)
+    expected, losses = oracle(
+        kitchen_sink(), POINTS[n], data + data, F.cross_entropy, make("adamw"), k=k, reads=reads,
+        slack=slack,
+    )  # fmt: skip
+    found, results, statistics = train(
+        n, data, schedule=schedule, micro_batches=k, slack=slack, shuffle=n, epochs=2
+    )
+    assert_same(found, expected)
+    assert [loss for r in results for loss in r.losses] == losses
+    w = warm_ups(n, slack)
+    bounds = {
+        "async-1f1b": [-(-w[s] // k) + 1 for s in range(n)],
+        "vertical-sync": [-(-w[0] // k) + 1] * n,
+        "2bw": [2] * n,
+    }[reads]
+    assert all(c["versions_kept_most"] <= b for c, b in zip(statistics, bounds, strict=True))
+    assert all(c["buffers_allocated"] <= b for c, b in zip(statistics, bounds, strict=True))
+
+
+@pytest.mark.parametrize(("n", "k", "slack"), [(2, 4, 1), (3, 4, (0, 3)), (4, 2, 2)])
+def test_slack_in_a_flushing_schedule_changes_no_bit(n, k, slack):
+    data = batches(6, samples=10)
+    expected, losses = oracle(
+        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, reads="flushed"
+    )
+    found, results, statistics = train(
+        n, data, optimizer="adam", schedule="1f1b", micro_batches=k, slack=slack, shuffle=n
+    )
+    assert_same(found, expected)
+    assert [loss for r in results for loss in r.losses] == losses
+    assert all(counters["versions_kept_most"] == 1 for counters in statistics)
+
+
+def test_a_number_is_the_slack_of_every_hop():
+    data = batches(8)
+    states = [train(4, data, slack=slack)[0] for slack in (2, [2, 2, 2])]
+    assert_same(states[1], states[0])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from pipedream_rt.cli.options import slack_option
 from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
 
 
@@ -20,6 +21,7 @@ from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_name
               "at all stages.")  # fmt: skip
 @click.option("--stages-per-worker", type=click.IntRange(min=1),
               help="With interleaved-1f1b: stages that each worker hosts.")  # fmt: skip
+@slack_option
 def schedule(
     name: str,
     stages: int,
@@ -27,6 +29,7 @@ def schedule(
     updates: int,
     vertical_sync: bool,
     stages_per_worker: int | None,
+    slack: int | tuple[int, ...] | None,
 ) -> None:
     """Check a schedule and draw it, one column for each action; NAME help lists them all."""
     if name == "help":
@@ -38,6 +41,7 @@ def schedule(
         per_update=micro_batches,
         vertical_sync=vertical_sync,
         stages_per_worker=stages_per_worker,
+        slack=slack or 0,
     )
     grid = check(chosen, updates * micro_batches)
     click.echo(f"{name}: {RECIPES[chosen.name].line()}")

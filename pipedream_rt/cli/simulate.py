@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from pipedream_rt.cli.options import slack_option
 from pipedream_rt.cli.timeline import drawn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.replay import Replay
@@ -32,6 +33,7 @@ _COST_OPTIONS = (
     ("stash-bytes", "0", "Bytes held for each micro-batch in flight."),
     ("weight-bytes", "0", "Bytes of one weight version."),
     ("latency", "0", "Time of a hop."),
+    ("hop-latency", "0", "Time of each hop besides, as 0,25ms,0 for the hops of four stages."),
     ("bandwidth", None, "Bandwidth of each link, as 10Gbit; infinite if not given."),
     ("overhead", "0", "Time that sending a message takes its sender."),
     ("speed", "1", "Speed of a worker; 2 is twice as fast."),
@@ -54,6 +56,7 @@ def _cost_options(command: Any) -> Any:
               help="Micro-batches per update.  [default: 1]")  # fmt: skip
 @click.option("--stages-per-worker", type=click.IntRange(min=1),
               help="With interleaved-1f1b: stages that each worker hosts.")  # fmt: skip
+@slack_option
 @click.option("--updates", default=20, show_default=True, type=click.IntRange(min=1),
               help="Updates to simulate.")  # fmt: skip
 @click.option("--credits", type=click.IntRange(min=1),
@@ -73,6 +76,7 @@ def simulate(
     stages: int | None,
     micro_batches: int | None,
     stages_per_worker: int | None,
+    slack: int | tuple[int, ...] | None,
     updates: int,
     credits: int | None,
     profile: str | None,
@@ -97,6 +101,7 @@ def simulate(
         "num_stages": stages or (trace.plan.num_stages if trace else 4),
         "per_update": micro_batches or (trace.plan.per_update if trace else 1),
         "stages_per_worker": stages_per_worker,
+        "slack": _slack_of(slack, trace, schedule, stages),
     }
     if compare is not None:
         if replay or output is not None:
@@ -108,6 +113,7 @@ def simulate(
         assert trace is not None
         again = Replay(trace)
         numbers["stages_per_worker"] = trace.plan.shape.stages_per_worker
+        numbers["slack"] = trace.plan.shape.slack
         chosen = plan_for(again, **numbers)
         count = again.micro_batches
         credits = credits or trace.credits
@@ -119,6 +125,16 @@ def simulate(
     click.echo(drawn(made))
     if output is not None:
         made.save(output)
+
+
+def _slack_of(
+    given: int | tuple[int, ...] | None, trace: Trace | None, schedule: str, stages: int | None
+) -> int | tuple[int, ...]:
+    """Return the slack to simulate: as given, or as the trace's run of the same schedule had it."""
+    if given is not None:
+        return given
+    same = trace is not None and trace.plan.name == schedule and stages is None
+    return trace.plan.shape.slack if trace is not None and same else 0
 
 
 def _costs(profile: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:

@@ -101,3 +101,19 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
             "them; give one number for each hop, or one for all"
         )
     return tuple(each)
+
+
+def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
+    """Read slack as a person writes it.
+
+    Args:
+        texts: One number for all hops, or one for each.
+
+    Raises:
+        ConfigError: One of them is no number of forwards.
+    """
+    for text in texts:
+        if not (text.strip().isascii() and text.strip().isdecimal()):
+            raise ConfigError(f"slack must be integers of at least 0, not {text!r}")
+    numbers = tuple(map(int, texts))
+    return numbers[0] if len(numbers) == 1 else numbers

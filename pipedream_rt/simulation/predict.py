@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipedream_rt.observe.summary import (
 )
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
+from pipedream_rt.schedules.shape import parse_slack
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
 
@@ -230,6 +231,7 @@ def changes_of(text: str) -> dict[str, Any]:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
             changes[name] = int(value)
         else:
+            # Commas part the changes, so colons part the entries of a list.
             changes[name] = value.split(":") if name in _LISTS else value
     return changes
 
@@ -281,7 +283,7 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
         each = plan.shape.stages_per_worker if same else RECIPES[name].stages_per_worker
     stages = changes.get("stages", plan.workers * each)
     if "slack" in changes:
-        slack = slack_given(changes["slack"])
+        slack = parse_slack(changes["slack"])
     else:
         keeps = name == plan.name and stages == plan.num_stages
         slack = plan.shape.slack if keeps else 0
@@ -292,19 +294,6 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
         stages_per_worker=each,
         slack=slack,
     )
-
-
-def slack_given(texts: Sequence[str]) -> int | tuple[int, ...]:
-    """Read slack as a person writes it: one number for all hops, or one for each.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    for text in texts:
-        if not (text.isascii() and text.isdecimal()):
-            raise ConfigError(f"slack must be integers of at least 0, not {text!r}")
-    numbers = tuple(map(int, texts))
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:

@@ -129,6 +129,31 @@ def test_every_schedule_equals_the_oracle(schedule, n, k, reads, options):
     assert found == losses
 
 
+@pytest.mark.parametrize(
+    ("schedule", "reads", "n", "k", "slack"),
+    [
+        ("async-1f1b", "async-1f1b", 3, 1, (0, 2)),
+        ("2bw", "2bw", 2, 4, (1,)),
+        ("1f1b", "flushed", 3, 4, (1, 1)),
+    ],
+)
+def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
+    data = batches(8, samples=2 * k)
+    cls, kwargs = OPTIMIZERS["adamw"]
+    flushed = reads == "flushed"
+    expected, losses = oracle(
+        kitchen_sink(), [0] if flushed else POINTS[n], data, F.cross_entropy,
+        lambda p: cls(p, **kwargs), k=k, reads=reads, slack=() if flushed else slack,
+    )  # fmt: skip
+    with open_pipe(
+        kitchen_sink(), stages=POINTS[n][1:], loss_fn=F.cross_entropy, slack=slack,
+        optimizer=OPTIMIZERS["adamw"], schedule=schedule, micro_batches=k,
+    ) as pipe:  # fmt: skip
+        found = [loss for r in pipe.train_epoch(data) for loss in r.losses]
+        assert_same(pipe.state_dict(), expected)
+    assert found == losses
+
+
 def test_references_and_values_of_every_kind():
     """RRefs of sub-modules, parameters and optimizers; a dataclass between two processes."""
     torch.manual_seed(0)

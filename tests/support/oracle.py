@@ -16,23 +16,38 @@ def layer_seed(seed, micro_batch, layer):
 
 
 READS = {
-    "async-1f1b": lambda m, s, n, k: max(0, (m - (n - 1 - s)) // k),
-    "vertical-sync": lambda m, s, n, k: max(0, (m - (n - 1)) // k),
-    "2bw": lambda m, s, n, k: max(0, m // k - 1),
-    "flushed": lambda m, s, n, k: m // k,
+    "async-1f1b": lambda m, s, w, k: max(0, (m - w[s]) // k),
+    "vertical-sync": lambda m, s, w, k: max(0, (m - w[0]) // k),
+    "2bw": lambda m, s, w, k: max(0, m // k - 1),
+    "flushed": lambda m, s, w, k: m // k,
 }
-"""Which weight version micro-batch m reads at stage s: the table."""
+"""Which weight version micro-batch m reads at stage s: the table; w[s] are its warm-ups."""
+
+
+def warm_ups(n, slack=()):
+    """w(s) = (n-1-s) + the slack of the hops from stage s on."""
+    return [n - 1 - s + sum(slack[s:]) for s in range(n)]
 
 
 def oracle(
-    model, points, data, loss_fn, make_optimizer, *, k=1, reads="async-1f1b", seed=0, rates=None
+    model,
+    points,
+    data,
+    loss_fn,
+    make_optimizer,
+    *,
+    k=1,
+    reads="async-1f1b",
+    seed=0,
+    rates=None,
+    slack=(),
 ):
     """Train a copy of the model as n stages would; returns its state dict and the losses.
 
     points: first layer of each stage. k: micro-batches per update. reads: a row of the table.
-    rates: learning rate of each mini-batch.
+    rates: learning rate of each mini-batch. slack: extra warm-up forwards, by hop.
     """
-    model, n = copy.deepcopy(model), len(points)
+    model, w = copy.deepcopy(model), warm_ups(len(points), slack)
     optimizer = make_optimizer(model.parameters())
     versions = [{name: p.detach().clone() for name, p in model.named_parameters()}]
     losses = []
@@ -44,7 +59,7 @@ def oracle(
             m, value, leaves = t * k + i, xm, {}
             for number, (layer_name, layer) in enumerate(model.named_children()):
                 s = sum(number >= point for point in points) - 1
-                version = READS[reads](m, s, n, k)
+                version = READS[reads](m, s, w, k)
                 weights = {
                     name: versions[version][f"{layer_name}.{name}"].clone().requires_grad_()
                     for name, _ in layer.named_parameters()

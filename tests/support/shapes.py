@@ -1,24 +1,31 @@
-"""Random schedules for property tests."""
+"""Random plans for property tests."""
 
 from hypothesis import strategies as st
 
 from pipedream_rt.schedules import RECIPES, plan_named
 
+TAKES_SLACK = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b")
 
-def made(name, workers, k, v=2):
-    """A schedule of that name; k is raised to what it needs."""
+
+def made(name, workers, k, v=2, slack=()):
+    """A schedule of that name; k is raised to what it needs, the slack is cut to the hops."""
+    if name in TAKES_SLACK:
+        slack = [*slack, *[0] * workers][: workers - 1]
+        k = max(k, workers + sum(slack)) if name == "2bw" else k
+        return plan_named(name, num_stages=workers, per_update=k, slack=slack)
     if name == "interleaved-1f1b":
         k = -(-k // workers) * workers
         return plan_named(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
-    return plan_named(name, num_stages=workers, per_update=max(k, workers) if name == "2bw" else k)
+    return plan_named(name, num_stages=workers, per_update=k)
 
 
 def schedules(names=tuple(RECIPES), most=7):
-    """Any built-in schedule in any shape."""
+    """Any built-in schedule in any shape, with any slack if it takes one."""
     return st.builds(
         made,
         st.sampled_from(list(names)),
         st.integers(1, most),
         st.integers(1, 9),
         st.integers(1, 4),
+        st.lists(st.integers(0, 3), max_size=most),
     )
