@@ -1,4 +1,4 @@
-"""A device that computes nothing: it takes its time, and leaves the processor to others.
+"""A device that computes nothing, and a link that is slow: both take their time, no processor.
 
 So 8 to 32 stages run at their own speed on 2 cores, and what is measured is the runtime: its
 messages, its waits, its schedule. Kernels that compete for memory or caches are not emulated.
@@ -6,12 +6,19 @@ messages, its waits, its schedule. Kernels that compete for memory or caches are
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.messages.message import Message
+from pipedream_rt.transport.memory import MemoryTransport
 
 _NEVER = threading.Event()
 
@@ -79,3 +86,69 @@ def emulated_data(count: int, samples: int, width: int) -> list[tuple[Tensor, Te
         )
         for _ in range(count)
     ]
+
+
+class SlowLinks(MemoryTransport):
+    """An in-memory transport on which messages between some stages arrive later.
+
+    Args:
+        latency_s: Seconds under way, by pair of stages, for both directions.
+    """
+
+    def __init__(self, latency_s: Mapping[tuple[int, int], float]) -> None:
+        super().__init__()
+        self._latency_s = latency_s
+        self._on_their_way: list[tuple[float, int, Message]] = []
+        self._numbers = itertools.count()
+        self._sent = threading.Condition()
+        self._over = False
+        self._carrier = threading.Thread(target=self._carry, name="slow-links", daemon=True)
+        self._carrier.start()
+
+    def deliver(self, message: Message) -> None:
+        """Let a message arrive, at once or after the latency of its link."""
+        ends = sorted((message.sender, message.to))
+        latency_s = self._latency_s.get((ends[0], ends[1]), 0.0)
+        if not latency_s:
+            super().deliver(message)
+            return
+        with self._sent:
+            due = time.monotonic() + latency_s
+            heapq.heappush(self._on_their_way, (due, next(self._numbers), message))
+            self._sent.notify()
+
+    def _carry(self) -> None:
+        """Deliver what is due, until closed."""
+        while True:
+            with self._sent:
+                while not self._over and not self._is_due():
+                    wait_s = (
+                        self._on_their_way[0][0] - time.monotonic() if self._on_their_way else None
+                    )
+                    self._sent.wait(wait_s)
+                if self._over:
+                    return
+                message = heapq.heappop(self._on_their_way)[2]
+            super().deliver(message)
+
+    def _is_due(self) -> bool:
+        """Whether a message has been under way for long enough."""
+        return bool(self._on_their_way) and self._on_their_way[0][0] <= time.monotonic()
+
+    def close(self) -> None:
+        """Stop; what is under way is lost."""
+        super().close()
+        with self._sent:
+            self._over = True
+            self._sent.notify()
+        self._carrier.join()
+
+
+def slow_links(latency_s: Mapping[tuple[int, int], float]) -> Callable[..., InProcessCluster]:
+    """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with slow links."""
+
+    def start(plan: Any, **options: Any) -> InProcessCluster:
+        transport = SlowLinks(latency_s)
+        return InProcessCluster(plan, transport=transport, exclusive=False, **options)
+
+    return start

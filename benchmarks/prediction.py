@@ -66,7 +66,7 @@ def outcomes(compute: str, updates: int) -> list[dict[str, Any]]:
         from_other = summarize(what_if(traces[other], changes)).throughput
         lines.append(
             {
-                "stages": traces[schedule].shape.num_stages,
+                "stages": traces[schedule].plan.num_stages,
                 "compute": compute,
                 "schedule": schedule,
                 "measured": own.measured,

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -133,6 +133,9 @@ class InProcessCluster:
         timeout: How long to wait for a message that is sure to come.
         threads: Number of threads for torch's own parallel loops.
         shuffle_seed: See `MemoryTransport`.
+        transport: Carries the messages; None for a `MemoryTransport` with that seed.
+        exclusive: Whether one stage computes at a time, and only while the coordinator waits. False
+            is for stages that draw no random numbers, which then compute side by side.
     """
 
     def __init__(
@@ -145,13 +148,15 @@ class InProcessCluster:
         timeout: timedelta,
         threads: int,
         shuffle_seed: int | None = None,
+        transport: MemoryTransport | None = None,
+        exclusive: bool = True,
     ) -> None:
         """Start the threads."""
         self._plan = plan
         self._life = Lifecycle("the cluster")
         self._baton = _Baton(self._life)
         self._torch_threads = torch.get_num_threads()
-        memory = MemoryTransport(shuffle_seed)
+        memory = transport or MemoryTransport(shuffle_seed)
         self.transport: Transport = memory
         memory.open(COORDINATOR, receive, fail)
         self._hosts = []
@@ -165,7 +170,7 @@ class InProcessCluster:
                 lambda stage: sender(memory, stage, generation),
                 timeout,
                 threads,
-                self._baton.computing,
+                self._baton.computing if exclusive else nullcontext,
             )
             for s in stages:
                 memory.open(s, host.inbox.put, host.inbox.close)
