@@ -1,8 +1,8 @@
-"""A schedule of one's own: checked, simulated, then trained with.
+"""A schedule of one's own, with its own rule for weight versions: checked, simulated, trained with.
 
-1F1B waits for every gradient a whole way there and back. On a link with a high latency it helps to
-send more forwards ahead: twice as many as there are stages after this one. That costs memory for
-activations, and hides a latency as long as a forward and a backward.
+An asynchronous pipeline never drains and is always stale; one that flushes at every update is never
+stale and always drains. In between: run asynchronously for a round of several updates, then drain.
+Every round begins with fresh weights, and the bubble of one drain is shared by all its updates.
 
     python examples/own_schedule.py
 """
@@ -15,59 +15,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Action, Kind, Pipeline, Shape, check, plan_for, simulate
 from pipedream_rt.observe import summarize
-from pipedream_rt.schedules import Action, Kind, Shape, check, plan_for
-from pipedream_rt.simulation import costs_of, simulate
+from pipedream_rt.simulation import costs_of
 
-STAGES, MICRO_BATCHES = 4, 16
+STAGES, MICRO_BATCHES = 4, 2
 
 
-class Eager1F1B:
-    """1F1B with twice the warm-up.
+class RoundVersions:
+    """Within a round, the newest version that the stage has made; never one of an earlier round.
 
-    Flushed at every update: what is assumed of a class that has no ``versions`` of its own.
+    Args:
+        updates: Of a round.
     """
 
-    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
+
+    def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
+        """Depends on the number of the micro-batch alone, so that a flush changes nothing."""
         k = shape.per_update
-        ahead = min(2 * (shape.workers - 1 - worker), k - 1)
+        fresh = micro_batch // (k * self.updates) * self.updates
+        return max(fresh, (micro_batch - shape.warm_up(stage)) // k)
+
+    def kept(self, stage: int, shape: Shape) -> int:
+        return -(-shape.warm_up(stage) // shape.per_update) + 1
+
+    def require(self, shape: Shape) -> None:
+        """Any shape will do."""
+
+
+class Rounds:
+    """Asynchronous 1F1B that drains after every round of so many updates.
+
+    Args:
+        updates: Of a round.
+    """
+
+    takes_slack = True  # it goes by shape.warm_up, which has the slack in it
+
+    def __init__(self, updates: int) -> None:
+        self.name = f"rounds of {updates}"
+        self.updates = updates
+        self.versions = RoundVersions(updates)
+
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """After a flush in mid-round the first round is the rest of that one."""
+        k, ahead = shape.per_update, shape.warm_up(worker)
+        length = k * self.updates
         while True:
-            for i in range(k + ahead):
-                if i < k:
-                    yield Action(Kind.FORWARD, start + i)
-                if i >= ahead:
-                    yield Action(Kind.BACKWARD, start + i - ahead)
-            yield Action(Kind.STEP, start // k)
-            start += k
+            end = (start // length + 1) * length
+            for m in range(start, end + ahead):
+                if m < end:
+                    yield Action(Kind.FORWARD, m)
+                done = m - ahead
+                if done >= start:
+                    yield Action(Kind.BACKWARD, done)
+                    if (done + 1) % k == 0:
+                        yield Action(Kind.STEP, done // k)
+            start = end
 
 
 def drawn() -> None:
     """What it looks like, and that it obeys the rules."""
-    schedule = plan_for(Eager1F1B(), num_stages=STAGES, per_update=6)
-    print(check(schedule, 6).render())
+    plan = plan_for(Rounds(3), num_stages=STAGES, per_update=MICRO_BATCHES)
+    print(check(plan, 12).render())
 
 
 def simulated() -> None:
     """What it brings, before anything runs."""
-    numbers = {"num_stages": STAGES, "per_update": MICRO_BATCHES}
-    print("\nlatency  1f1b  eager  micro-batches/s")
-    for latency in ("0ms", "5ms", "10ms", "20ms"):
-        costs = costs_of({"forward": "10ms", "backward": "20ms", "latency": latency})
-        rates = [
-            summarize(simulate(plan_for(s, **numbers), costs, 8 * MICRO_BATCHES)).throughput
-            for s in ("1f1b", Eager1F1B())
-        ]
-        print(f"{latency:<8} {rates[0]:.1f}  {rates[1]:.1f}")
+    costs = costs_of({"forward": "10ms", "backward": "20ms"})
+    print("\nschedule      bubble  staleness, mean over micro-batches and stages")
+    for schedule in ("1f1b", Rounds(2), Rounds(4), Rounds(8), "async-1f1b"):
+        plan = plan_for(schedule, num_stages=STAGES, per_update=MICRO_BATCHES)
+        summary = summarize(simulate(plan, costs, 64 * MICRO_BATCHES))
+        stale = sum(n * count for n, count in summary.staleness.items())
+        mean = stale / sum(summary.staleness.values())
+        print(f"{plan.name:<13} {summary.bubble[0]:>5.1%}   {mean:.2f}")
 
 
 def trained() -> None:
-    """The same bits as with 1f1b: both flush, so both are plain gradient accumulation."""
+    """Rounds of one update are plain gradient accumulation, as 1f1b is, bit for bit."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(STAGES)))
     data: list[tuple[Tensor, Tensor]] = [(torch.randn(64, 32), torch.randn(64, 32))] * 10
     states = []
-    for schedule in ("1f1b", Eager1F1B()):
+    for schedule in ("1f1b", Rounds(1), Rounds(5)):
         with Pipeline(
             model,
             stages=STAGES,
@@ -76,11 +109,12 @@ def trained() -> None:
             schedule=schedule,
             micro_batches=MICRO_BATCHES,
         ) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(data)]
+            results = list(pipe.train_epoch(data))
             states.append(pipe.state_dict())
-        print(f"\n{pipe.plan.name}: loss {losses[0]:.4f} to {losses[-1]:.4f}", end="")
+        staleness = " ".join(str(result.staleness) for result in results)
+        print(f"\n{pipe.plan.name}: loss {results[-1].loss:.4f}, staleness {staleness}", end="")
     same = all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    print(f"\nthe same weights, bit for bit: {same}")
+    print(f"\n1f1b and rounds of 1 have the same weights, bit for bit: {same}")
 
 
 if __name__ == "__main__":
