@@ -61,6 +61,45 @@ def test_a_file_imports_only_from_its_own_layer_and_those_above(path):
             assert layer is None or layer <= own, f"{module_of(path)} imports {module}"
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """A layer may hold many files; among them too, arrows go one way."""
+    modules = {module_of(path): path for path in FILES}
+    arrows = {
+        name: {m for m in imports_of(path) if m in modules and m != name}
+        for name, path in modules.items()
+        if name != "pipedream_rt"  # its names are imported lazily
+    }
+    done = {"pipedream_rt"}
+    while ready := {name for name, needed in arrows.items() if needed <= done} - done:
+        done |= ready
+    assert not arrows.keys() - done, "these import each other in a circle"
+
+
+def test_a_stage_does_no_io():
+    """No clock, no disk, no thread, no transport: tensors in, tensors out."""
+    forbidden = {"time", "os", "pathlib", "socket", "threading", "concurrent", "logging"}
+    layers = ("transport", "cluster", "checkpoint", "messages.inbox", "messages.message")
+    for name in ("stage", "parameters", "optimizer", "split_backward", "buffers", "seeds", "spec"):
+        imported = set(imports_of(ROOT / "pipedream_rt" / "stage" / f"{name}.py"))
+        assert not forbidden & {module.split(".")[0] for module in imported}, name
+        wrong = {m for m in imported for layer in layers if m.startswith(f"pipedream_rt.{layer}")}
+        assert not wrong, name
+
+
+def test_the_placement_of_stages_is_said_once():
+    """Which worker hosts a stage is a matter of the plan, which asks the shape once."""
+    users = {
+        module_of(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mod)
+        and "workers" in ast.unparse(node.right)
+    }
+    # The second is the rule for the number of micro-batches, of which there are groups of n.
+    assert users == {"pipedream_rt.schedules.shape", "pipedream_rt.schedules.orders"}
+
+
 @pytest.mark.parametrize("package", ["schedules", "observe", "simulation"])
 def test_what_needs_no_process_and_no_clock_is_pure(package):
     for path in (ROOT / "pipedream_rt" / package).glob("*.py"):
