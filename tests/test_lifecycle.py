@@ -1,0 +1,208 @@
+"""The life of what is opened once and closed once."""
+
+import threading
+
+import pytest
+
+from pipedream_rt.errors import PipelineClosed, PipelineError
+from pipedream_rt.lifecycle import MOVES, Life, Lifecycle
+
+OPEN, CLOSING, CLOSED, FAILED = Life
+
+PATHS = {OPEN: (), CLOSING: (CLOSING,), CLOSED: (CLOSING, CLOSED), FAILED: (FAILED,)}
+"""How to get where."""
+
+LEGAL = {(OPEN, CLOSING), (OPEN, FAILED), (CLOSING, CLOSED), (CLOSING, FAILED)}
+"""The arrows of the picture in the module."""
+
+
+class Ends:
+    """Counts how often it was ended; has something done first."""
+
+    def __init__(self, first=lambda: None):
+        self.count = 0
+        self.first = first
+
+    def __call__(self):
+        self.count += 1
+        self.first()
+
+
+@pytest.fixture
+def ends():
+    return Ends()
+
+
+def at(state, end=lambda: None):
+    life = Lifecycle("the pump", end)
+    for step in PATHS[state]:
+        life.move(step)
+    assert life.state is state
+    return life
+
+
+@pytest.mark.parametrize("to", Life)
+@pytest.mark.parametrize("state", Life)
+def test_the_table_of_moves_is_all_there_is(state, to):
+    """An illegal move raises and changes nothing."""
+    life, reason = at(state), ValueError("burst")
+    assert (to in MOVES[state]) is ((state, to) in LEGAL)
+    if (state, to) in LEGAL:
+        life.move(to, reason)
+        assert (life.state, life.reason) == (to, reason)
+        return
+    with pytest.raises(PipelineError) as e:
+        life.move(to, reason)
+    assert str(e.value) == f"the pump is {state.value} and cannot be {to.value}"
+    assert (life.state, life.reason) == (state, None)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_open", "is_over"),
+    [(OPEN, True, False), (CLOSING, False, False), (CLOSED, False, True), (FAILED, False, True)],
+)
+def test_what_is_open_and_what_is_over(state, is_open, is_over):
+    life = at(state)
+    assert (life.is_open, life.is_over) == (is_open, is_over)
+
+
+@pytest.mark.parametrize("state", [OPEN, CLOSING])
+def test_check_lets_be_used_what_has_not_ended(state):
+    at(state).check()
+
+
+def test_check_says_that_it_is_closed():
+    with pytest.raises(PipelineClosed) as e:
+        at(CLOSED).check()
+    assert str(e.value) == "the pump is closed"
+    assert e.value.__cause__ is None
+
+
+def test_check_says_why_it_has_failed():
+    life, reason = at(OPEN), ValueError("burst")
+    life.fail(reason)
+    with pytest.raises(PipelineClosed) as e:
+        life.check()
+    assert str(e.value) == "the pump has failed: burst"
+    assert e.value.__cause__ is reason
+
+
+def test_only_the_first_begins_to_close(ends):
+    """Closing takes nothing new and has ended nothing yet."""
+    life = at(OPEN, ends)
+    assert life.begin_closing()
+    assert not life.begin_closing()
+    assert (life.state, ends.count) == (CLOSING, 0)
+    life.close()
+    assert not life.begin_closing()
+    assert (life.state, ends.count) == (CLOSED, 1)
+
+
+def test_it_ends_once_however_often_it_is_closed(ends):
+    life = at(OPEN, ends)
+    for _ in range(3):
+        life.close()
+    life.fail(ValueError("too late"))
+    assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
+
+
+def test_the_first_reason_stays(ends):
+    life, first = at(OPEN, ends), ValueError("first")
+    life.fail(first)
+    life.fail(ValueError("second"))
+    life.close()
+    assert (life.state, life.reason, ends.count) == (FAILED, first, 1)
+
+
+def test_what_is_closing_can_fail(ends):
+    life, reason = at(CLOSING, ends), ValueError("burst")
+    life.fail(reason)
+    life.close()
+    assert (life.state, life.reason, ends.count) == (FAILED, reason, 1)
+
+
+@pytest.mark.parametrize("again", [Lifecycle.close, lambda life: life.fail(ValueError("second"))])
+def test_what_it_ends_may_close_it_again(again):
+    """As a thread that is joined by the end, and reports its own end."""
+    ends = Ends(lambda: again(life))
+    life = at(OPEN, ends)
+    life.close()
+    assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
+
+
+def test_a_signal_handler_may_close_what_is_just_being_closed(ends):
+    """It runs on the thread that holds the lock."""
+    life = at(OPEN, ends)
+    with life._lock:
+        life.close()
+    assert (life.state, ends.count) == (CLOSED, 1)
+
+
+def test_an_error_of_the_end_arrives_and_the_end_is_not_tried_again():
+    ends = Ends(lambda: 1 / 0)
+    life = at(OPEN, ends)
+    with pytest.raises(ZeroDivisionError):
+        life.close()
+    life.close()
+    assert (life.state, ends.count) == (CLOSED, 1)
+
+
+@pytest.mark.threads
+def test_two_threads_end_it_once():
+    """One closes while the other is in the middle of the end; it need not wait for that."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first():
+        inside.set()
+        assert go_on.wait(10)
+
+    ends = Ends(first)
+    life = at(OPEN, ends)
+    thread = threading.Thread(target=life.close)
+    thread.start()
+    assert inside.wait(10)
+    life.close()
+    life.fail(ValueError("too late"))
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(10)
+    assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
+
+
+def test_a_guard_leaves_alone_what_goes_well(ends):
+    life = at(OPEN, ends)
+    with life.guard():
+        pass
+    assert (life.state, ends.count) == (OPEN, 0)
+
+
+def test_an_error_under_guard_ends_everything_and_is_the_reason(ends):
+    life, error = at(OPEN, ends), KeyError("burst")
+    with pytest.raises(KeyError) as e, life.guard():
+        raise error
+    assert e.value is error
+    assert (life.state, life.reason, ends.count) == (FAILED, error, 1)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_guard_spares_what_it_is_told_to(ends, error):
+    life = at(OPEN, ends)
+    with pytest.raises(error), life.guard(spare=(error, StopIteration)):
+        raise error
+    assert (life.state, ends.count) == (OPEN, 0)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_ctrl_c_under_guard_closes_and_is_no_failure(ends, stop):
+    life = at(OPEN, ends)
+    with pytest.raises(stop), life.guard():
+        raise stop
+    assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
+
+
+def test_an_error_under_guard_after_the_end_changes_nothing(ends):
+    life = at(OPEN, ends)
+    life.close()
+    with pytest.raises(KeyError), life.guard():
+        raise KeyError
+    assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
