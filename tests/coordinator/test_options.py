@@ -1,0 +1,174 @@
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
+from pipedream_rt.coordinator import options
+from pipedream_rt.coordinator.options import (
+    Checkpoints,
+    ScheduleOptions,
+    Timeouts,
+    checkpoint_option,
+    require_count,
+    require_instance,
+    restart_option,
+    resume_option,
+    trace_option,
+    writable,
+)
+from pipedream_rt.errors import ConfigError
+
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """No outer launcher leaves word, and no other test has traced a pipeline."""
+    for name in (TRACE, RESUME, MAX_RESTARTS, RESTART_COUNT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(options, "_traced_by_run", 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Checkpoints(None), "the folder of the checkpoints must be a path, not None"),
+        (lambda: Checkpoints(b"x"), "must be a path, not b'x'"),
+        (lambda: Checkpoints("x", every=0), "every, of the checkpoints, .* not 0"),
+        (lambda: Checkpoints("x", every=1.5), "every, of the checkpoints, .* not 1.5"),
+        (lambda: Checkpoints("x", keep=-1), "keep, of the checkpoints, .* not -1"),
+        (lambda: Checkpoints("x", keep=True), "keep, of the checkpoints, .* not True"),
+        (lambda: Timeouts(heartbeat=timedelta(0)), "the timeout heartbeat must be a positive"),
+        (lambda: Timeouts(answer=3), r"the timeout answer must be .*timedelta, not 3$"),
+        (lambda: Timeouts(start=timedelta(seconds=-1)), "the timeout start must be a positive"),
+        (lambda: ScheduleOptions(credits=0), "credits must be an integer of at least 1, not 0"),
+        (lambda: require_count("micro_batches", "4"), "micro_batches .* at least 1, not '4'"),
+        (lambda: require_instance("timeouts", 3, Timeouts), r"timeouts must be Timeouts\(...\)"),
+        (lambda: checkpoint_option(3), "must be a path, not 3"),
+        (lambda: trace_option(3), "trace must be a file, True or False, not 3"),
+        (lambda: restart_option(-1, 0), "max_restarts must be an integer of at least 0, not -1"),
+        (lambda: restart_option(True, 0), "max_restarts .* not True"),
+        (lambda: restart_option("3", 0), "max_restarts .* not '3'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words_of_the_caller(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_what_can_be_is_taken_as_it_is():
+    Checkpoints("x", every=1, keep=1)
+    Checkpoints("x", every=None, keep=None)
+    Timeouts(heartbeat=timedelta(microseconds=1))
+    ScheduleOptions()
+    ScheduleOptions(credits=1, stages_per_worker=0)  # which `Shape` refuses
+    require_count("micro_batches", 1)
+    require_instance("timeouts", Timeouts(), Timeouts)
+
+
+@pytest.mark.parametrize("value", [Checkpoints("x"), Timeouts(), ScheduleOptions()])
+def test_options_are_values(value):
+    """So one that was checked stays right, and can be given to several pipelines."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, dataclasses.fields(value)[0].name, None)
+    assert value == dataclasses.replace(value)
+
+
+def test_the_folder_of_checkpoints_outlives_a_change_of_the_working_directory(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert Checkpoints("run").path == tmp_path / "run"
+    assert Checkpoints(Path("run")).path == tmp_path / "run"
+
+
+def test_a_plain_path_is_a_folder_of_checkpoints():
+    more = Checkpoints("run", every=3)
+    assert checkpoint_option(None) is None
+    assert checkpoint_option(more) is more
+    assert checkpoint_option("run") == Checkpoints("run")
+    assert checkpoint_option(Path("run")) == Checkpoints(Path("run"))
+
+
+# -- the trace --------------------------------------------------------------------------------
+
+
+def test_a_trace_is_recorded_as_the_caller_says(tmp_path):
+    assert trace_option(None) == (False, None)
+    assert trace_option(False) == (False, None)
+    assert trace_option(True) == (True, None)
+    assert trace_option(tmp_path / "t") == (True, tmp_path / "t")
+    assert trace_option(str(tmp_path / "t")) == (True, tmp_path / "t")
+
+
+def test_every_pipeline_of_a_script_leaves_the_trace_that_the_command_asks_for(
+    tmp_path, monkeypatch
+):
+    """One that is told what to do itself is not counted."""
+    monkeypatch.setenv(TRACE, str(tmp_path / "run.trace"))
+    assert trace_option(None) == (True, tmp_path / "run.trace")
+    assert trace_option(False) == (False, None)
+    assert trace_option(tmp_path / "own") == (True, tmp_path / "own")
+    assert trace_option(None) == (True, tmp_path / "run-2.trace")
+    assert trace_option(None) == (True, tmp_path / "run-3.trace")
+
+
+def test_a_trace_that_could_not_be_written_at_the_end_is_refused_at_the_start(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(ConfigError, match=r"trace must be a file, .* is a folder"):
+        writable(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: there is no such folder"):
+        writable(tmp_path / "missing" / "t")
+    # Not by its mode: root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: no permission in its folder"):
+        writable(tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_trace_goes_where_the_script_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert writable("t") == tmp_path / "t"
+
+
+# -- going on ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "command", "restarts", "goes_on"),
+    [
+        (None, False, None, False),
+        (None, False, "0", False),
+        (None, False, "2", True),
+        (None, True, None, True),
+        (False, True, "2", False),
+        (True, False, None, True),
+    ],
+)
+def test_a_run_goes_on_if_its_script_or_its_launcher_says_so(
+    monkeypatch, said, command, restarts, goes_on
+):
+    """What the script says counts more than the command, or torchrun that starts it again."""
+    if command:
+        monkeypatch.setenv(RESUME, "1")
+    if restarts is not None:
+        monkeypatch.setenv(RESTART_COUNT, restarts)
+    assert resume_option(Checkpoints("run", resume=said)) is goes_on
+
+
+def test_a_command_to_go_on_needs_checkpoints(monkeypatch):
+    assert resume_option(None) is False
+    monkeypatch.setenv(RESUME, "1")
+    with pytest.raises(ConfigError, match="resume needs the folder of the checkpoints"):
+        resume_option(None)
+
+
+def test_the_number_of_restarts_comes_from_the_script_or_the_command_or_the_default(monkeypatch):
+    assert restart_option(None, 3) == 3
+    monkeypatch.setenv(MAX_RESTARTS, "5")
+    assert restart_option(None, 3) == 5
+    assert restart_option(0, 3) == 0
