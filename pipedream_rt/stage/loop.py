@@ -28,69 +28,22 @@ from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import (
     Command,
     CommandName,
-    Gradient,
     Key,
-    Loss,
     Message,
     MicroBatch,
     Mode,
     Payload,
-    Reply,
-    Saved,
     Send,
-    Target,
 )
-from pipedream_rt.messages.tree import Value, flat_copy, flatten, unflatten
+from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, COMMAND, DRAIN, PASS
-from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
+from pipedream_rt.schedules import Action, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.actions import ENDS, until
 from pipedream_rt.stage.commands import carry_out
+from pipedream_rt.stage.hosted import Hosted, gradients_of, target_of, value_of
 from pipedream_rt.stage.memory import peak_memory_bytes
-from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Gradients, Stage
-
-_NOTHING = Value(flatten(None)[0], (), ())
-"""What a micro-batch without samples carries."""
-
-
-class _Hosted:
-    """A stage with what the loop keeps for it.
-
-    Attributes:
-        stage: The stage.
-        index: Its index.
-        inputs: The edges that its forward needs.
-        outputs: The edges that its forward gives.
-        send: Hands its messages to the transport.
-        saver: Writes its part of checkpoints.
-        turn: Items of the feed that it was given.
-        positions: In the feed, of the micro-batches in flight.
-        busy_ns: How long it has computed.
-        held_up_ns: How long it has waited for leave to compute.
-        sent_bytes: Of tensors, since the last span.
-    """
-
-    def __init__(self, stage: Stage, send: Send) -> None:
-        """Nothing was given to the stage yet."""
-        self.stage = stage
-        self.index = stage.index
-        self.send = send
-        self.inputs = stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
-        self.outputs = stage.plan.gives(Action(Kind.FORWARD, 0, stage.index))
-        self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, stage.index)
-        self.saver = StageSaver(stage, stage.plan.num_stages, self._tell_saved)
-        self.turn = 0
-        self.positions: dict[int, int] = {}
-        self.busy_ns = self.held_up_ns = self.sent_bytes = 0
-
-    def next_keys(self) -> tuple[Key, Key]:
-        """Return where the next item of its feed waits: only one of the two ever comes."""
-        return Key(self.inputs[0], self.turn), Key(self._commands, self.turn)
-
-    def _tell_saved(self, position: int, result: object) -> None:
-        """Send the outcome of saving to the coordinator."""
-        self.send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
 
 
 class _Needed(NamedTuple):
@@ -165,7 +118,7 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         """Run nothing yet."""
-        self._hosted = {stage.index: _Hosted(stage, send_of(stage.index)) for stage in stages}
+        self._hosted = {stage.index: Hosted(stage, send_of(stage.index)) for stage in stages}
         self._first = self._hosted[stages[0].index]
         self._plan: Plan = stages[0].plan
         self._worker = worker
@@ -200,7 +153,7 @@ class Loop:
             self._do(hosted, action, needed)
         self._flush(order, self._first, self._flush_after_the_end(self._first))
 
-    def _flush(self, order: Iterator[Action], hosted: _Hosted, command: Message) -> None:
+    def _flush(self, order: Iterator[Action], hosted: Hosted, command: Message) -> None:
         """Do what is left of the order for the micro-batches that were fed, then say so.
 
         Args:
@@ -221,7 +174,7 @@ class Loop:
             if other is not hosted:
                 self._end_flush(other, self._next_item(other))
 
-    def _flush_after_the_end(self, hosted: _Hosted) -> Message:
+    def _flush_after_the_end(self, hosted: Hosted) -> Message:
         """Return the command to flush that must come when a schedule ends, as a replay does."""
         item = self._next_item(hosted)
         if not isinstance(item.payload, Command):
@@ -231,20 +184,20 @@ class Loop:
             )
         return item
 
-    def _end_flush(self, hosted: _Hosted, command: Message) -> None:
+    def _end_flush(self, hosted: Hosted, command: Message) -> None:
         """Reply that nothing is in flight on a stage."""
-        self._reply(hosted, command.index, None)
+        hosted.reply(command.index, None)
         start = time.monotonic_ns()
         came = _Needed((command,), None, self._inbox.arrived_ns, command.sender)
         self._record(DRAIN, hosted, command.index, 0, came, start)
 
-    def _host_of(self, action: Action) -> _Hosted:
+    def _host_of(self, action: Action) -> Hosted:
         """Return the stage that does an action."""
         return self._hosted[self._plan.stage_of(self._worker, action)]
 
     # -- take -----------------------------------------------------------------------------------
 
-    def _await(self, hosted: _Hosted, action: Action) -> _Needed:
+    def _await(self, hosted: Hosted, action: Action) -> _Needed:
         """Wait for the messages that an action needs.
 
         Where the order wants a forward, a command to flush may come in its place.
@@ -259,7 +212,7 @@ class Loop:
         edges = self._plan.needs(action, hosted.index)
         if not edges:
             return _Needed()
-        position = self._position_of(hosted, action.index)
+        position = hosted.position_of(action.index)
         messages, arrived, waited_for = [], 0, NOBODY
         for edge in edges:
             message = self._take(Key(edge, position))
@@ -268,7 +221,7 @@ class Loop:
                 arrived, waited_for = self._inbox.arrived_ns, message.sender
         return _Needed(messages, None, arrived, waited_for)
 
-    def _next_item(self, hosted: _Hosted) -> Message:
+    def _next_item(self, hosted: Hosted) -> Message:
         """Take turn after turn of a stage's feed: serve what is no training, return what is.
 
         What does not train is served for the other stages of this worker too: it may have to pass
@@ -297,7 +250,7 @@ class Loop:
             self._serve(taker, item)
             self.doing.stage = hosted.index
 
-    def _with_the_rest(self, hosted: _Hosted, item: Message, head: Payload) -> _Needed:
+    def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> _Needed:
         """Take what belongs to a micro-batch: other producers' activations, and the target."""
         assert isinstance(head, MicroBatch)
         messages, target = [item], None
@@ -316,23 +269,9 @@ class Loop:
         """Wait for a message that is sure to come."""
         return self._inbox.take(key, Deadline(self._options.timeout))
 
-    def _position_of(self, hosted: _Hosted, micro_batch: int) -> int:
-        """Return the position of a micro-batch in flight.
-
-        Raises:
-            ScheduleError: It is not in flight.
-        """
-        position = hosted.positions.get(micro_batch)
-        if position is None:
-            raise ScheduleError(
-                f"stage {hosted.index}: the order wants the backward of micro-batch {micro_batch}; "
-                f"in flight are {list(hosted.positions)}"
-            )
-        return position
-
     # -- do -------------------------------------------------------------------------------------
 
-    def _do(self, hosted: _Hosted, action: Action, needed: _Needed) -> None:
+    def _do(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
         """Have a stage do an action whose messages are there, and send what the action gives."""
         stage, (kind, m, _) = hosted.stage, action
         self._refuse_out_of_turn(stage, action)
@@ -370,59 +309,25 @@ class Loop:
         if m != due:
             raise ScheduleError(f"stage {stage.index}: {action} comes before {kind.value}{due}")
 
-    def _forward(self, hosted: _Hosted, micro_batch: int, needed: _Needed) -> int:
+    def _forward(self, hosted: Hosted, micro_batch: int, needed: _Needed) -> int:
         """Do a forward and send its output or loss; return the weight version that it read."""
         item, stage = needed.messages[0], hosted.stage
         head = item.payload
         if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
             raise ScheduleError(f"stage {hosted.index}: the order says F{micro_batch}, got {item}")
         hosted.positions[micro_batch] = item.index
-        inputs = None if head.empty else list(map(_value_of, needed.messages))
-        target, share = _target_of(needed.target)
+        inputs = None if head.empty else list(map(value_of, needed.messages))
+        target, share = target_of(needed.target)
         with self._computing(hosted):
             made = stage.forward(micro_batch, inputs, head.hyper or [], target, share)
         version = stage.version_of(micro_batch)
-        self._send_on(hosted, needed.messages, made, version)
+        hosted.send_on(needed.messages, made, version)
         return version
 
-    def _send_on(
-        self, hosted: _Hosted, inputs: Sequence[Message], made: Value | float | None, version: int
-    ) -> None:
-        """Send what a forward made on every edge that it gives.
-
-        Args:
-            hosted: The stage that did it.
-            inputs: The messages of its inputs.
-            made: As `Stage.forward` returns it.
-            version: The weight version that it read.
-        """
-        head = inputs[0].payload
-        assert isinstance(head, MicroBatch)
-        trail = [*_trail_of(inputs), [hosted.index, version, hosted.busy_ns]]
-        output = made if isinstance(made, Value) else _NOTHING
-        for edge in hosted.outputs:
-            payload: Payload
-            if edge.kind is EdgeKind.LOSS:
-                loss = made if isinstance(made, float) else None
-                structure = output.structure if isinstance(made, Value) else []
-                payload = Loss(loss=loss, trail=trail, structure=structure)
-            else:
-                payload = MicroBatch(
-                    turn=head.turn,
-                    micro_batch=head.micro_batch,
-                    mode=head.mode,
-                    empty=head.empty,
-                    hyper=head.hyper,
-                    structure=output.structure,
-                    requires_grad=list(output.requires_grad),
-                    trail=trail,
-                )
-            self._send(hosted, edge, inputs[0].index, payload, output.tensors)
-
-    def _backward(self, hosted: _Hosted, action: Action, needed: _Needed) -> None:
+    def _backward(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
         """Do a backward or a half of it, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
-        gradients = list(map(_gradients_of, needed.messages))
+        gradients = list(map(gradients_of, needed.messages))
         found: list[Gradients] = []
         with self._computing(hosted), hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
@@ -431,30 +336,13 @@ class Loop:
                 found = stage.backward_input(m, gradients)
             else:
                 stage.backward_weight(m)
-        position = self._position_of(hosted, m)
-        edges = self._plan.gives(action, hosted.index)
-        # A micro-batch without samples has no inputs, but its producers wait all the same.
-        for edge, of_input in zip(edges, found or [[]] * len(edges), strict=False):
-            tensors = tuple(gradient for gradient in of_input if gradient is not None)
-            payload = Gradient(present=[gradient is not None for gradient in of_input])
-            self._send(hosted, edge, position, payload, tensors)
+        if kind is not Kind.WEIGHT:
+            hosted.send_back(m, found)
         if kind in ENDS:
             del hosted.positions[m]
 
-    def _send(
-        self,
-        hosted: _Hosted,
-        edge: Edge,
-        position: int,
-        payload: Payload,
-        tensors: tuple[torch.Tensor, ...],
-    ) -> None:
-        """Hand a message to the transport, and count its bytes."""
-        hosted.sent_bytes += sum(t.nbytes for t in tensors)
-        hosted.send(edge.target, position, payload, tensors)
-
     @contextmanager
-    def _computing(self, hosted: _Hosted) -> Iterator[None]:
+    def _computing(self, hosted: Hosted) -> Iterator[None]:
         """Count the time of a computation, and keep other stages of this process out."""
         asked = time.perf_counter_ns()
         with self._options.computing():
@@ -467,7 +355,7 @@ class Loop:
 
     # -- what is no training --------------------------------------------------------------------
 
-    def _serve(self, hosted: _Hosted, item: Message) -> None:
+    def _serve(self, hosted: Hosted, item: Message) -> None:
         """Do what is no training: a pass of evaluation or inference, or a command."""
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
         needed = _Needed((item,), None, self._inbox.arrived_ns, item.sender)
@@ -487,18 +375,18 @@ class Loop:
         version = hosted.stage.parameters.ledger.newest
         self._record(kind, hosted, item.index, version, needed, start)
 
-    def _pass(self, hosted: _Hosted, head: MicroBatch, needed: _Needed) -> None:
+    def _pass(self, hosted: Hosted, head: MicroBatch, needed: _Needed) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
-        stage, inputs = hosted.stage, list(map(_value_of, needed.messages))
+        stage, inputs = hosted.stage, list(map(value_of, needed.messages))
         made: Value | float
         with self._computing(hosted):
             if head.mode is Mode.EVALUATE:
-                made = stage.evaluate(head.micro_batch, inputs, _target_of(needed.target)[0])
+                made = stage.evaluate(head.micro_batch, inputs, target_of(needed.target)[0])
             else:
                 made = stage.infer(head.micro_batch, inputs)
-        self._send_on(hosted, needed.messages, made, stage.parameters.ledger.newest)
+        hosted.send_on(needed.messages, made, stage.parameters.ledger.newest)
 
-    def _obey(self, hosted: _Hosted, item: Message, command: Command) -> None:
+    def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:
         """Carry out a command, and reply unless the reply comes later."""
         argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
         result: object
@@ -518,19 +406,12 @@ class Loop:
             case name:
                 with self._computing(hosted):
                     result = carry_out(hosted.stage, name, argument)
-        self._reply(hosted, item.index, result)
-
-    def _reply(self, hosted: _Hosted, position: int, result: object) -> None:
-        """Send the result of a command to the coordinator."""
-        # Copies: what was asked for must not change under the reader with the next update.
-        structure, copies = flat_copy(result)
-        edge = Edge(EdgeKind.REPLY, hosted.index, COORDINATOR)
-        self._send(hosted, edge, position, Reply(structure=structure), copies)
+        hosted.reply(item.index, result)
 
     # -- what is reported -----------------------------------------------------------------------
 
     def _record(
-        self, kind: int, hosted: _Hosted, index: int, version: int, needed: _Needed, start: int
+        self, kind: int, hosted: Hosted, index: int, version: int, needed: _Needed, start: int
     ) -> None:
         """Write the span that ends now, if there is a trace."""
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
@@ -544,7 +425,7 @@ class Loop:
         hosted.sent_bytes = 0
         self._free_ns = end
 
-    def _spans_of(self, hosted: _Hosted) -> dict[str, object]:
+    def _spans_of(self, hosted: Hosted) -> dict[str, object]:
         """Return what was recorded of a stage; the worker's oldest spans may be overwritten."""
         recorder = self._options.recorder
         if recorder is None:
@@ -558,7 +439,7 @@ class Loop:
             "parameter_bytes": hosted.stage.parameters.nbytes,
         }
 
-    def _note(self, hosted: _Hosted, action: str) -> None:
+    def _note(self, hosted: Hosted, action: str) -> None:
         """Remember what a stage does, for a report."""
         self.doing.stage, self.doing.action = hosted.index, action
         self._inbox.recent.append(action)
@@ -570,33 +451,3 @@ def _trains(item: Message) -> bool:
         case MicroBatch(mode=Mode.TRAIN) | Command(name=CommandName.FLUSH):
             return True
     return False
-
-
-def _value_of(message: Message) -> Value:
-    """Return the value that a micro-batch's message carries."""
-    head = message.payload
-    assert isinstance(head, MicroBatch)
-    return Value(head.structure, message.tensors, tuple(head.requires_grad))
-
-
-def _target_of(message: Message | None) -> tuple[Value | None, float]:
-    """Return the target that a message carries, and the micro-batch's share."""
-    if message is None:
-        return None, 1.0
-    head = message.payload
-    assert isinstance(head, Target)
-    return Value(head.structure, message.tensors, ()), head.share
-
-
-def _gradients_of(message: Message) -> Gradients:
-    """Return the gradients that a message carries."""
-    head, tensors = message.payload, iter(message.tensors)
-    assert isinstance(head, Gradient)
-    return [next(tensors) if there else None for there in head.present]
-
-
-def _trail_of(inputs: Sequence[Message]) -> list[list[int]]:
-    """Return the trails of all inputs as one, in the order of the stages."""
-    trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
-    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
-    return [merged[stage] for stage in sorted(merged)]

@@ -1,0 +1,181 @@
+"""A stage on its worker, and what becomes of what it takes and returns: messages on edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pipedream_rt.errors import ScheduleError
+from pipedream_rt.messages.message import (
+    Gradient,
+    Key,
+    Loss,
+    Message,
+    MicroBatch,
+    Payload,
+    Reply,
+    Saved,
+    Send,
+    Target,
+)
+from pipedream_rt.messages.tree import Value, flat_copy, flatten
+from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind
+from pipedream_rt.stage.saving import StageSaver
+from pipedream_rt.stage.stage import Gradients, Stage
+
+_NOTHING = Value(flatten(None)[0], (), ())
+"""What a micro-batch without samples carries."""
+
+
+class Hosted:
+    """A stage on its worker: what it has been given, and its way to the others.
+
+    What the stage returns becomes messages here, on the edges that the plan names.
+
+    Args:
+        stage: The stage.
+        send: Hands its messages to the transport.
+
+    Attributes:
+        stage: The stage.
+        index: Its index.
+        inputs: The edges that its forward needs.
+        outputs: The edges that its forward gives.
+        saver: Writes its part of checkpoints.
+        turn: Items of the feed that it was given.
+        positions: In the feed, of the micro-batches in flight.
+        busy_ns: How long it has computed.
+        held_up_ns: How long it has waited for leave to compute.
+        sent_bytes: Of tensors, since the last span.
+    """
+
+    def __init__(self, stage: Stage, send: Send) -> None:
+        """Nothing was given to the stage yet."""
+        self.stage = stage
+        self.index = stage.index
+        self._transport_send = send
+        self.inputs = stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
+        self.outputs = stage.plan.gives(Action(Kind.FORWARD, 0, stage.index))
+        self._back = stage.plan.gives(Action(Kind.BACKWARD, 0, stage.index))
+        self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, stage.index)
+        self.saver = StageSaver(stage, stage.plan.num_stages, self._tell_saved)
+        self.turn = 0
+        self.positions: dict[int, int] = {}
+        self.busy_ns = self.held_up_ns = self.sent_bytes = 0
+
+    def next_keys(self) -> tuple[Key, Key]:
+        """Return where the next item of its feed waits: only one of the two ever comes."""
+        return Key(self.inputs[0], self.turn), Key(self._commands, self.turn)
+
+    def _tell_saved(self, position: int, result: object) -> None:
+        """Send the outcome of saving to the coordinator."""
+        self._transport_send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
+
+    def position_of(self, micro_batch: int) -> int:
+        """Return the position in the feed of a micro-batch in flight.
+
+        Raises:
+            ScheduleError: It is not in flight.
+        """
+        position = self.positions.get(micro_batch)
+        if position is None:
+            raise ScheduleError(
+                f"stage {self.index}: the order wants the backward of micro-batch {micro_batch}; "
+                f"in flight are {list(self.positions)}"
+            )
+        return position
+
+    def send_on(self, inputs: Sequence[Message], made: Value | float | None, version: int) -> None:
+        """Send what a forward made on every edge that it gives.
+
+        Args:
+            inputs: The messages of its inputs.
+            made: As `Stage.forward` returns it.
+            version: The weight version that it read.
+        """
+        head = inputs[0].payload
+        assert isinstance(head, MicroBatch)
+        trail = [*trail_of(inputs), [self.index, version, self.busy_ns]]
+        output = made if isinstance(made, Value) else _NOTHING
+        for edge in self.outputs:
+            payload: Payload
+            if edge.kind is EdgeKind.LOSS:
+                loss = made if isinstance(made, float) else None
+                structure = output.structure if isinstance(made, Value) else []
+                payload = Loss(loss=loss, trail=trail, structure=structure)
+            else:
+                payload = MicroBatch(
+                    turn=head.turn,
+                    micro_batch=head.micro_batch,
+                    mode=head.mode,
+                    empty=head.empty,
+                    hyper=head.hyper,
+                    structure=output.structure,
+                    requires_grad=list(output.requires_grad),
+                    trail=trail,
+                )
+            self._send(edge, inputs[0].index, payload, output.tensors)
+
+    def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
+        """Send the gradients that a backward found to the producers of its inputs.
+
+        Args:
+            micro_batch: In flight.
+            found: As `Stage.backward` returns them; nothing for a micro-batch without samples,
+                whose producers wait all the same.
+        """
+        position = self.position_of(micro_batch)
+        for number, edge in enumerate(self._back):
+            of_input = found[number] if found else []
+            tensors = tuple(gradient for gradient in of_input if gradient is not None)
+            payload = Gradient(present=[gradient is not None for gradient in of_input])
+            self._send(edge, position, payload, tensors)
+
+    def reply(self, position: int, result: object) -> None:
+        """Send the result of a command to the coordinator."""
+        # Copies: what was asked for must not change under the reader with the next update.
+        structure, copies = flat_copy(result)
+        edge = Edge(EdgeKind.REPLY, self.index, COORDINATOR)
+        self._send(edge, position, Reply(structure=structure), copies)
+
+    def _send(
+        self,
+        edge: Edge,
+        position: int,
+        payload: Payload,
+        tensors: tuple[Tensor, ...],
+    ) -> None:
+        """Hand a message to the transport, and count its bytes."""
+        self.sent_bytes += sum(t.nbytes for t in tensors)
+        self._transport_send(edge.target, position, payload, tensors)
+
+
+def value_of(message: Message) -> Value:
+    """Return the value that a micro-batch's message carries."""
+    head = message.payload
+    assert isinstance(head, MicroBatch)
+    return Value(head.structure, message.tensors, tuple(head.requires_grad))
+
+
+def target_of(message: Message | None) -> tuple[Value | None, float]:
+    """Return the target that a message carries, and the micro-batch's share."""
+    if message is None:
+        return None, 1.0
+    head = message.payload
+    assert isinstance(head, Target)
+    return Value(head.structure, message.tensors, ()), head.share
+
+
+def gradients_of(message: Message) -> Gradients:
+    """Return the gradients that a message carries."""
+    head, tensors = message.payload, iter(message.tensors)
+    assert isinstance(head, Gradient)
+    return [next(tensors) if there else None for there in head.present]
+
+
+def trail_of(inputs: Sequence[Message]) -> list[list[int]]:
+    """Return the trails of all inputs as one, in the order of the stages."""
+    trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
+    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
+    return [merged[stage] for stage in sorted(merged)]
