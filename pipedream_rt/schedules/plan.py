@@ -111,6 +111,8 @@ class Plan:
     replicas: tuple[int, ...] = ()
     _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _entries: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _exits: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _needs: _Edges = field(init=False, repr=False, compare=False)
     _gives: _Edges = field(init=False, repr=False, compare=False)
 
@@ -128,6 +130,8 @@ class Plan:
             consumers[producer].append(consumer)
         put(self, "_producers", tuple(map(tuple, producers)))
         put(self, "_consumers", tuple(map(tuple, consumers)))
+        put(self, "_entries", tuple(s for s in stages if not producers[s]))
+        put(self, "_exits", tuple(s for s in stages if not consumers[s]))
         if len(self.exits) != 1:
             raise ConfigError(
                 f"one stage must compute the loss, but stages {list(self.exits)} send nothing on"
@@ -208,12 +212,12 @@ class Plan:
     @property
     def entries(self) -> tuple[int, ...]:
         """The stages that take the model's input."""
-        return tuple(s for s, producers in enumerate(self._producers) if not producers)
+        return self._entries
 
     @property
     def exits(self) -> tuple[int, ...]:
         """The stages that give the model's output and compute the loss: one."""
-        return tuple(s for s, consumers in enumerate(self._consumers) if not consumers)
+        return self._exits
 
     def worker_of(self, stage: int) -> int:
         """Return the worker that hosts a stage."""
@@ -227,10 +231,6 @@ class Plan:
         """Return ``"stage 2"`` for the worker that hosts it alone, else ``"worker 1"``."""
         stages = self.stages_of(worker)
         return f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
-
-    def stage_of(self, worker: int, action: Action) -> int:
-        """Return the stage that does an action: the one it names, or the worker's only one."""
-        return self.stages_of(worker)[0] if action.stage is None else action.stage
 
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
         """Return, by stage, the entries whose names are of the stage's layers.

@@ -192,8 +192,8 @@ class Loop:
         self._record(DRAIN, hosted, command.index, 0, came, start)
 
     def _host_of(self, action: Action) -> Hosted:
-        """Return the stage that does an action."""
-        return self._hosted[self._plan.stage_of(self._worker, action)]
+        """Return the stage that does an action: the one that it names, or the worker's only one."""
+        return self._first if action.stage is None else self._hosted[action.stage]
 
     # -- take -----------------------------------------------------------------------------------
 
