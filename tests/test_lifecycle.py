@@ -51,9 +51,8 @@ def test_the_table_of_moves_is_all_there_is(state, to):
         life.move(to, reason)
         assert (life.state, life.reason) == (to, reason)
         return
-    with pytest.raises(PipelineError) as e:
+    with pytest.raises(PipelineError, match=rf"the pump .*\b{state.value}\b.*\b{to.value}\b"):
         life.move(to, reason)
-    assert str(e.value) == f"the pump is {state.value} and cannot be {to.value}"
     assert (life.state, life.reason) == (state, None)
 
 
@@ -72,18 +71,16 @@ def test_check_lets_be_used_what_has_not_ended(state):
 
 
 def test_check_says_that_it_is_closed():
-    with pytest.raises(PipelineClosed) as e:
+    with pytest.raises(PipelineClosed, match=r"the pump .*closed") as e:
         at(CLOSED).check()
-    assert str(e.value) == "the pump is closed"
     assert e.value.__cause__ is None
 
 
 def test_check_says_why_it_has_failed():
     life, reason = at(OPEN), ValueError("burst")
     life.fail(reason)
-    with pytest.raises(PipelineClosed) as e:
+    with pytest.raises(PipelineClosed, match=r"the pump .*failed.*burst") as e:
         life.check()
-    assert str(e.value) == "the pump has failed: burst"
     assert e.value.__cause__ is reason
 
 

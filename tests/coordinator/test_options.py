@@ -33,30 +33,32 @@ def no_launcher(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "name", "value"),
     [
-        (lambda: Checkpoints(None), "the folder of the checkpoints must be a path, not None"),
-        (lambda: Checkpoints(b"x"), "must be a path, not b'x'"),
-        (lambda: Checkpoints("x", every=0), "every, of the checkpoints, .* not 0"),
-        (lambda: Checkpoints("x", every=1.5), "every, of the checkpoints, .* not 1.5"),
-        (lambda: Checkpoints("x", keep=-1), "keep, of the checkpoints, .* not -1"),
-        (lambda: Checkpoints("x", keep=True), "keep, of the checkpoints, .* not True"),
-        (lambda: Timeouts(heartbeat=timedelta(0)), "the timeout heartbeat must be a positive"),
-        (lambda: Timeouts(answer=3), r"the timeout answer must be .*timedelta, not 3$"),
-        (lambda: Timeouts(start=timedelta(seconds=-1)), "the timeout start must be a positive"),
-        (lambda: ScheduleOptions(credits=0), "credits must be an integer of at least 1, not 0"),
-        (lambda: require_count("micro_batches", "4"), "micro_batches .* at least 1, not '4'"),
-        (lambda: require_instance("timeouts", 3, Timeouts), r"timeouts must be Timeouts\(...\)"),
-        (lambda: checkpoint_option(3), "must be a path, not 3"),
-        (lambda: trace_option(3), "trace must be a file, True or False, not 3"),
-        (lambda: restart_option(-1, 0), "max_restarts must be an integer of at least 0, not -1"),
-        (lambda: restart_option(True, 0), "max_restarts .* not True"),
-        (lambda: restart_option("3", 0), "max_restarts .* not '3'"),
+        (lambda: Checkpoints(None), "folder", "None"),
+        (lambda: Checkpoints(b"x"), "folder", "b'x'"),
+        (lambda: Checkpoints("x", every=0), "every", "0"),
+        (lambda: Checkpoints("x", every=1.5), "every", "1.5"),
+        (lambda: Checkpoints("x", keep=-1), "keep", "-1"),
+        (lambda: Checkpoints("x", keep=True), "keep", "True"),
+        (lambda: Timeouts(heartbeat=timedelta(0)), "heartbeat", "timedelta(0)"),
+        (lambda: Timeouts(answer=3), "answer", "3"),
+        (lambda: Timeouts(start=timedelta(-1)), "start", "timedelta(days=-1)"),
+        (lambda: ScheduleOptions(credits=0), "credits", "0"),
+        (lambda: require_count("micro_batches", "4"), "micro_batches", "'4'"),
+        (lambda: require_instance("timeouts", 3, Timeouts), "timeouts must be Timeouts", "3"),
+        (lambda: checkpoint_option(3), "checkpoint", "3"),
+        (lambda: trace_option(3), "trace", "3"),
+        (lambda: restart_option(-1, 0), "max_restarts", "-1"),
+        (lambda: restart_option(True, 0), "max_restarts", "True"),
+        (lambda: restart_option("3", 0), "max_restarts", "'3'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words_of_the_caller(make, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_is_refused_and_named_with_its_value(make, name, value):
+    with pytest.raises(ConfigError) as e:
         make()
+    assert name in str(e.value)
+    assert value in str(e.value)
 
 
 def test_what_can_be_is_taken_as_it_is():
@@ -119,13 +121,13 @@ def test_every_pipeline_of_a_script_leaves_the_trace_that_the_command_asks_for(
 def test_a_trace_that_could_not_be_written_at_the_end_is_refused_at_the_start(
     tmp_path, monkeypatch
 ):
-    with pytest.raises(ConfigError, match=r"trace must be a file, .* is a folder"):
+    with pytest.raises(ConfigError, match=r"trace .* folder"):
         writable(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be written to .*: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"trace .* no such folder"):
         writable(tmp_path / "missing" / "t")
     # Not by its mode: root may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be written to .*: no permission in its folder"):
+    with pytest.raises(ConfigError, match=r"trace .* permission"):
         writable(tmp_path / "t")
     assert not (tmp_path / "t").exists()
 
@@ -163,7 +165,7 @@ def test_a_run_goes_on_if_its_script_or_its_launcher_says_so(
 def test_a_command_to_go_on_needs_checkpoints(monkeypatch):
     assert resume_option(None) is False
     monkeypatch.setenv(RESUME, "1")
-    with pytest.raises(ConfigError, match="resume needs the folder of the checkpoints"):
+    with pytest.raises(ConfigError, match=r"resume .* checkpoint="):
         resume_option(None)
 
 
