@@ -1,0 +1,419 @@
+"""The plan: what flows between which stages, and where they run."""
+
+import dataclasses
+import json
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import diamond
+from support.shapes import schedules
+from support.written import LaterBackward
+
+from pipedream_rt.errors import ConfigError, ScheduleError
+from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
+from pipedream_rt.schedules.plan import Edge, name_of
+from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
+from pipedream_rt.schedules.written import plan_written
+
+CHAIN = plan_named("1f1b", num_stages=3, per_update=2)
+INTERLEAVED = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+DIAMOND = diamond.plan()
+
+
+def arrows(edges):
+    """Edges as ``activation *>0``, the coordinator being a star; a dash for none."""
+    texts = (f"{e.kind.value} {e.source}>{e.target}".replace("-1", "*") for e in edges)
+    return ", ".join(texts) or "-"
+
+
+def table(plan, kind):
+    """What each stage needs for an action of a kind, and what it gives."""
+    lines = []
+    for stage in range(plan.num_stages):
+        named, unnamed = Action(kind, 5, stage), Action(kind, 5)
+        assert plan.needs(named) == plan.needs(unnamed, stage)
+        assert plan.gives(named) == plan.gives(unnamed, stage)
+        lines.append(f"{stage}: {arrows(plan.needs(named))} => {arrows(plan.gives(named))}")
+    return lines
+
+
+# -- edges ------------------------------------------------------------------------------------
+
+
+def test_what_a_forward_of_a_chain_needs_and_gives():
+    assert table(CHAIN, Kind.FORWARD) == [
+        "0: activation *>0 => activation 0>1",
+        "1: activation 0>1 => activation 1>2",
+        "2: activation 1>2, target *>2 => loss 2>*",
+    ]
+
+
+@pytest.mark.parametrize("kind", [Kind.BACKWARD, Kind.INPUT])
+def test_what_a_backward_of_a_chain_needs_and_gives_is_the_same_the_other_way(kind):
+    """The half that finds the gradient of the input, too."""
+    assert table(CHAIN, kind) == [
+        "0: gradient 1>0 => -",
+        "1: gradient 2>1 => gradient 1>0",
+        "2: - => gradient 2>1",
+    ]
+
+
+@pytest.mark.parametrize("kind", [Kind.WEIGHT, Kind.STEP])
+@pytest.mark.parametrize("plan", [CHAIN, INTERLEAVED, DIAMOND])
+def test_nobody_waits_for_the_weights(plan, kind):
+    assert table(plan, kind) == [f"{stage}: - => -" for stage in range(plan.num_stages)]
+
+
+def test_edges_lie_between_stages_whichever_worker_hosts_them():
+    """Worker 0 hosts stages 0 and 2: four stages are a chain all the same."""
+    assert [INTERLEAVED.worker_of(s) for s in range(4)] == [0, 1, 0, 1]
+    assert table(INTERLEAVED, Kind.FORWARD) == [
+        "0: activation *>0 => activation 0>1",
+        "1: activation 0>1 => activation 1>2",
+        "2: activation 1>2 => activation 2>3",
+        "3: activation 2>3, target *>3 => loss 3>*",
+    ]
+    assert table(INTERLEAVED, Kind.BACKWARD) == [
+        "0: gradient 1>0 => -",
+        "1: gradient 2>1 => gradient 1>0",
+        "2: gradient 3>2 => gradient 2>1",
+        "3: - => gradient 3>2",
+    ]
+
+
+def test_one_stage_has_the_coordinator_on_both_sides():
+    plan = plan_named("1f1b", num_stages=1)
+    assert table(plan, Kind.FORWARD) == ["0: activation *>0, target *>0 => loss 0>*"]
+    assert table(plan, Kind.BACKWARD) == ["0: - => -"]
+
+
+def test_a_diamond_forks_and_joins():
+    """Rising numbers on both sides, which is the order in which gradients are added."""
+    assert table(DIAMOND, Kind.FORWARD) == [
+        "0: activation *>0 => activation 0>1, activation 0>2",
+        "1: activation 0>1 => activation 1>3",
+        "2: activation 0>2 => activation 2>3",
+        "3: activation 1>3, activation 2>3, target *>3 => loss 3>*",
+    ]
+    assert table(DIAMOND, Kind.BACKWARD) == [
+        "0: gradient 1>0, gradient 2>0 => -",
+        "1: gradient 3>1 => gradient 1>0",
+        "2: gradient 3>2 => gradient 2>0",
+        "3: - => gradient 3>1, gradient 3>2",
+    ]
+    assert DIAMOND.neighbours(Kind.FORWARD) == ((), (0,), (0,), (1, 2))
+    assert DIAMOND.neighbours(Kind.BACKWARD) == ((1, 2), (3,), (3,), ())
+    assert (DIAMOND.entries, DIAMOND.exits) == ((0,), (3,))
+    assert (DIAMOND.producers(3), DIAMOND.consumers(0)) == ((1, 2), (1, 2))
+
+
+def test_the_order_in_which_links_are_given_does_not_matter():
+    backwards = dataclasses.replace(DIAMOND, links=DIAMOND.links[::-1])
+    for kind in Kind:
+        assert table(backwards, kind) == table(DIAMOND, kind)
+
+
+def test_a_skip_goes_straight_from_producer_to_consumer():
+    skip = dataclasses.replace(CHAIN, links=((0, 1), (1, 2), (0, 2)))
+    assert table(skip, Kind.FORWARD) == [
+        "0: activation *>0 => activation 0>1, activation 0>2",
+        "1: activation 0>1 => activation 1>2",
+        "2: activation 0>2, activation 1>2, target *>2 => loss 2>*",
+    ]
+
+
+def test_two_stages_may_take_the_models_input():
+    fork = dataclasses.replace(CHAIN, links=((0, 2), (1, 2)))
+    assert fork.entries == (0, 1)
+    assert table(fork, Kind.FORWARD)[:2] == [
+        "0: activation *>0 => activation 0>2",
+        "1: activation *>1 => activation 1>2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "activations", "gradients"),
+    [
+        (CHAIN, 3, 2),
+        (INTERLEAVED, 4, 3),
+        (DIAMOND, 5, 4),
+        (plan_named("gpipe", num_stages=1), 1, 0),
+    ],
+)
+def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activations, gradients):
+    of_chain = {
+        EdgeKind.ACTIVATION: activations,
+        EdgeKind.GRADIENT: gradients,
+        EdgeKind.TARGET: 1,
+        EdgeKind.LOSS: 1,
+    }
+    for kind in EdgeKind:
+        edges = plan.edges(kind)
+        assert len(edges) == len(set(edges)) == of_chain.get(kind, plan.num_stages)
+        assert {edge.kind for edge in edges} <= {kind}
+
+
+def test_what_is_no_training_goes_between_the_coordinator_and_every_stage():
+    for kind in (EdgeKind.START, EdgeKind.COMMAND):
+        assert CHAIN.edges(kind) == tuple(Edge(kind, COORDINATOR, s) for s in range(3))
+    for kind in (EdgeKind.READY, EdgeKind.REPLY, EdgeKind.SAVED, EdgeKind.FAILED):
+        assert CHAIN.edges(kind) == tuple(Edge(kind, s, COORDINATOR) for s in range(3))
+
+
+@given(schedules())
+def test_what_one_needs_another_gives(plan):
+    """Nobody waits where nothing is sent; the coordinator gives and takes the rest."""
+    actions = [Action(kind, 0, stage) for kind in Kind for stage in range(plan.num_stages)]
+    needed = {edge for action in actions for edge in plan.needs(action)}
+    sent = {edge for action in actions for edge in plan.gives(action)}
+    assert all(edge.source == COORDINATOR for edge in needed - sent)
+    assert all(edge.target == COORDINATOR for edge in sent - needed)
+    for edge in needed & sent:
+        assert (edge.source < edge.target) is (edge.kind is EdgeKind.ACTIVATION)
+
+
+def test_addresses_and_edges_have_names_for_people():
+    assert name_of(COORDINATOR) == "the coordinator"
+    assert name_of(2) == "stage 2"
+    assert str(Edge(EdgeKind.GRADIENT, 2, 1)) == "gradient from stage 2 to stage 1"
+    assert str(Edge(EdgeKind.LOSS, 2, COORDINATOR)) == "loss from stage 2 to the coordinator"
+
+
+# -- places -----------------------------------------------------------------------------------
+
+
+def test_stages_are_dealt_to_the_workers_in_turn():
+    assert [INTERLEAVED.stages_of(w) for w in range(2)] == [(0, 2), (1, 3)]
+    assert [INTERLEAVED.name_of(w) for w in range(2)] == ["worker 0", "worker 1"]
+    assert [CHAIN.name_of(w) for w in range(3)] == ["stage 0", "stage 1", "stage 2"]
+
+
+def test_a_plan_may_place_a_stage_elsewhere():
+    moved = dataclasses.replace(CHAIN, hosts=(2, 0, 2))
+    assert [moved.stages_of(w) for w in range(3)] == [(1,), (), (0, 2)]
+    assert [moved.worker_of(s) for s in range(3)] == [2, 0, 2]
+    assert [moved.name_of(w) for w in range(3)] == ["stage 1", "worker 1", "worker 2"]
+    assert moved != CHAIN
+
+
+def test_each_stage_gets_the_entries_of_its_own_layers():
+    """By whole names: layer 1 is not layer 10."""
+    plan = dataclasses.replace(CHAIN, layers=(("1",), ("10", "block"), ()))
+    named = {"1.weight": 1, "10.weight": 2, "block.0.bias": 3, "other.weight": 4}
+    assert plan.part(named) == [{"1.weight": 1}, {"10.weight": 2, "block.0.bias": 3}, {}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hosts": (0, 1)}, "hosts .*2 .*3 stages"),
+        ({"hosts": (0, 1, 3)}, r"hosts .*0 to 2.*\(0, 1, 3\)"),
+        ({"hosts": (-1, 0, 1)}, r"hosts .*\(-1, 0, 1\)"),
+        ({"replicas": (1, 1)}, "replicas .*2 .*3 stages"),
+        ({"replicas": (1, 2, 1)}, r"one replica .*\(1, 2, 1\)"),
+        ({"layers": (("0",),)}, "layers .*1 .*3 stages"),
+        ({"links": ((0, 1), (2, 1))}, r"\(2, 1\)"),
+        ({"links": ((0, 1), (1, 1))}, r"\(1, 1\)"),
+        ({"links": ((0, 1), (1, 3))}, r"\(1, 3\)"),
+        ({"links": ((-1, 1), (1, 2))}, r"\(-1, 1\)"),
+        ({"links": ((0, 1), (1, 2), (0, 1))}, "twice"),
+        ({"links": ((0, 1), (0, 2))}, r"one stage .*loss.*\[1, 2\]"),
+        ({"links": ()}, r"one stage .*loss.*\[0, 1, 2\]"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(CHAIN, **changes)
+
+
+# -- the schedule -----------------------------------------------------------------------------
+
+
+def drawn(plan, worker, start, stop):
+    return " ".join(map(str, plan.order(worker, start, stop)))
+
+
+def test_an_order_ends_with_the_last_micro_batch():
+    assert drawn(CHAIN, 0, 0, 2) == "F0 F1 B0 B1 S0"
+    assert drawn(CHAIN, 0, 2, 4) == "F2 F3 B2 B3 S1"
+    assert drawn(CHAIN, 0, 2, 2) == ""
+    assert drawn(INTERLEAVED, 1, 0, 2) == "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 1:S0 3:S0"
+    endless = plan_named("async-1f1b", num_stages=2).order(0)
+    assert " ".join(str(next(endless)) for _ in range(6)) == "F0 F1 B0 S0 F2 B1"
+
+
+def test_so_many_mini_batches_are_ahead_that_the_first_stage_never_waits():
+    """One where the pipe is flushed anyway."""
+    assert CHAIN.credits() == 1
+    assert plan_named("async-1f1b", num_stages=4).credits() == 4 + 1
+    assert plan_named("async-1f1b", num_stages=4, per_update=3).credits() == 2 + 1
+    assert plan_named("async-1f1b", num_stages=4, slack=1).credits() == 7 + 1
+
+
+def test_a_plan_is_looked_up_by_name():
+    assert set(RECIPES) == {
+        "async-1f1b",
+        "async-1f1b+vertical-sync",
+        "2bw",
+        "1f1b",
+        "gpipe",
+        "interleaved-1f1b",
+        "zero-bubble",
+    }
+    sync = plan_named("async-1f1b", num_stages=3, vertical_sync=True)
+    assert sync.name == "async-1f1b+vertical-sync"
+    assert sync == plan_named(sync.name, num_stages=3, vertical_sync=True)
+    assert plan_named("interleaved-1f1b", num_stages=6, per_update=3).workers == 3  # two on each
+    assert not sync.flushes
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "words"),
+    [
+        ("1F1B", {}, "(?s)'1F1B'.*async-1f1b.*zero-bubble"),
+        ("gpipe", {"vertical_sync": True}, "vertical_sync .*async-1f1b.*gpipe"),
+        ("interleaved-1f1b", {"num_stages": 5}, "5 stages .*2 each"),
+        ("1f1b", {"stages_per_worker": 2, "num_stages": 4}, "one stage .*not 2"),
+        ("1f1b", {"num_stages": 0}, "stages .*at least 1.*0"),
+        ("1f1b", {"num_stages": 2.0}, r"stages .*at least 1.*2\.0"),
+        ("1f1b", {"stages_per_worker": "2"}, "stages_per_worker .*at least 1.*'2'"),
+        ("1f1b", {"stages_per_worker": 0}, "stages_per_worker .*at least 1.*0"),
+        ("1f1b", {"per_update": True}, "micro_batches .*at least 1.*True"),
+        ("interleaved-1f1b", {"num_stages": 4, "per_update": 3}, "multiple of 2.*3"),
+        ("2bw", {"per_update": 2}, "micro_batches .*2.*3"),
+        ("gpipe", {"slack": 1}, "gpipe.*slack"),
+        ("interleaved-1f1b", {"num_stages": 4, "per_update": 2, "slack": 1}, "slack .*one stage"),
+        ("1f1b", {"slack": (1,)}, "slack .*1 .*3 stages .*2 hops"),
+    ],
+)
+def test_numbers_for_which_there_is_no_schedule_are_refused(name, numbers, words):
+    with pytest.raises(ConfigError, match=words):
+        plan_named(name, **{"num_stages": 3, **numbers})
+
+
+@given(schedules(), st.lists(st.text(max_size=3), max_size=2))
+def test_a_plan_is_the_same_after_a_trip_as_plain_data(plan, layers):
+    plan = dataclasses.replace(plan, layers=(tuple(layers),) * plan.num_stages)
+    for trip in (
+        lambda data: msgpack.unpackb(msgpack.packb(data)),
+        lambda data: json.loads(json.dumps(data)),
+    ):
+        again = Plan.unpacked(trip(plan.packed()))
+        assert again == plan
+        assert again.recipe is RECIPES[plan.name]
+        for kind in Kind:
+            assert table(again, kind) == table(plan, kind)
+
+
+def test_a_plan_that_is_no_chain_comes_back_too():
+    again = Plan.unpacked(msgpack.unpackb(msgpack.packb(DIAMOND.packed())))
+    assert again.links == diamond.LINKS
+    assert again == dataclasses.replace(DIAMOND, recipe=None)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda plan: plan.flushes,
+        lambda plan: plan.order(0),
+        lambda plan: plan.reads(0, 0),
+        lambda plan: plan.kept(0),
+        lambda plan: plan.in_flight(0),
+        lambda plan: plan.credits(),
+    ],
+)
+def test_a_schedule_that_a_user_wrote_is_known_by_name_only_after_the_trip_and_says_so(ask):
+    """What flows where is known all the same."""
+    plan = plan_written(LaterBackward(), num_stages=2, per_update=2)
+    ask(plan)
+    again = Plan.unpacked(plan.packed())
+    assert (again.name, again.shape) == ("LaterBackward", plan.shape)
+    for kind in Kind:
+        assert table(again, kind) == table(plan, kind)
+    with pytest.raises(ScheduleError, match=r"'LaterBackward'.*name"):
+        ask(again)
+
+
+def test_data_that_are_no_plan_are_an_error():
+    with pytest.raises(KeyError):
+        Plan.unpacked({})
+    with pytest.raises(ConfigError, match="hosts"):
+        Plan.unpacked({**CHAIN.packed(), "hosts": [0]})
+
+
+# -- slack ------------------------------------------------------------------------------------
+
+
+@given(st.data(), st.integers(1, 7))
+def test_the_warm_up_is_the_hops_to_the_end_and_their_slack(data, n):
+    """w(s) = (n-1-s) + sum of e_j for j >= s."""
+    slack = tuple(data.draw(st.lists(st.integers(0, 4), min_size=n - 1, max_size=n - 1)))
+    shape = Shape(workers=n, slack=slack)
+    for s in range(n):
+        assert shape.warm_up(s) == (n - 1 - s) + sum(slack[j] for j in range(s, n - 1))
+
+
+def test_the_warm_up_is_what_the_order_does_before_its_first_backward():
+    plan = plan_named("async-1f1b", num_stages=3, slack=(2, 1))
+    for stage, ahead in enumerate((5, 2, 0)):
+        order = plan.order(stage)
+        before = [next(order).kind for _ in range(ahead + 2)]
+        assert before == [Kind.FORWARD] * (ahead + 1) + [Kind.BACKWARD]
+        assert plan.in_flight(stage) == ahead + 1
+
+
+def test_slack_that_is_none_makes_no_difference():
+    assert Shape(workers=3, slack=(0, 0)) == Shape(workers=3)
+    assert Shape(workers=2, stages_per_worker=2, slack=(0, 0, 0)).slack == ()
+
+
+def test_slack_is_for_one_stage_on_each_worker():
+    with pytest.raises(ConfigError, match=r"slack .*one stage"):
+        Shape(workers=2, stages_per_worker=2, slack=(1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("slack", "stages", "expected"),
+    [
+        (0, 3, (0, 0)),
+        (2, 3, (2, 2)),
+        ((), 3, (0, 0)),
+        ([1, 2], 3, (1, 2)),
+        (1, 1, ()),
+        ((), 1, ()),
+    ],
+)
+def test_slack_is_one_number_for_all_hops_or_one_for_each(slack, stages, expected):
+    assert slack_of(slack, stages) == expected
+
+
+@pytest.mark.parametrize(
+    ("slack", "stages", "words"),
+    [
+        (-1, 3, "slack .*-1"),
+        (True, 3, "slack .*True"),
+        (-1, 1, "slack .*-1"),  # also where there is no hop
+        ((1, -2), 3, "slack .*-2"),
+        ((1, 1.0), 3, r"slack .*1\.0"),
+        ((1, False), 3, "slack .*False"),
+        ((1,), 3, "slack has 1 .*2 hops"),
+        ((1, 1, 1), 3, "slack has 3 .*2 hops"),
+        ((1,), 1, "slack has 1 .*0 hops"),
+    ],
+)
+def test_slack_that_cannot_be_is_refused(slack, stages, words):
+    with pytest.raises(ConfigError, match=words):
+        slack_of(slack, stages)
+
+
+def test_slack_is_read_as_a_person_writes_it():
+    assert parse_slack(["2"]) == 2
+    assert parse_slack(["1", " 0 ", "3"]) == (1, 0, 3)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "one", "²", "٣", "1_0"])
+def test_slack_that_is_no_number_of_forwards_is_refused(text):
+    with pytest.raises(ConfigError, match=r"slack .*at least 0"):
+        parse_slack(["1", text])
