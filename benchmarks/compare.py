@@ -1,0 +1,122 @@
+"""An older checkout against this one: the same benchmarks, in turn, as ratios of each pair.
+
+The older checkout needs an environment of its own in ``.venv`` (``make .venv/installed`` there).
+Every pair is added as a JSON line to a file in ``benchmarks/results``; a second call goes on where
+the first was stopped.
+
+    git clone . ../old && (cd ../old && git checkout COMMIT && make .venv/installed)
+    python benchmarks/compare.py ../old --pairs 5
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+
+
+class Case(NamedTuple):
+    """A benchmark that prints one JSON line.
+
+    Attributes:
+        command: Of a file in ``benchmarks``.
+        metric: Which value of the line counts.
+        more_is_better: Whether a higher value is better.
+    """
+
+    command: tuple[str, ...]
+    metric: str
+    more_is_better: bool
+
+
+CASES = {
+    "2 stages that compute, async-1f1b": Case(
+        ("async_vs_sync.py", "--repeats", "1", "--only", "async-1f1b"), "micro_batches_per_s", True
+    ),
+    "2 stages that compute, 1f1b": Case(
+        ("async_vs_sync.py", "--repeats", "1", "--only", "1f1b"), "micro_batches_per_s", True
+    ),
+    "8 emulated stages, async-1f1b": Case(
+        ("scaling.py", "--workers", "8", "--only", "async-1f1b"), "micro_batches_per_s", True
+    ),
+    "8 emulated stages, 1f1b": Case(
+        ("scaling.py", "--workers", "8", "--only", "1f1b"), "micro_batches_per_s", True
+    ),
+    "recovery": Case(("recovery.py", "--kills", "6", "--pairs", "0"), "median_s", False),
+    "processor time of a worker": Case(("cost.py",), "worker_ms", False),
+    "processor time of the coordinator": Case(("cost.py",), "coordinator_ms", False),
+}
+
+
+def run(checkout: Path, case: Case) -> float:
+    """Run a case in a checkout; with this checkout's file where the other has none."""
+    script = checkout / "benchmarks" / case.command[0]
+    command = [checkout / ".venv/bin/python", script if script.exists() else HERE / script.name]
+    done = subprocess.run(
+        [*command, *case.command[1:], "--json"], check=True, stdout=subprocess.PIPE
+    )
+    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return float(line[case.metric])
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit that a checkout stands at."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+@click.command()
+@click.argument("old", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--pairs", default=5, show_default=True)
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Leave others out.")
+def main(old: Path, pairs: int, only: tuple[str, ...]) -> None:
+    """Compare the checkout OLD with this one."""
+    old, new = old.resolve(), HERE.parent
+    commits = {"old": commit_of(old), "new": commit_of(new)}
+    results = HERE / "results" / f"compare-{commits['old']}.jsonl"
+    results.parent.mkdir(exist_ok=True)
+    lines = (
+        [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
+    )
+    for name in only or CASES:
+        done = [line for line in lines if line["case"] == name and line["new"] == commits["new"]]
+        for number in range(len(done), pairs):
+            # The first of a pair takes turns too.
+            order = (old, new) if number % 2 else (new, old)
+            values = {checkout: run(checkout, CASES[name]) for checkout in order}
+            line = {"case": name, **commits, "metric": CASES[name].metric}
+            line |= {"old_value": values[old], "new_value": values[new]}
+            lines.append(line)
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, file=sys.stderr)
+    table = Table(title=f"{commits['new']} against {commits['old']}; above 1 is better")
+    for head in ("benchmark", "old", "new", "ratio, median", "min", "max"):
+        table.add_column(head, justify="left" if head == "benchmark" else "right")
+    for name, case in CASES.items():
+        mine = [line for line in lines if line["case"] == name and line["new"] == commits["new"]]
+        if not mine:
+            continue
+        ratios = [line["new_value"] / line["old_value"] for line in mine]
+        ratios = ratios if case.more_is_better else [1 / ratio for ratio in ratios]
+        medians = (
+            statistics.median(line[side] for line in mine) for side in ("old_value", "new_value")
+        )
+        table.add_row(
+            name, *(f"{value:.3f}" for value in medians), f"{statistics.median(ratios):.3f}",
+            f"{min(ratios):.3f}", f"{max(ratios):.3f}",
+        )  # fmt: skip
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
