@@ -61,8 +61,8 @@ def run(checkout: Path, case: Case) -> float:
     """Run a case in a checkout; with this checkout's file where the other has none."""
     script = checkout / "benchmarks" / case.command[0]
     command = [checkout / ".venv/bin/python", script if script.exists() else HERE / script.name]
-    done = subprocess.run(
-        [*command, *case.command[1:], "--json"], check=True, stdout=subprocess.PIPE
+    done = subprocess.run(  # there, since workers import what lies in the folder
+        [*command, *case.command[1:], "--json"], cwd=checkout, check=True, stdout=subprocess.PIPE
     )
     line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return float(line[case.metric])
