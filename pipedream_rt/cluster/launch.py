@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pipedream_rt.cluster.addresses import listening, parse_address
 from pipedream_rt.cluster.base import Cluster, Fail
@@ -28,7 +28,7 @@ from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.base import Receive
 
-Workers: TypeAlias = str | Callable[..., Cluster] | None
+Workers: TypeAlias = Literal["local", "in-process"] | str | Callable[..., Cluster] | None
 """``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or a function
 that makes a `Cluster` of another kind (called with the plan and the arguments ``receive``,
 ``fail``, ``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from typing_extensions import assert_never
+
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
 from pipedream_rt.schedules.actions import ENDS, Action, Kind
 from pipedream_rt.schedules.execution import Executable, Execution
@@ -128,6 +130,8 @@ class _Checker:
                     raise _RuleBroken(f"the next weight half should be W{state.ends}")
             case Kind.STEP:
                 self._apply_step(state, stage, action)
+            case _:
+                assert_never(action.kind)
         if action.kind in ENDS:
             state.ledger.unpin(m)
             state.ends += 1
