@@ -1,1 +1,1 @@
-"""What the process of the user's script does for a pipeline: small objects with one job each."""
+"""The coordinator: what the process of the user's script does for a pipeline, one class per job."""

@@ -1,9 +1,10 @@
-"""Checkpoints as the coordinator makes them: begun between two mini-batches, done some time later.
+"""Checkpoints made while training goes on: begun between two mini-batches, finished later.
 
-To begin is to feed a command behind a mini-batch. Every stage copies what it has as of that
-mini-batch's update, when it comes to it, and goes on; a thread of its own writes the copies. When
-all have replied and the script has seen the results before, the coordinator adds the manifest and
-gives the folder its name. Nothing waits for anything, and no micro-batch is computed otherwise.
+The coordinator begins a checkpoint by feeding a command behind a mini-batch. When a stage reaches
+that command, it copies its state as of that mini-batch's update and goes on; a thread of the stage
+writes the copy. When all stages have replied, and the script has seen the results of all
+mini-batches before the checkpoint, the coordinator adds the manifest and gives the folder its name.
+No stage waits for the disk, and every micro-batch computes the same bits as without a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """A checkpoint that the stages are writing."""
+    """A checkpoint that the stages are writing.
+
+    Attributes:
+        part: The folder that they write into.
+        position: Position of the command that made them write.
+        origin: The point of the feed that the checkpoint is an origin for.
+        manifest: The manifest, without the files and the results.
+        unseen: The mini-batches before it whose results the script had not seen when it began.
+        root: Folder of the run.
+        keep: Number of the newest checkpoints to keep; None to keep all.
+    """
 
     part: Part
     position: int
@@ -42,19 +53,20 @@ class _Begun:
 
 
 class Checkpointer:
-    """Makes checkpoints, one at a time.
+    """The maker of checkpoints, one at a time.
 
     Args:
-        group: Of the pipeline.
-        options: Where they are kept and when they are made; None if the script says each time.
+        group: The workers of the pipeline.
+        options: Where checkpoints are kept and when they are made; None if only `Pipeline.save`
+            makes them, in a folder that the script gives.
 
     Attributes:
-        folder: Of the run; None if the script gives one each time.
-        blocked_s: For how long the coordinator was kept from other work by them.
+        folder: Folder of the run; None if the script gives a folder each time.
+        blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
     """
 
     def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:
-        """None is begun."""
+        """Begin no checkpoint yet."""
         self._group = group
         group.at_end.append(self.abandon)
         self.folder = options.path if options else None
@@ -64,7 +76,7 @@ class Checkpointer:
         self.blocked_s = 0.0
 
     def due(self, step: int) -> bool:
-        """Whether one is to be made after so many mini-batches."""
+        """Whether a checkpoint is to be made after so many mini-batches."""
         return self._every is not None and step % self._every == 0
 
     def begin(
@@ -74,16 +86,17 @@ class Checkpointer:
         manifest: Manifest,
         unseen: Sequence[PendingStep],
     ) -> None:
-        """Begin one behind what was fed last; none must be begun already.
+        """Begin a checkpoint behind what was fed last; no other one may be unfinished.
 
         Args:
             root: Folder of the run.
-            keep: How many of the newest to keep.
-            manifest: Without what the stages will add.
-            unseen: Mini-batches before it whose results the script has not seen.
+            keep: Number of the newest checkpoints to keep; None to keep all.
+            manifest: The manifest, without the files and the results.
+            unseen: The mini-batches fed so far whose results the script has not seen.
 
         Raises:
             CheckpointError: The folder cannot be made.
+            PipelineClosed: The pipeline is closed.
         """
         start = time.monotonic()
         assert self._begun is None
@@ -106,7 +119,7 @@ class Checkpointer:
         self.blocked_s += time.monotonic() - start
 
     def begin_by_itself(self, manifest: Manifest, unseen: Sequence[PendingStep]) -> None:
-        """Begin one that is due. One that cannot be made is told of, and the run goes on."""
+        """Begin a checkpoint that is due; if its folder cannot be made, log that and go on."""
         assert self.folder is not None
         try:
             self.begin(self.folder, self._keep, manifest, unseen)
@@ -115,11 +128,11 @@ class Checkpointer:
 
     @property
     def is_begun(self) -> bool:
-        """Whether one is not finished."""
+        """Whether a checkpoint has begun and is not finished."""
         return self._begun is not None
 
     def finish_if_written(self) -> None:
-        """Finish the one that is begun if nothing has to be waited for."""
+        """Finish the checkpoint that has begun, if that needs no waiting."""
         begun = self._begun
         if begun is None or not self._group.replied(begun.position, EdgeKind.SAVED):
             return
@@ -130,15 +143,15 @@ class Checkpointer:
                 self._tell_of(error)
 
     def finish(self) -> Path | None:
-        """Wait until the one that is begun is written, and give it its name.
+        """Wait until the checkpoint that has begun is written, and give it its name.
 
-        To be called after a flush: the stages write it when its update is done.
+        The caller flushes first, since a stage copies its state once the update is done.
 
         Returns:
-            Its folder; None if none was begun.
+            Folder of the checkpoint; None if none had begun.
 
         Raises:
-            CheckpointError: It cannot be written. Nothing else has happened.
+            CheckpointError: The checkpoint cannot be written. The run is not affected.
         """
         begun, self._begun = self._begun, None
         if begun is None:
@@ -171,19 +184,19 @@ class Checkpointer:
         return folder
 
     def abandon(self) -> None:
-        """Forget the one that is begun; what was written of it goes."""
+        """Forget the checkpoint that has begun, and remove what was written of it."""
         if self._begun is not None:
             self._begun.part.abandon()
             self._begun = None
 
     def _tell_of(self, error: CheckpointError) -> None:
-        """Say that a checkpoint that comes by itself could not be made."""
+        """Log that a checkpoint which was due could not be made."""
         origin = self._group.log.origins[-1]
         back = f"to {origin.folder}" if origin.folder else "to its start"
-        _log.error("%s; the run goes on, and can go back %s alone", error, back)
+        _log.error("%s; the run goes on, and a recovery would go back %s", error, back)
 
 
 def result_of(saved: dict[str, Any]) -> StepResult:
-    """Read a result that a manifest has kept."""
+    """Return a result of a mini-batch from the form that a manifest keeps it in."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     return StepResult(**values)

@@ -1,4 +1,4 @@
-"""The optimizer as the coordinator sees it: parameter groups here, states on the stages."""
+"""The optimizer in the user's script: it holds parameter groups, and the stages hold the state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipedream_rt.stage.optimizer import GroupSpec, Hyper, OptimizerSpec, plain_
 
 
 class OptimizerLink(Protocol):
-    """What the optimizer needs of its pipeline."""
+    """What the optimizer asks of its pipeline."""
 
     def optimizer_references(self) -> list[Reference]:
         """Return references to the torch optimizers of the stages."""
@@ -24,42 +24,46 @@ class OptimizerLink(Protocol):
         """Return the state of every parameter, by name in the unsplit model."""
 
     def scatter_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
-        """Replace it."""
+        """Replace the state of the given parameters, by name in the unsplit model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Names of the parameters in the order of the groups, once a pipeline uses the optimizer."""
+    """The pipeline that uses the optimizer, with the names of its parameters in group order."""
 
     pipeline: OptimizerLink
     names: tuple[str, ...]
 
 
 def _placeholder() -> Tensor:
-    """Stands for a parameter that lives on a worker: torch's own class wants tensors."""
-    return nn.Parameter(torch.empty(1, 1))  # of two dimensions, since Muon takes no others
+    """Return what stands for a parameter on a worker: `torch.optim.Optimizer` demands tensors."""
+    return nn.Parameter(torch.empty(1, 1))  # of two dimensions, since Muon accepts no others
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer over parameters that live on workers.
 
     It has the constructor of `torch.distributed.optim.DistributedOptimizer`, and is itself a
-    `torch.optim.Optimizer`: learning-rate schedulers and ``param_groups`` work as usual. The
-    stages step by themselves, each with an ordinary optimizer of the class given; the values of
-    the groups at the moment when a micro-batch is injected travel with it and apply to its update
-    at every stage. `step` is therefore called by the pipeline, at each injection, and does nothing
-    but count for schedulers.
+    `torch.optim.Optimizer`: learning-rate schedulers and ``param_groups`` work as usual. Each stage
+    steps by itself, with an ordinary optimizer of the given class. The hyper-parameters that the
+    groups have when a mini-batch is injected travel with its micro-batches, and apply to its update
+    at every stage. The pipeline calls `step` at each injection; the call only lets learning-rate
+    schedulers see that a step was made.
 
     The tensors in ``param_groups`` are placeholders, in the order of ``params_rref``.
 
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer` that needs no closure.
-        params_rref: From `Pipeline.parameter_rrefs`; or groups, dicts with ``"params"``.
+        params_rref: The references from `Pipeline.parameter_rrefs`, or a list of groups: dicts
+            that have references under ``"params"`` and options of the class under other keys.
         *args: Positional arguments of the class after the parameters.
-        **kwargs: Its keyword arguments.
+        **kwargs: Keyword arguments of the class.
+
+    Attributes:
+        params_rref: The references to the parameters of each group.
 
     Raises:
-        ConfigError: The arguments do not fit the class.
+        ConfigError: The class does not accept the arguments, or there are no parameters.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Check the arguments by building the class over placeholders."""
+        """Check the arguments by building an optimizer of the class over placeholders."""
         groups = _as_groups(list(params_rref))
         self.params_rref: list[list[Reference]] = [list(group["params"]) for group in groups]
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
@@ -101,10 +105,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._linked().pipeline.optimizer_references()
 
     def spec(self, name_of: Callable[[Reference], str]) -> OptimizerSpec:
-        """Describe it for the stages.
+        """Return the description from which each stage builds its own optimizer.
 
         Args:
-            name_of: Name in the unsplit model of a referenced parameter.
+            name_of: Returns the name in the unsplit model of a referenced parameter.
         """
         return OptimizerSpec(
             optimizer_class=self._class,
@@ -117,15 +121,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def attach(self, pipeline: OptimizerLink, spec: OptimizerSpec) -> None:
-        """Called by the pipeline whose stages step with it from now on."""
+        """Belong to a pipeline, whose stages step with this optimizer from now on.
+
+        Args:
+            pipeline: The pipeline.
+            spec: The description that the stages were given.
+        """
         self._link = _Link(pipeline, tuple(n for group in spec.groups for n in group.names))
 
     def hyper(self) -> list[Hyper]:
-        """Return the plain values of every group, as they travel with a micro-batch."""
+        """Return the hyper-parameters of every group, as they travel with a micro-batch."""
         return [plain_hyper(group) for group in self.param_groups]
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Count an update for schedulers; the stages do the work.
+        """Do nothing but let schedulers count the update; the stages apply it.
 
         Raises:
             ConfigError: A closure was given.
@@ -134,10 +143,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError("a closure cannot be called on several workers; step takes none")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: every stage starts an update without gradients."""
+        """Do nothing: every stage begins each update without gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups as the unsplit model's own optimizer would. Flushes the pipe.
+        """Flush, and return state and groups as the unsplit model's own optimizer would.
 
         Raises:
             PipelineError: No pipeline uses this optimizer yet.
@@ -149,11 +158,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this or of the unsplit model's optimizer gave.
+        """Load a state dict of this optimizer, or of one over the unsplit model. Flushes.
 
         Raises:
             PipelineError: No pipeline uses this optimizer yet.
-            ValueError: The groups differ.
+            ValueError: The groups of the state dict are not those of this optimizer.
         """
         link = self._linked()
         state = state_dict["state"]
@@ -163,14 +172,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _linked(self) -> _Link:
-        """The pipeline, or an error that says how to get one."""
+        """Return the pipeline that uses this optimizer.
+
+        Raises:
+            PipelineError: No pipeline uses it yet.
+        """
         if self._link is None:
             raise PipelineError("no pipeline uses this optimizer; assign it to pipe.optimizer")
         return self._link
 
 
 def _as_groups(params: list[Any]) -> list[dict[str, Any]]:
-    """Accept references or groups of references."""
+    """Return the parameter groups of the constructor's argument: a list of references is one.
+
+    Raises:
+        ConfigError: There are no parameters.
+    """
     if not params:
         raise ConfigError("the optimizer got no parameters")
     if not isinstance(params[0], dict):
@@ -184,10 +201,16 @@ def build_prototype(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer here, to have its arguments checked and its defaults filled in.
+    """Build an optimizer in this process, which checks its arguments and fills in its defaults.
+
+    Args:
+        optimizer_class: Class of the optimizer.
+        groups: The parameter groups, over placeholders.
+        args: Positional arguments after the groups.
+        kwargs: Keyword arguments.
 
     Raises:
-        ConfigError: The class cannot be used, or does not take these arguments.
+        ConfigError: The class cannot be used in a pipeline, or does not accept these arguments.
     """
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
@@ -206,24 +229,24 @@ def build_prototype(
 OptimizerArgument = (
     tuple[type[torch.optim.Optimizer], dict[str, Any]] | torch.optim.Optimizer | None
 )
-"""What `Pipeline` takes: a class with keyword arguments, or an optimizer over the model."""
+"""What `Pipeline` accepts: a class with keyword arguments, or an optimizer over the model."""
 
 
 def grouped_names(
     argument: OptimizerArgument, names: dict[int, str]
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any], list[tuple[list[str], Hyper]]] | None:
-    """Check the optimizer argument of `Pipeline`, before anything starts.
+    """Check the optimizer argument of `Pipeline`, before a worker starts, and take it apart.
 
     Args:
         argument: See `OptimizerArgument`.
         names: Name of each trainable parameter of the model by its ``id``.
 
     Returns:
-        Class, keyword arguments, and for each group the names of its parameters and its options;
-        None without an optimizer.
+        The class, its keyword arguments, and for each group the names of its parameters and its
+        options; None without an optimizer.
 
     Raises:
-        ConfigError: It cannot be used for this model.
+        ConfigError: The argument is no optimizer, or not one over this model's parameters.
     """
     if argument is None:
         return None
@@ -240,7 +263,7 @@ def grouped_names(
 
 
 def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[str, dict[str, Any]]:
-    """Return the state that an optimizer brings along, as when training is resumed.
+    """Return the state that an optimizer already has, by name of its parameter.
 
     Args:
         argument: See `OptimizerArgument`.
@@ -252,7 +275,11 @@ def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[st
 
 
 def _named_group(group: dict[str, Any], names: dict[int, str]) -> tuple[list[str], Hyper]:
-    """One group of an optimizer that the user built."""
+    """Return the parameter names and the options of one group of the user's own optimizer.
+
+    Raises:
+        ConfigError: The group has a trainable parameter that is not one of the model's.
+    """
     found = []
     for parameter in group["params"]:
         if id(parameter) in names:

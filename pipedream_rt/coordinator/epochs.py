@@ -1,4 +1,4 @@
-"""Epochs: the loop over a loader that keeps the pipe full, and where it stands."""
+"""The loop over a loader that keeps the pipe full, and the place of the script in it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipedream_rt.coordinator.results import PendingStep, StepResult
 
 
 class Epochs:
-    """Counts epochs, and knows the place in the loader of the one under way.
+    """The epochs of a run: how many have ended, and the place in the loader of the present one.
 
     Args:
         feeder: Feeds the mini-batches.
 
     Attributes:
-        number: How many have ended.
+        number: Number of epochs that have ended.
     """
 
     def __init__(self, feeder: Feeder) -> None:
@@ -36,8 +36,15 @@ class Epochs:
         """Train on every mini-batch of a loader; see `Pipeline.train_epoch`.
 
         Args:
-            loader: Yields ``(x, y)``.
-            injected: Called after each mini-batch that was fed.
+            loader: Yields pairs ``(x, y)``.
+            injected: Called after each injection of a mini-batch.
+
+        Yields:
+            The result of each mini-batch, in order.
+
+        Raises:
+            ConfigError: An item of the loader is no pair, or cannot be split.
+            Exception: What the loader raised, after the results of the items before it.
         """
         feeder = self._feeder
         self._loading = items = self._load_from(loader)
@@ -49,7 +56,7 @@ class Epochs:
                     break
                 items.pending.append(feeder.inject(*pair_of(items.fetched.pop())))
                 injected()
-                items.fetch()  # while the pipe computes; the user's loop finds it done
+                items.fetch()  # now, while the pipe computes, rather than after the result
             while items.pending:
                 yield items.pending.popleft().result()
         finally:
@@ -59,7 +66,7 @@ class Epochs:
             raise items.error
 
     def _load_from(self, loader: Iterable[Any]) -> Loading:
-        """Draw from a loader; from where it was, where the run goes on in this epoch."""
+        """Begin an epoch over a loader, or go on at the place where a checkpoint was made."""
         resumed, place = self._resumed, None
         if resumed is not None and resumed.place is not None and resumed.step == self._feeder.step:
             place = resumed.place if resumed.place["epoch"] == self.number else None
@@ -73,13 +80,13 @@ class Epochs:
         return Loading(loader, self.number, place, unseen)
 
     def resume(self, manifest: Manifest) -> None:
-        """Go on where a checkpoint was made, when the next epoch begins."""
+        """Let the next epoch go on at the place where a checkpoint was made."""
         self._resumed = manifest
         if manifest.place is not None:
             self.number = manifest.place["epoch"]
 
     def place(self) -> dict[str, Any]:
-        """Return where the script stands in its loader, for a checkpoint."""
+        """Return the place of the script in its loader, for a checkpoint."""
         if self._loading is not None:
             return self._loading.place()
         return between_epochs(self.number, self._last_loader)

@@ -1,4 +1,4 @@
-"""A pipeline in words: the split, the versions and the memory."""
+"""A pipeline as a table: the split, the weight versions and the memory of each stage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pipedream_rt.schedules import Plan
 
 
 def explain(plan: Plan, workers: Sequence[str], statistics: Sequence[dict[str, int]]) -> str:
-    """Return a table with a row for each stage.
+    """Return the schedule in a line, and a table with a row for each stage.
 
     Args:
-        plan: What runs where.
-        workers: Name of each worker.
-        statistics: Of each stage; see `Pipeline.statistics`.
+        plan: The plan of the pipeline.
+        workers: The name of each worker.
+        statistics: The counters of each stage; see `Pipeline.statistics`.
     """
     rows: list[tuple[str, ...]] = [
         ("stage", "worker", "layers", "parameters", "in flight", "versions", "peak MiB")

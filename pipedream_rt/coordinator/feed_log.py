@@ -1,11 +1,12 @@
-"""What was fed into the pipe since the points that a run can go back to.
+"""The log of the feed since the origins, from which a recovery replays it.
 
-The coordinator numbers all that it feeds. A stage that starts from an origin and is fed what came
-after it, in the same order, computes the same bits as before; so what follows an origin is kept
-until there is a newer one, and recovery is: new workers, the state at an origin, the feed since.
+The coordinator gives everything that it feeds a position. Stages that start from the state at an
+origin, and are fed what came after it in the same order, compute the same bits as before. So the
+coordinator keeps what it has fed since the oldest origin, and a recovery is: new workers, the state
+at an origin, the feed since.
 
-What is kept says for which role it is, not for which stage, so that a later generation may have
-another plan.
+An entry names the role of the stages that it is for, not their numbers, so that a later generation
+may have another plan.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from pipedream_rt.messages.message import Command, MicroBatch, Target
 
 
 class Role(Enum):
-    """For which stages something is."""
+    """The stages that an entry of the feed is for."""
 
     ENTRY = "entry"
-    """Those that take the model's input."""
+    """The stages that take the model's input."""
     TARGET = "target"
-    """Those that compute the loss."""
+    """The stages that compute the loss."""
     EVERY = "every"
-    """All; each gets the same."""
+    """All stages; each gets the same."""
     OWN = "own"
-    """All; each gets the entries of a dictionary whose keys are names in its own layers."""
+    """All stages; each gets those entries of a dictionary whose keys are names in its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """A point that a run can go back to.
+    """A point of the feed that a run can go back to.
 
     Attributes:
-        position: The first of the feed after it.
-        folder: The checkpoint made there; None for the start of the run.
-        floor: Oldest weight version to be read from there on; None for what the checkpoint says.
-        optimizer: Pickled `OptimizerSpec` of that time; empty if none was set.
-        training: Mode that all modules were set to; None if never.
+        position: The first position after this point.
+        folder: The checkpoint that was made at this point; None for the start of the run.
+        floor: The oldest weight version that a stage reads after this point; None for the one that
+            the checkpoint names.
+        optimizer: The pickled `OptimizerSpec` that the stages had at this point; empty if none.
+        training: The mode that all modules had been set to (`Module.train`); None if never.
     """
 
     position: int = 0
@@ -55,13 +57,13 @@ class Origin:
 
 
 class Entry(NamedTuple):
-    """One thing that the coordinator fed.
+    """One item of the feed.
 
     Attributes:
-        role: For which stages.
-        position: Its number.
-        payload: What it says; its turn is set anew whenever it is sent.
-        tensors: What it carries.
+        role: The stages that the item is for.
+        position: The position of the item.
+        payload: The payload of its message, whose turn is set anew in each generation.
+        tensors: The tensors of its message.
     """
 
     role: Role
@@ -71,38 +73,41 @@ class Entry(NamedTuple):
 
 
 class FeedLog:
-    """The feed since the oldest of the origins.
+    """The feed since the oldest origin.
 
-    Two origins are kept, so that a run whose last checkpoint is damaged can go back further.
+    Two origins are kept, so that a run whose newest checkpoint is damaged can go back further.
+
+    Args:
+        on: Whether entries are kept; not if the run recovers from no failure.
 
     Attributes:
-        origins: Oldest first.
-        on: Whether anything is kept at all.
+        origins: The origins, oldest first.
+        on: Whether entries are kept.
     """
 
     def __init__(self, on: bool) -> None:
-        """Begin at the start of a run."""
+        """Begin with the start of the run as the only origin."""
         self.on = on
         self.origins: deque[Origin] = deque([Origin()], maxlen=2)
         self._entries: deque[Entry] = deque()
 
     def append(self, entry: Entry) -> None:
-        """Keep what is being sent."""
+        """Keep an entry that is being sent."""
         if self.on:
             self._entries.append(entry)
 
     def begin(self, origin: Origin) -> None:
-        """Add the newest origin; forget what no origin needs any more."""
+        """Add a newer origin, and forget the entries that no origin needs any more."""
         self.origins.append(origin)
         first = self.origins[0].position
         while self._entries and self._entries[0].position < first:
             self._entries.popleft()
 
     def stop(self) -> None:
-        """Keep nothing any more."""
+        """Forget all entries, and keep none from now on."""
         self.on = False
         self._entries.clear()
 
     def since(self, origin: Origin) -> Iterator[Entry]:
-        """Return what was fed after an origin, in order."""
+        """Return the entries that were fed after an origin, in order."""
         return (entry for entry in self._entries if entry.position >= origin.position)

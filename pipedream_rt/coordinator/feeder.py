@@ -1,7 +1,8 @@
-"""Feeds mini-batches into the pipe and takes losses out of it.
+"""Feeding mini-batches into the pipe and taking losses out of it.
 
-A mini-batch is cut into micro-batches, which are fed one after another. So many mini-batches are on
-their way at a time as there are credits; then the losses of the oldest are waited for first.
+The feeder cuts a mini-batch into micro-batches and feeds them one after another. When as many
+mini-batches are on their way as there are credits, it waits for the losses of the oldest one before
+it feeds the next.
 """
 
 from __future__ import annotations
@@ -33,22 +34,27 @@ from pipedream_rt.stage.optimizer import Hyper
 
 
 class _Part(NamedTuple):
-    """A micro-batch, flattened: structure and tensors of the input and of the target."""
+    """A flattened micro-batch.
+
+    Attributes:
+        x: The structure and the tensors of the input.
+        y: The structure and the tensors of the target.
+    """
 
     x: tuple[Structure, tuple[Tensor, ...]]
     y: tuple[Structure, tuple[Tensor, ...]]
 
 
 def _part(x: Any, y: Any) -> _Part:
-    """Flatten a micro-batch, in copies: the caller may change its tensors after the call."""
+    """Flatten a copy of a micro-batch, because the caller may change its tensors afterwards."""
     return _Part(flat_copy(x), flat_copy(y))
 
 
 def pair_of(item: Any) -> tuple[Any, Any]:
-    """Return an item of a loader as input and target.
+    """Return the input and the target of an item of a loader.
 
     Raises:
-        ConfigError: It is no pair.
+        ConfigError: The item is no pair.
     """
     if isinstance(item, tuple | list) and len(item) == 2:
         return item[0], item[1]
@@ -59,20 +65,20 @@ def pair_of(item: Any) -> tuple[Any, Any]:
 
 
 class Feeder:
-    """Feeds what is trained on, evaluated and inferred from; hands back losses and outputs.
+    """The feeder of micro-batches for training, evaluation and inference.
 
     Args:
-        lease: Of the workers.
-        credits: Mini-batches on their way at a time.
+        lease: Keeps the workers.
+        credits: Number of mini-batches on their way at a time.
         has_loss: Whether the last stage computes a loss.
-        recorder: Where the coordinator's spans are written; None for no trace.
+        recorder: Where the coordinator writes its spans; None for no trace.
 
     Attributes:
-        credits: Mini-batches on their way at a time.
-        optimizer: That the stages step with, for its hyper-parameters; None if there is none.
-        step: Mini-batches injected so far.
-        passes: Micro-batches that were evaluated or inferred from so far.
-        pending: Mini-batches on their way, oldest first.
+        credits: Number of mini-batches on their way at a time.
+        optimizer: The optimizer that the stages step with; None if there is none.
+        step: Number of mini-batches injected so far.
+        passes: Number of micro-batches fed so far for evaluation and inference.
+        pending: The mini-batches on their way, oldest first.
     """
 
     def __init__(
@@ -98,12 +104,13 @@ class Feeder:
     # -- training -------------------------------------------------------------------------------
 
     def inject(self, x: Any, y: Any) -> PendingStep:
-        """Feed one mini-batch with the hyper-parameters that are set now.
+        """Feed one mini-batch, with the hyper-parameters that the optimizer has now.
 
-        Waits for the oldest mini-batch when as many as there are credits are on their way.
+        If as many mini-batches are on their way as there are credits, wait for the oldest first.
 
         Raises:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
+            PipelineClosed: The pipeline is closed.
         """
         self._group.life.check()
         optimizer = self.optimizer
@@ -114,7 +121,7 @@ class Feeder:
             self.collect_oldest()
         hyper = optimizer.hyper()
         pending = PendingStep(self, self.step, self._group.position, sizes)
-        with self._group.life.guard():  # a mini-batch is fed whole or ends the pipeline
+        with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
             for i, part in enumerate(parts):
                 number = self.step * self._per_update + i
                 start = time.monotonic_ns()
@@ -126,9 +133,14 @@ class Feeder:
         return pending
 
     def _parts(self, x: Any, y: Any) -> tuple[list[_Part | None], list[int]]:
-        """Cut a mini-batch into micro-batches; None for the empty ones that fill it up.
+        """Cut a mini-batch into micro-batches, before any of it is sent.
 
-        Everything that can be wrong with it is found here, before any of it is sent.
+        Returns:
+            The micro-batches, with None for the empty ones at the end of a short mini-batch; and
+            the number of samples in each.
+
+        Raises:
+            ConfigError: The mini-batch has no samples, or cannot be split.
         """
         k = self._per_update
         samples = batch_size(x)
@@ -149,7 +161,18 @@ class Feeder:
         share: float = 1.0,
         hyper: list[Hyper] | None = None,
     ) -> int:
-        """Feed one micro-batch, with its target where a loss is asked for; return its position."""
+        """Feed one micro-batch, with its target where the stages compute a loss.
+
+        Args:
+            mode: What the stages do with it.
+            number: Number of the micro-batch, counted by itself for training and for other modes.
+            part: The micro-batch; None for an empty one.
+            share: Share of the mini-batch's samples that it has, between 0 and 1.
+            hyper: Hyper-parameters of its update, by parameter group; None unless it is trained on.
+
+        Returns:
+            Its position.
+        """
         structure, tensors = (part or _part(None, None)).x
         head = MicroBatch(
             micro_batch=number,
@@ -166,10 +189,10 @@ class Feeder:
         return self._group.feed(head, tensors, target, of_target)
 
     def collect_oldest(self) -> None:
-        """Wait for the losses of the oldest mini-batch on its way; see `LossSource`."""
+        """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
         self._group.life.check()
         pending = self.pending[0]
-        with self._group.life.guard():  # what is taken of it must not be lost
+        with self._group.life.guard():  # an error in between loses the losses taken before it
             asked, taken = time.monotonic_ns(), []
             for i in range(len(pending.sizes)):
                 taken.append(self._take_loss(pending.first + i)[0])
@@ -180,26 +203,34 @@ class Feeder:
         self.pending.popleft()
 
     def has_losses(self, pending: PendingStep) -> bool:
-        """Whether the losses of a mini-batch have all arrived; see `LossSource`."""
+        """Whether the losses of a mini-batch have all arrived."""
         positions = range(pending.first, pending.first + len(pending.sizes))
         return all(self._group.inbox.holds(Key(self._loss_edge, p)) for p in positions)
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied."""
         self._group.life.check()
-        while self.pending:  # before the positions that follow: an inbox takes them in order
+        while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
         self._group.command(CommandName.FLUSH)
 
     def _take_loss(self, position: int) -> tuple[Loss, Any]:
-        """Wait for what the last stage says of a position: the loss, or the output."""
+        """Wait for the last stage's message about a position; return it, and the output in it."""
         message = self._group.take(Key(self._loss_edge, position))
         loss = message.payload
         assert isinstance(loss, Loss)
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
 
     def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
-        """Write a span of the coordinator, which ends now."""
+        """Record a span of the coordinator that ends now.
+
+        Args:
+            kind: Kind of the span.
+            number: Number of the micro-batch.
+            waited_for: The stage whose message was waited for; `NOBODY` if none was.
+            ready: When the wait began, in ns.
+            start: When the wait ended, in ns.
+        """
         if self._recorder is not None:
             arrived = 0 if waited_for == NOBODY else self._group.inbox.arrived_ns
             self._recorder.record(
@@ -207,7 +238,7 @@ class Feeder:
                 waited_for, ready, arrived, start, time.monotonic_ns(), 0,
             )  # fmt: skip
 
-    # -- what is no training --------------------------------------------------------------------
+    # -- evaluation and inference ---------------------------------------------------------------
 
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Return the mean loss over a loader; see `Pipeline.evaluate`."""
@@ -219,7 +250,7 @@ class Feeder:
         losses: list[tuple[float, int]] = []
 
         def collect() -> None:
-            """Take the oldest loss of those on their way."""
+            """Take the loss of the oldest micro-batch on its way."""
             position, size = ahead.popleft()
             loss = self._take_loss(position)[0].loss
             losses.append((loss if loss is not None else 0.0, size))
@@ -244,27 +275,27 @@ class Feeder:
         return total / samples
 
     def infer(self, x: Any) -> Any:
-        """Return the model's output for an input, which is not split; see `Pipeline.__call__`."""
+        """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
         self.flush()
         return self._take_loss(self._pass(Mode.INFER, _part(x, None)))[1]
 
     def _pass(self, mode: Mode, part: _Part) -> int:
-        """Feed one micro-batch that trains nothing; these have numbers of their own."""
+        """Feed one micro-batch for evaluation or inference, and return its position."""
         position = self._feed(mode, self.passes, part)
         self.passes += 1
         return position
 
 
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
-    """Put together what became of a mini-batch.
+    """Return the result of a mini-batch.
 
     Args:
         pending: The mini-batch.
-        taken: What the last stage said of each of its micro-batches.
+        taken: The payload of the last stage's message about each of its micro-batches.
     """
     losses = [loss.loss for loss in taken]
     total = sum(pending.sizes)
-    # A sum in the order of the micro-batches, so that the figure does not depend on timing.
+    # The sum is taken in the order of the micro-batches, so that no timing can change its bits.
     mean = sum(
         loss * (size / total)
         for loss, size in zip(losses, pending.sizes, strict=True)

@@ -1,9 +1,9 @@
-"""The workers as the coordinator sees them, one generation after another.
+"""The workers that host a pipeline's stages, one generation after another.
 
-`take` waits for what a stage sends. When a worker fails meanwhile, the group ends what is left of
-the workers, starts others, gives them the state of the last origin and feeds them what was fed
+`take` waits for a message from a stage. When a worker fails meanwhile, the group ends the workers
+that are left, starts new ones, gives them the state at the newest origin, feeds them what was fed
 since (`feed_log.py`), and goes on waiting. The same feed gives the same bits, and the inbox drops
-what the coordinator has taken before, so that the caller sees no difference but the time.
+messages that the coordinator has already taken, so the caller notices nothing but the time.
 """
 
 from __future__ import annotations
@@ -57,22 +57,30 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _generations = itertools.count(1)
-"""Groups of this process so far: torch RPC keeps some state for the life of a process too."""
+"""Numbers of the generations, counted over all pipelines of this process.
+
+No number may come twice, because torch RPC keeps some state until the process ends.
+"""
 
 StartCluster = Callable[[Receive, Fail, int], Cluster]
-"""``start(receive, fail, generation)``."""
+"""``start(receive, fail, generation)`` starts the workers of a generation.
+
+The cluster calls ``receive`` with each message to the coordinator, and ``fail`` with the reason
+when its workers cannot go on.
+"""
 
 Addressed = tuple[Address, Payload, tuple[Tensor, ...]]
-"""To which address, what it says, what it carries."""
+"""The address, the payload and the tensors of a message."""
 
 
 def restore_argument(folder: Path, manifest: Manifest, floor: int | None = None) -> dict[str, Any]:
-    """Return what `restore_stage` is called with.
+    """Return the arguments with which a stage calls `restore_stage`.
 
     Args:
-        folder: Of the checkpoint.
-        manifest: Its own.
-        floor: Oldest weight version to be read; None for what the checkpoint says.
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        floor: The oldest weight version that a stage reads after it; None for the one that the
+            manifest names.
     """
     return {
         "folder": str(folder),
@@ -83,25 +91,27 @@ def restore_argument(folder: Path, manifest: Manifest, floor: int | None = None)
 
 
 class WorkerGroup:
-    """Workers that host the stages; used by the coordinator's thread alone, but for its end.
+    """The workers that host the stages, what they are fed, and their recovery.
+
+    One thread, the coordinator's, uses the group; only `status` and the end may come from others.
 
     Args:
-        plan: What runs where.
-        start: Starts a cluster.
-        specs: Pickled `StageSpec` of every stage.
-        timeout: For an answer that is sure to come.
-        failures: Says whether to go on after a failure.
-        forks: Closed when all is over.
+        plan: The plan of the pipeline.
+        start: Starts the workers of a generation.
+        specs: The pickled `StageSpec` of every stage.
+        timeout: How long to wait for a message that is sure to come.
+        failures: Decides whether to recover from a failure.
+        close_forks: Called at the end, after the workers have ended.
 
     Attributes:
-        plan: As above.
-        life: Of the pipeline: an error that cannot be helped ends it, with all workers.
-        at_end: Called when all is over, before the workers are ended.
-        position: Of what is fed next.
-        log: What was fed since the last origins.
+        plan: The plan of the present generation.
+        life: The life of the pipeline. An error that the group does not recover from ends it.
+        at_end: Functions to call when the pipeline ends, before the workers do.
+        position: The position of the next item of the feed.
+        log: The feed since the oldest origin.
         restarts: The recoveries so far.
-        next_micro_batch: One past the last that was fed to be trained on.
-        next_loss: Micro-batch whose loss is to be taken next.
+        next_micro_batch: Number of the next micro-batch to be fed for training.
+        next_loss: Number of the next micro-batch whose loss is to be taken.
     """
 
     def __init__(
@@ -127,7 +137,7 @@ class WorkerGroup:
         self.life = Lifecycle("the pipeline", self._end)
         self.at_end: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = 0
-        self._first_position = 0  # of the feed of this generation
+        self._first_position = 0  # the first position that this generation was fed
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
         self._reception = Reception()
@@ -148,23 +158,23 @@ class WorkerGroup:
         target: Target | None = None,
         target_tensors: tuple[Tensor, ...] = (),
     ) -> int:
-        """Feed a micro-batch; it is fed again in later generations.
+        """Feed a micro-batch, and keep it for recoveries.
 
         Args:
-            head: What it is.
-            tensors: Of its input.
-            target: What its loss compares with; None where no loss is asked for.
-            target_tensors: Of that.
+            head: The payload of the micro-batch.
+            tensors: The tensors of its input.
+            target: The payload of its target; None where no loss is computed.
+            target_tensors: The tensors of its target.
 
         Returns:
-            Its position.
+            The position of the micro-batch.
 
         Raises:
-            TransportError: It cannot be written.
+            TransportError: The message cannot be encoded.
             PipelineClosed: The pipeline is closed.
         """
         self.life.check()
-        with self.life.guard():  # a position must never be used half
+        with self.life.guard():  # an error between input and target must end the pipeline
             self._feed(Role.ENTRY, head, tensors)
             if target is not None:
                 self._feed(Role.TARGET, target, target_tensors)
@@ -174,16 +184,16 @@ class WorkerGroup:
         return self.position - 1
 
     def tell(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> int:
-        """Feed a command to every stage; it is fed again in later generations.
+        """Feed a command to every stage without waiting for replies, and keep it for recoveries.
 
         Args:
-            name: Which.
-            argument: The same for every stage; with ``Role.OWN``, a dictionary of which each stage
-                gets the entries that are named in its layers.
-            role: See there.
+            name: Name of the command.
+            argument: Argument of the command. With ``Role.OWN`` it is a dictionary, of which each
+                stage gets the entries whose keys are names in its layers.
+            role: ``Role.EVERY`` or ``Role.OWN``.
 
         Returns:
-            Its position, for `replies`.
+            The position of the command, for `replies`.
 
         Raises:
             PipelineClosed: The pipeline is closed.
@@ -200,24 +210,24 @@ class WorkerGroup:
         return self.position - 1
 
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
-        """Feed a command and wait for what every stage replies; see `tell`."""
+        """Feed a command as `tell` does, and wait for the replies of all stages."""
         return self.replies(self.tell(name, argument, role))
 
     def _feed(
         self, role: Role, payload: MicroBatch | Command | Target, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Send something at the position of now, and keep it for later generations."""
+        """Send an item of the feed at the next position, and keep it for recoveries."""
         entry = Entry(role, self.position, payload, tensors)
         self._send_entry(entry)
         self.log.append(entry)
 
     def _send_entry(self, entry: Entry) -> None:
-        """Send what was fed to the stages whose role it is for, by the plan of now."""
+        """Send an item of the feed to the stages that have its role in the present plan."""
         for address, payload, tensors in self._addressed(entry):
             self._send(address, entry.position, payload, tensors)
 
     def _addressed(self, entry: Entry) -> Iterator[Addressed]:
-        """Yield what goes where. The turn of an item counts the feed of this generation."""
+        """Yield the messages of an item; its turn counts from the first item of this generation."""
         role, position, payload, tensors = entry
         if isinstance(payload, Target):
             for stage in self.plan.exits:
@@ -237,21 +247,33 @@ class WorkerGroup:
     # -- what is taken --------------------------------------------------------------------------
 
     def take(self, key: Key) -> Message:
-        """Wait for a message, through as many recoveries as it takes.
+        """Wait for a message, through as many recoveries as that needs.
+
+        Args:
+            key: The key of the message.
+
+        Returns:
+            The message.
 
         Raises:
-            BaseException: A failure from which the run cannot recover, which ends the pipeline.
+            PipelineClosed: The pipeline is closed.
+            MessageTimeout: The message did not come in time; the pipeline ends.
+            BaseException: A failure that the run does not recover from; the pipeline ends.
         """
         self.life.check()
         with self.life.guard():
             return self._recovering(lambda: self._wait(key))
 
     def replies(self, position: int, kind: EdgeKind = EdgeKind.REPLY) -> list[Any]:
-        """Wait for what every stage replies to the command at a position.
+        """Wait for the replies of all stages to the command at a position.
 
         Args:
-            position: Of the command.
-            kind: On which edges the replies come; those to `CommandName.SAVE` have their own.
+            position: Position of the command.
+            kind: Kind of the edges on which the replies come: ``SAVED`` for the files of a
+                checkpoint, ``REPLY`` for everything else.
+
+        Returns:
+            The reply of each stage.
         """
         found = []
         for edge in self.plan.edges(kind):
@@ -265,7 +287,18 @@ class WorkerGroup:
         return all(self.inbox.holds(Key(edge, position)) for edge in self.plan.edges(kind))
 
     def call(self, ask: Callable[[Cluster], T]) -> T:
-        """Ask something of the cluster of now, as references to what its workers hold."""
+        """Call a function with the present cluster, and again with the next one if workers fail.
+
+        Args:
+            ask: Asks the cluster something, for example for references to parameters.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            PipelineClosed: The pipeline is closed.
+            BaseException: A failure that the run does not recover from; the pipeline ends.
+        """
 
         def waiting() -> T:
             with self.cluster.waiting():
@@ -276,33 +309,33 @@ class WorkerGroup:
             return self._recovering(waiting)
 
     def origin(self) -> Origin:
-        """The point after what was fed last, without its folder."""
+        """Return an origin behind what was fed last, without a folder."""
         return Origin(position=self.position, optimizer=self._optimizer, training=self._training)
 
     @property
     def inbox(self) -> Inbox:
-        """Where messages to the coordinator arrive."""
+        """The inbox of the coordinator."""
         return self._reception.inbox
 
     @property
     def generation(self) -> int:
-        """Of the workers of now."""
+        """Number of the present generation."""
         return self._reception.generation
 
     @property
     def cluster(self) -> Cluster:
-        """The workers of now."""
+        """The workers of the present generation."""
         assert self._cluster is not None
         return self._cluster
 
     @property
     def is_idle(self) -> bool:
-        """Whether workers are there, nobody waits for them, and they are this process's own."""
+        """Whether the workers run, no thread waits for them, and this process started them."""
         alone = os.getpid() == self._owner_pid and not self.inbox.busy
         return alone and self.life.is_open and self.inbox.reason is None
 
     def _end(self) -> None:
-        """End all workers; once, from any thread. A forked child must not end its parent's."""
+        """End all workers; called once, from any thread. A forked child ends none."""
         if os.getpid() != self._owner_pid:
             return
         for at_end in self.at_end:
@@ -315,7 +348,7 @@ class WorkerGroup:
             self._status_server.close()
 
     def status(self) -> Status:
-        """What `pipedream-rt status` shows. From any thread."""
+        """Return the record that `pipedream-rt status` shows. Any thread may call it."""
         return {
             "pid": os.getpid(),
             "ns": time.monotonic_ns(),
@@ -328,7 +361,12 @@ class WorkerGroup:
         }
 
     def _wait(self, key: Key) -> Message:
-        """Wait for a message; tell of every stage if it does not come."""
+        """Wait for a message in this generation.
+
+        Raises:
+            MessageTimeout: It did not come in time; the text tells what every stage waits for.
+            BaseException: The workers have failed, for this reason.
+        """
         with self.cluster.waiting():
             try:
                 return self.inbox.take(key, Deadline(self._timeout))
@@ -339,7 +377,7 @@ class WorkerGroup:
     # -- recovery -------------------------------------------------------------------------------
 
     def _recovering(self, attempt: Callable[[], T]) -> T:
-        """Do something that fails with the workers, again with others where that can help."""
+        """Call a function, and after a failure of the workers recover and call it again."""
         while True:
             try:
                 return attempt()
@@ -347,14 +385,14 @@ class WorkerGroup:
                 if self.life.is_over:
                     raise
                 known = self._reception.failure
-                # What is known to have failed says more than how it was noticed here.
+                # The reception knows what failed; the error here only tells how it was noticed.
                 self._recover(known if known is not None and is_passing(error) else error)
 
     def _recover(self, error: BaseException) -> None:
-        """Go on with new workers.
+        """Go on with new workers, or raise if the run cannot go on.
 
         Raises:
-            BaseException: The failure, or one that came after it, if that cannot help.
+            BaseException: The failure, or one that came after it.
         """
         noticed, failure = time.monotonic(), error
         while True:
@@ -368,7 +406,7 @@ class WorkerGroup:
                 replayed = self._start_again()
                 break
             except (CheckpointError, ConfigError) as again:
-                # There is nothing to go back to, or nobody to start.
+                # There is no checkpoint to go back to, or no worker can be started.
                 raise error from again
             except Exception as again:
                 if self.life.is_over:
@@ -391,10 +429,10 @@ class WorkerGroup:
         )
 
     def _start_again(self) -> int:
-        """End the workers, start others and bring them to where the feed is.
+        """End the workers, start others, and feed them what was fed since the newest origin.
 
         Returns:
-            How many micro-batches are fed again.
+            The number of micro-batches that were fed again.
         """
         self.cluster.kill()
         origin, manifest = self._origin_to_use()
@@ -406,10 +444,10 @@ class WorkerGroup:
         return replayed
 
     def _origin_to_use(self) -> tuple[Origin, Manifest | None]:
-        """The newest origin whose checkpoint is whole, with what that says of itself.
+        """Return the newest origin whose checkpoint is whole, with the checkpoint's manifest.
 
         Raises:
-            CheckpointError: None is.
+            CheckpointError: No origin's checkpoint is whole.
         """
         while True:
             origin = self.log.origins[-1]
@@ -420,18 +458,23 @@ class WorkerGroup:
             except CheckpointError as error:
                 if len(self.log.origins) == 1:
                     raise
-                _log.warning("%s; going back to the one before", error)
+                _log.warning("%s; the run goes back to the origin before it", error)
                 self.log.origins.pop()
 
     def _begin(self, origin: Origin, manifest: Manifest | None = None) -> None:
-        """Start workers and wait until each stage has the state of an origin."""
+        """Start the workers of a generation, and wait until each stage has the state at an origin.
+
+        Args:
+            origin: The origin.
+            manifest: Manifest of its checkpoint; None at the start of the run.
+        """
         generation = next(_generations)
         reception = self._reception
         reception.begin(generation)
         self._cluster = self._start_cluster(
             reception.receive, reception.fail_of(generation), generation
         )
-        if self.life.is_over:  # meanwhile, by a signal handler
+        if self.life.is_over:  # a signal handler has closed the pipeline meanwhile
             self._cluster.close()
             raise PipelineClosed("the pipeline was closed")
         reception.cluster = self._cluster
@@ -455,20 +498,20 @@ class WorkerGroup:
 
 
 class Lease:
-    """Keeps the workers: they end when nobody holds it any more, or the interpreter ends.
+    """The holder of the workers, which end when nothing refers to it, or the interpreter ends.
 
-    Whatever a user can hold that needs the workers holds it too: the pipeline, a pending step, the
-    handle of a stage, the optimizer.
+    Every object of the user's that needs the workers refers to it: the pipeline, a pending step,
+    the handle of a stage, the optimizer.
 
     Args:
-        group: Whose workers end then.
+        group: The group whose workers end.
 
     Attributes:
-        group: As above.
+        group: The group whose workers end.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
-        """Watch over itself."""
+        """End the workers from now on when this object is collected."""
         self.group = group
         end = weakref.finalize(self, _close, group)
         group.at_end.append(end.detach)
@@ -477,7 +520,8 @@ class Lease:
 def _close(group: WorkerGroup) -> None:
     """End the workers; called by the garbage collector or at the interpreter's end.
 
-    The collector may run on any thread, also on one that closing waits for, hence the thread.
+    The collector may run on any thread, also on one that `Lifecycle.close` waits for. So the
+    workers are ended on a new thread, except from the main thread.
     """
     if threading.current_thread() is threading.main_thread():
         group.life.close()

@@ -1,18 +1,20 @@
-"""Drawing from the user's loader, and coming back to the same place in it.
+"""Drawing items from the user's loader, and coming back to the same place in it.
 
-A checkpoint says how many items of which epoch were injected, and what the random generators of the
-script's process were at the start of the epoch and at that moment. To come back, the generators are
-set as at the start of the epoch, the items are drawn again and dropped, the generators are set as
-they were then: that is right for any iterable that yields the same items from the same generators,
-as a `torch.utils.data.DataLoader` does, whether it shuffles by torch's generator or by its own.
+A checkpoint keeps how many items of which epoch were injected, and the states of the random
+generators of the script's process at the start of the epoch and at the checkpoint. To come back,
+the coordinator sets the generators as they were at the start of the epoch, draws that many items
+again and drops them, and sets the generators as they were at the checkpoint. That is right for
+every iterable that yields the same items from the same generators, as a
+`torch.utils.data.DataLoader` does, whether it shuffles by torch's generator or by its own.
 
-A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the numbers from
-``for epoch in range(pipe.epoch, epochs)``, as ever.
+A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the right number from
+``for epoch in range(pipe.epoch, epochs)``.
 
-A loader that can do better has ``state_dict()``, which says where it is (and returns numbers,
-texts, lists and dicts), and ``load_state_dict(state)``, after which its next iteration goes on
-from there; nothing is drawn in vain then. ``torchdata``'s StatefulDataLoader is one. It needs a
-``len``, in items of an epoch, for at the end of an epoch "from there" may be its next one.
+Some loaders, such as ``torchdata``'s StatefulDataLoader, know their place: they have
+``state_dict()``, which returns numbers, texts, lists and dicts, and ``load_state_dict(state)``,
+after which the next iteration goes on from there. For those no item is drawn again. Such a loader
+should have ``len``, the number of items of an epoch: when it stood at the end of an epoch, its next
+iteration may be the next epoch, and only the length tells.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.errors import ConfigError
 
 Generators = dict[str, Any]
-"""States of the random generators of this process, and of a loader."""
+"""The states of the random generators of this process and of a loader."""
 
 
 def generators(loader: object = None) -> Generators:
-    """Read the random generators of torch (CPU), Python, NumPy, and those that a loader has."""
+    """Return the states of the generators of torch (CPU), Python, NumPy and the loader."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -44,13 +46,13 @@ def generators(loader: object = None) -> Generators:
 
 
 def _saveable(state: Generators) -> Generators:
-    """As msgpack can keep it."""
+    """Return the states in a form that msgpack can keep."""
     kind, keys, *rest = state["numpy"]
     return {**state, "numpy": [kind, keys.tobytes(), *rest]}
 
 
 def set_generators(state: Generators, loader: object = None) -> None:
-    """Set what `generators` read, after a way through a file."""
+    """Set the random generators to states that `_saveable` gave."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -61,7 +63,7 @@ def set_generators(state: Generators, loader: object = None) -> None:
 
 
 def _own_generators(loader: object) -> list[torch.Generator]:
-    """The generators that a `torch.utils.data.DataLoader` or its samplers were given."""
+    """Return the generators that a `torch.utils.data.DataLoader` or its samplers were given."""
     samplers = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     inner = getattr(samplers[1], "sampler", None)
     found = {}
@@ -73,11 +75,11 @@ def _own_generators(loader: object) -> list[torch.Generator]:
 
 
 def between_epochs(epoch: int, loader: object) -> dict[str, Any]:
-    """The place of a script that draws from no loader now.
+    """Return the place of a script that stands between two epochs.
 
     Args:
-        epoch: Number of the next.
-        loader: The last one; None if there was none.
+        epoch: Number of the next epoch.
+        loader: The loader of the last epoch; None if there was none.
     """
     return {
         "epoch": epoch,
@@ -89,50 +91,49 @@ def between_epochs(epoch: int, loader: object) -> dict[str, Any]:
 
 
 def begin_epoch_at(place: dict[str, Any], loader: Any) -> None:
-    """Come back to a place between two epochs."""
+    """Set the generators and the loader as they were at a place between two epochs."""
     _start_as(place["now"], place["warm"], loader)
     if place["loader"] is not None:
         loader.load_state_dict(place["loader"])
 
 
 def _start_as(state: Generators, warm: bool, loader: Any) -> None:
-    """Let the next epoch of a loader begin with generators, and worker processes, as they were."""
+    """Set the generators, and start the loader's worker processes if it had them at that time."""
     if warm and not _is_warm(loader):
         iter(loader)
     set_generators(state, loader)
 
 
 def _is_warm(loader: object) -> bool:
-    """Whether a DataLoader has worker processes of an epoch before.
+    """Whether a DataLoader has kept its worker processes from an earlier epoch.
 
-    One that keeps them (``persistent_workers=True``) draws a seed only when it starts them.
+    A loader that keeps them (``persistent_workers=True``) draws a seed only when it starts them.
     """
     return getattr(loader, "_iterator", None) is not None
 
 
 def _state_of(loader: object) -> Any:
-    """Where a loader says that it is, if it does; a copy, for it may go on with its own."""
+    """Return a copy of the state of a loader that knows its place; None for other loaders."""
     ask = getattr(loader, "state_dict", None)
     known = ask is not None and hasattr(loader, "load_state_dict")
     return copy.deepcopy(ask()) if known else None  # type: ignore[misc]
 
 
 class Loading:
-    """An epoch of a loader, one item ahead of what is injected.
-
-    Keeps the loader's error until the results before it are handed out.
+    """One epoch of a loader, from which one item is drawn ahead of injection.
 
     Args:
         loader: Any iterable.
-        epoch: Number.
-        place: Where to go on; None for the beginning.
-        pending: Mini-batches before that place whose results the script is still to see.
+        epoch: Number of the epoch.
+        place: Where the epoch goes on; None for its beginning.
+        pending: The mini-batches before that place whose results the script has not seen yet.
 
     Attributes:
-        epoch: Number.
-        fetched: The item ahead, if there is one.
-        pending: Mini-batches whose results the script has not seen.
-        error: What the loader raised.
+        epoch: Number of the epoch.
+        fetched: A list with the item that was drawn ahead; empty at the end of the loader.
+        pending: The mini-batches whose results the script has not seen yet.
+        error: What the loader raised, kept until the results of the items before it are handed
+            out; None if it raised nothing.
 
     Raises:
         ConfigError: The loader has fewer items than were drawn before.
@@ -145,7 +146,7 @@ class Loading:
         place: dict[str, Any] | None = None,
         pending: Iterable[PendingStep] = (),
     ) -> None:
-        """Draw the first item, or come back to a place."""
+        """Come back to the place, if one is given, and draw an item ahead."""
         self.epoch = epoch
         self.fetched: list[Any] = []
         self.pending = deque(pending)
@@ -158,7 +159,7 @@ class Loading:
         stateful = place is not None and place["loader"] is not None
         if stateful:
             loader.load_state_dict(place["loader"])  # type: ignore[attr-defined, index]
-        # At its end a loader that goes on from a state would begin its next epoch.
+        # A loader that loads the state of the end of an epoch would begin the next epoch.
         length = len(loader) if stateful and isinstance(loader, Sized) else None
         ended = place is not None and length is not None and place["drawn"] >= length
         self._items = iter(()) if ended else iter(loader)
@@ -172,20 +173,29 @@ class Loading:
             set_generators(place["after"], loader)
 
     def _come_back(self, place: dict[str, Any], skip: bool) -> None:
-        """Drop what was drawn before, and set the generators as they were."""
+        """Drop the items that were drawn before, and set the generators as they were.
+
+        Args:
+            place: The place to come back to.
+            skip: Whether the items must be drawn again; not if the loader knows its place.
+
+        Raises:
+            ConfigError: The loader has fewer items than were drawn before.
+        """
         for number in range(place["drawn"] if skip else 0):
             try:
                 next(self._items)
             except StopIteration:
                 raise ConfigError(
                     f"the loader ended after {number} items; the checkpoint was made after "
-                    f"{place['drawn']} items of epoch {self.epoch}. Give the same loader"
+                    f"{place['drawn']} items of epoch {self.epoch}. Give train_epoch the same "
+                    "loader as then"
                 ) from None
         self._drawn = place["drawn"]
         set_generators(place["before"], self._loader)
 
     def fetch(self) -> None:
-        """Draw an item into ``fetched``, which stays empty at the loader's end."""
+        """Draw an item into ``fetched``; at the end of the loader it stays empty."""
         self._before = generators(self._loader)
         self._state = _state_of(self._loader)
         try:
@@ -197,7 +207,7 @@ class Loading:
             self.error = error
 
     def place(self) -> dict[str, Any]:
-        """Say where the next injected item comes from, for `Loading` in another process."""
+        """Return the place of the next item to be injected, for a `Loading` in another process."""
         ahead, now = bool(self.fetched), generators(self._loader)
         return {
             "epoch": self.epoch,

@@ -1,6 +1,7 @@
-"""What `Pipeline` is told beside the model: small values, checked before anything starts.
+"""The options of `Pipeline`: small values, checked before a worker starts.
 
-What is not given follows the environment, in which `pipedream-rt run` and torchrun leave word.
+Where the script gives None, some options follow environment variables that `pipedream-rt run` and
+torchrun set.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ class Checkpoints:
     """Where checkpoints are kept, and when they are made.
 
     Attributes:
-        folder: Of the run; the coordinator and all workers must share it.
-        every: Mini-batches between two checkpoints that are made by themselves; the pipe does not
-            stop for them. None for none: `Pipeline.save` makes one when it is called.
-        keep: So many of the newest checkpoints are kept; None for all.
-        resume: Go on from the newest whole checkpoint in the folder, if there is one. None: what
-            `pipedream-rt run --resume` says, or torchrun that starts a job again.
+        folder: Folder of the run, which the coordinator and all workers must share.
+        every: Number of mini-batches after which a checkpoint is made, without stopping the pipe;
+            None if only `Pipeline.save` makes checkpoints.
+        keep: Number of the newest checkpoints to keep; None to keep all.
+        resume: Whether to go on from the newest whole checkpoint in the folder, if there is one.
+            None: yes under `pipedream-rt run --resume`, and where torchrun starts a job again.
 
     Raises:
-        ConfigError: A number is below 1.
+        ConfigError: The folder is no path, or a number is below 1.
     """
 
     folder: str | os.PathLike[str]
@@ -37,7 +38,7 @@ class Checkpoints:
     resume: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Check the values."""
         if not isinstance(self.folder, str | os.PathLike):
             raise ConfigError(f"the folder of the checkpoints must be a path, not {self.folder!r}")
         for name in ("every", "keep"):
@@ -47,26 +48,26 @@ class Checkpoints:
 
     @property
     def path(self) -> Path:
-        """The folder, absolute."""
+        """The folder as an absolute path."""
         return Path(self.folder).absolute()
 
 
 CheckpointOption: TypeAlias = str | os.PathLike[str] | Checkpoints | None
-"""A folder, or more about checkpoints; None for none."""
+"""The folder of the checkpoints, or `Checkpoints`; None for no checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """For how long the coordinator waits before it takes something for failed.
+    """The times for which the coordinator waits before it counts something as failed.
 
     Attributes:
-        heartbeat: For a sign of life of a worker process. Workers give one four times as often,
-            also while they compute.
-        answer: For an answer that is sure to come; a stall longer than that is a failure.
-        start: For all workers to join.
+        heartbeat: How long a worker process may be silent. Workers send four signs of life in that
+            time, also while they compute.
+        answer: How long to wait for a message that is sure to come.
+        start: How long to wait for all workers to join.
 
     Raises:
-        ConfigError: A time is not positive.
+        ConfigError: A time is no positive `timedelta`.
     """
 
     heartbeat: timedelta = timedelta(seconds=10)
@@ -74,7 +75,7 @@ class Timeouts:
     start: timedelta = timedelta(minutes=2)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Check the values."""
         for name in ("heartbeat", "answer", "start"):
             value = getattr(self, name)
             if not isinstance(value, timedelta) or value <= timedelta(0):
@@ -85,14 +86,16 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """What some schedules can be told.
+    """Options that apply to some schedules.
 
     Attributes:
-        vertical_sync: With async-1f1b: every stage reads the version that the first one reads.
-        stages_per_worker: With interleaved-1f1b, 2 if None; there are stages / this workers.
-        credits: Mini-batches injected before the first result is awaited; None for what the
-            schedule needs. The memory for inputs is bounded by it, and a learning rate set after
-            result i applies from mini-batch i + credits on.
+        vertical_sync: With ``async-1f1b``, whether every stage reads the weight version that the
+            first stage reads.
+        stages_per_worker: With ``interleaved-1f1b``, the number of stages on each worker; 2 if
+            None.
+        credits: Number of mini-batches that are injected before the first result is awaited; None
+            for what the schedule needs. It bounds the memory for inputs, and a learning rate that
+            is set after result i applies from mini-batch i + credits on.
 
     Raises:
         ConfigError: A number is below 1.
@@ -103,36 +106,45 @@ class ScheduleOptions:
     credits: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be; `Shape` does the same for the stages on each worker."""
+        """Check the credits; `Shape` checks the stages on each worker."""
         if self.credits is not None:
             require_count("credits", self.credits)
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse what is no positive integer.
+    """Refuse an option that must be a positive integer and is not.
+
+    Args:
+        name: Name of the option, for the message.
+        value: The value that was given.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is no positive integer.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
 
 
 def require_instance(name: str, value: object, kind: type) -> None:
-    """Refuse an option object of another kind.
+    """Refuse an option that is no instance of its class.
+
+    Args:
+        name: Name of the option, for the message.
+        value: The value that was given.
+        kind: Class of the option.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is no instance of the class.
     """
     if not isinstance(value, kind):
         raise ConfigError(f"{name} must be {kind.__name__}(...), not {value!r}")
 
 
 def checkpoint_option(checkpoint: CheckpointOption) -> Checkpoints | None:
-    """Return what is said about checkpoints; a plain path is a folder.
+    """Return the option ``checkpoint`` of `Pipeline` as `Checkpoints`; a path is their folder.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The option is neither a path nor `Checkpoints`.
     """
     if checkpoint is None or isinstance(checkpoint, Checkpoints):
         return checkpoint
@@ -140,18 +152,18 @@ def checkpoint_option(checkpoint: CheckpointOption) -> Checkpoints | None:
 
 
 TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
-"""See `trace_option`."""
+"""A file to write the trace to, or whether to record one; None follows the environment."""
 
 
 def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
-    """Whether to record a trace, and where to write it.
+    """Return whether to record a trace, and the file to write it to.
 
     Args:
-        trace: A file, True to record without writing, False not to; None to follow
-            `pipedream-rt run --trace`.
+        trace: A file; True to record a trace and write no file; False to record none; None to
+            follow `pipedream-rt run --trace`.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: The option is something else, or the file cannot be written.
     """
     global _traced_by_run
     if trace is None and TRACE in os.environ:
@@ -167,14 +179,14 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
 
 
 def resume_option(checkpoints: Checkpoints | None) -> bool:
-    """Whether to go on from the last checkpoint.
+    """Return whether to go on from the newest checkpoint.
 
     Args:
-        checkpoints: Where they are; ``resume=None`` there follows `pipedream-rt run --resume`, and
-            torchrun when it starts a job again.
+        checkpoints: The option of the user. With ``resume=None`` the answer is yes under
+            `pipedream-rt run --resume`, and where torchrun starts a job again.
 
     Raises:
-        ConfigError: There is no folder, and the command says to go on.
+        ConfigError: The script runs under `pipedream-rt run --resume` and names no folder.
     """
     if checkpoints is None:
         if RESUME in os.environ:
@@ -189,10 +201,14 @@ def resume_option(checkpoints: Checkpoints | None) -> bool:
 
 
 def restart_option(max_restarts: int | None, default: int) -> int:
-    """How many failures to recover from; None follows `pipedream-rt run --max-restarts`.
+    """Return the number of failures to recover from.
+
+    Args:
+        max_restarts: The option of the user; None follows `pipedream-rt run --max-restarts`.
+        default: The number where neither says one.
 
     Raises:
-        ConfigError: It is no number of failures.
+        ConfigError: The option is no integer of at least 0.
     """
     if max_restarts is None:
         return int(os.environ.get(MAX_RESTARTS, default))
@@ -202,14 +218,14 @@ def restart_option(max_restarts: int | None, default: int) -> int:
 
 
 _traced_by_run = 0
-"""Pipelines of this process that were traced because `pipedream-rt run` says so."""
+"""Number of pipelines in this process that are traced because of `pipedream-rt run --trace`."""
 
 
 def writable(path: str | os.PathLike[str]) -> Path:
-    """Check that a file can be made, before a run that ends with making it.
+    """Return the absolute path of a trace; check before the run that the file can be made after it.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The file cannot be made.
     """
     path = Path(path).absolute()
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Decides after each failure of a worker whether the run goes on. Without clocks and processes."""
+"""The decision whether a run goes on after a failure; it uses no clock and no process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.schedules import Action, Kind
 
 _MOST_OF_ONE = 3
-"""Failures in one and the same action, after which it is not tried again."""
+"""Number of failures in the same action after which it is not tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class Restart:
     """One recovery.
 
     Attributes:
-        generation: That it began.
-        reason: What had failed.
-        seconds: From when the failure was noticed until the new workers had taken all that was fed
-            before; the next new loss follows.
-        replayed: Micro-batches that were fed again.
+        generation: Number of the generation that the recovery began.
+        reason: What had failed, in one line.
+        seconds: Time from when the coordinator noticed the failure until it had fed the new
+            workers all that was fed before.
+        replayed: Number of micro-batches that were fed again.
     """
 
     generation: int
@@ -40,7 +40,7 @@ class Restart:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a failure may be gone with other workers; not if the same input must fail again."""
+    """Whether new workers can help: not if the same action must fail again on the same input."""
     if isinstance(error, StageFailed):
         deterministic = isinstance(error, NonFiniteLoss)
         cause = error.__cause__
@@ -51,26 +51,26 @@ def is_passing(error: BaseException) -> bool:
 
 
 class Failures:
-    """The failures of a run.
+    """The failures of a run so far, which decide whether it recovers from the next one.
 
     Args:
-        most: How many to recover from.
-        per_update: Micro-batches per update.
+        most: Number of failures to recover from.
+        per_update: Number of micro-batches per update.
     """
 
     def __init__(self, most: int, per_update: int) -> None:
-        """None yet."""
+        """Begin without failures."""
         self._left = self._most = most
         self._per_update = per_update
         self._by_action: Counter[Action] = Counter()
         self._unexplained: list[range] = []
 
     def note(self, error: BaseException, open_micro_batches: range) -> None:
-        """Take note of a failure.
+        """Count a failure, or raise where the run cannot go on.
 
         Args:
-            error: What happened.
-            open_micro_batches: Whose losses had not come, though they were fed.
+            error: The failure.
+            open_micro_batches: The micro-batches that were fed and whose losses had not come.
 
         Raises:
             PoisonedMicroBatch: The same action failed for the third time.
@@ -90,7 +90,7 @@ class Failures:
         self._left -= 1
 
     def _forget_passed(self, action: Action) -> None:
-        """Forget the failures of actions that must have gone well since: those before this one."""
+        """Forget failures of earlier actions of the same kind on that stage: they have passed."""
         passed = [
             other
             for other in self._by_action
@@ -101,9 +101,13 @@ class Failures:
             del self._by_action[other]
 
     def _refuse_poison(self, action: Action, error: BaseException) -> None:
-        """Stop where one action fails again and again."""
+        """Raise if an action has failed too often.
+
+        Raises:
+            PoisonedMicroBatch: The action has failed for the third time.
+        """
         number = self.micro_batch_of(action)
-        # A failure that left no word of what was done counts once where it may have been this.
+        # All failures whose action is unknown count as one here, if one may have been this action.
         unexplained = sum(number in micro_batches for micro_batches in self._unexplained)
         times = self._by_action[action] + min(unexplained, 1)
         if times >= _MOST_OF_ONE:
@@ -116,19 +120,19 @@ class Failures:
             ) from error
 
     def micro_batch_of(self, action: Action) -> int:
-        """The micro-batch that an action is about; the last of an update for its step."""
+        """Return the micro-batch of an action; for a step, the last micro-batch of its update."""
         if action.kind is Kind.STEP:
             return (action.index + 1) * self._per_update - 1
         return action.index
 
     @property
     def left(self) -> int:
-        """How many more are recovered from."""
+        """The number of failures that the run still recovers from."""
         return self._left
 
 
 def action_of(error: BaseException) -> Action | None:
-    """The action in which a worker failed, with its stage, if it is known."""
+    """Return the action in which a worker failed, with its stage; None if it is not known."""
     if isinstance(error, StageFailed):
         text = error.action if ":" in error.action else f"{error.stage}:{error.action}"
     elif isinstance(error, WorkerLost):

@@ -1,4 +1,4 @@
-"""References to what the workers hold, and the optimizer that steps there."""
+"""References to modules, parameters and optimizers on the workers, and the pipeline's optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageHandle:
     """One stage, as the coordinator sees it.
 
     Attributes:
-        index: 0-based.
+        index: Number of the stage, 0-based.
         layers: Names of its layers in the unsplit model.
     """
 
@@ -33,30 +33,31 @@ class StageHandle:
 
     @property
     def worker(self) -> str:
-        """Name of the worker that hosts it now."""
+        """Name of the worker that hosts the stage in this generation."""
         group = self._lease.group
         return group.cluster.names[group.plan.worker_of(self.index)]
 
     @property
     def rref(self) -> Reference:
-        """RRef to the sub-module; for inspection, and dead after a failure. Flush before reading.
+        """RRef to the stage's module, for inspection; flush before you read through it.
 
-        In-process pipelines give an object with the same methods.
+        It is of no use any more after a recovery. In-process pipelines give an object with the same
+        methods.
         """
         return self._lease.group.call(lambda cluster: cluster.reference(self.index, "module"))
 
 
 class References:
-    """The references of a pipeline, and its optimizer, which is given over them.
+    """The references of a pipeline, and the optimizer over them.
 
     Args:
-        lease: Of the workers.
+        lease: Keeps the workers.
         feeder: Sends the optimizer's hyper-parameters along with micro-batches, and flushes.
         names: Names of the trainable parameters, in the order of the unsplit model.
     """
 
     def __init__(self, lease: Lease, feeder: Feeder, names: list[str]) -> None:
-        """Ask for none yet."""
+        """Ask the workers for no reference yet."""
         self._lease = lease
         self._feeder = feeder
         self._group = lease.group
@@ -64,14 +65,14 @@ class References:
         self._by_generation: dict[int, list[tuple[Reference, str]]] = {}
 
     def handles(self) -> list[StageHandle]:
-        """Return a handle of every stage."""
+        """Return a handle for every stage, in order."""
         layers = self._group.plan.layers
         return [StageHandle(s, names, self._lease) for s, names in enumerate(layers)]
 
     def of_parameters(self) -> list[tuple[Reference, str]]:
-        """Return references to the trainable parameters, with their names.
+        """Return a reference to each trainable parameter, with its name.
 
-        They are made once in each generation, since they are compared by identity.
+        References are compared by identity, so each is made once in a generation.
         """
         group = self._group
         references = group.call(
@@ -99,9 +100,12 @@ class References:
         """Return an optimizer over references to named parameters.
 
         Args:
-            optimizer_class: Of which every stage has an instance.
-            kwargs: Its keyword arguments.
-            groups: Names of the parameters of each group, and its options.
+            optimizer_class: The class of the optimizer that every stage builds.
+            kwargs: Keyword arguments of that class.
+            groups: The parameter names and the options of each group.
+
+        Raises:
+            ConfigError: The class does not accept the arguments.
         """
         by_name = {name: reference for reference, name in self.of_parameters()}
         return DistributedOptimizer(
@@ -111,17 +115,17 @@ class References:
         )
 
     def use(self, optimizer: DistributedOptimizer) -> None:
-        """Let the stages step with an optimizer, whose state starts empty. Flushes.
+        """Flush, and let the stages step with an optimizer from now on; its state starts empty.
 
         Raises:
-            ConfigError: It is something else, or has references of another pipeline.
+            ConfigError: It is no `DistributedOptimizer`, or has references of another pipeline.
         """
         if not isinstance(optimizer, DistributedOptimizer):
             raise ConfigError(
                 "assign a DistributedOptimizer over pipe.parameter_rrefs(), not a "
                 f"{type(optimizer).__name__}"
             )
-        # Those of earlier generations too: the optimizer may have been made before a recovery.
+        # References of earlier generations count too: the optimizer may be older than a recovery.
         self.of_parameters()
         every = self._by_generation.values()
         names = {id(reference): name for named in every for reference, name in named}
@@ -137,14 +141,14 @@ class References:
     # -- what the optimizer asks of its pipeline ------------------------------------------------
 
     def optimizer_references(self) -> list[Reference]:
-        """See `OptimizerLink`."""
+        """Return references to the torch optimizers of the stages."""
         stages = range(self._group.plan.num_stages)
         return self._group.call(
             lambda cluster: [cluster.reference(stage, "optimizer") for stage in stages]
         )
 
     def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """See `OptimizerLink`."""
+        """Flush, and return the state of every parameter, by name in the unsplit model."""
         self._feeder.flush()
         state: dict[str, dict[str, Any]] = {}
         for part in self._group.command(CommandName.OPTIMIZER_STATE):
@@ -152,7 +156,7 @@ class References:
         return state
 
     def scatter_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
-        """See `OptimizerLink`."""
+        """Flush, and replace the state of the given parameters, by name in the unsplit model."""
         if state:
             self._feeder.flush()
             self._group.command(CommandName.LOAD_OPTIMIZER_STATE, state, Role.OWN)

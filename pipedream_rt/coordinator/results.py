@@ -1,4 +1,4 @@
-"""What a training step gives back."""
+"""Mini-batches on their way through the pipe, and their results."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What became of one mini-batch.
+    """The result of training on one mini-batch.
 
     Attributes:
-        step: Number of the mini-batch, 0-based; its update makes version ``step + 1``.
-        loss: Mean over its samples (each micro-batch weighs its share).
-        losses: Of its micro-batches, in order.
-        versions: Weight version that its last micro-batch read, by stage.
-        staleness: Updates between the oldest of the versions read and the one that its gradient
-            is applied to; 0 in schedules that flush.
-        busy_s: Seconds that each stage has computed since its workers were started.
+        step: Number of the mini-batch, 0-based; its update makes weight version ``step + 1``.
+        loss: Mean loss over the samples of the mini-batch.
+        losses: Loss of each micro-batch, in order, without the empty ones.
+        versions: Weight version that the last micro-batch read, by stage.
+        staleness: Number of updates between the oldest weight version that was read and the one
+            that the gradient is applied to; 0 in schedules that flush.
+        busy_s: Seconds that each stage has computed since its worker was started.
     """
 
     step: int
@@ -29,25 +29,38 @@ class StepResult:
 
     @property
     def version(self) -> int:
-        """The oldest version read: the first stage's."""
+        """The oldest weight version that the last micro-batch read: that of the first stage."""
         return min(self.versions)
 
 
 class LossSource(Protocol):
-    """What a pending step needs of its pipeline."""
+    """What a pending step asks of its pipeline."""
 
     def collect_oldest(self) -> None:
-        """Wait for the losses of the oldest mini-batch on its way and set its outcome."""
+        """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
 
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
 
 
 class PendingStep:
-    """A mini-batch on its way; `Pipeline.submit` returns it."""
+    """A mini-batch on its way; `Pipeline.submit` returns it.
+
+    Args:
+        source: The pipeline, which takes the losses.
+        step: Number of the mini-batch, 0-based.
+        first: Position of its first micro-batch.
+        sizes: Number of samples in each of its micro-batches.
+
+    Attributes:
+        step: Number of the mini-batch, 0-based.
+        first: Position of its first micro-batch.
+        sizes: Number of samples in each of its micro-batches.
+        outcome: The result; None until the losses were taken.
+    """
 
     def __init__(self, source: LossSource, step: int, first: int, sizes: list[int]) -> None:
-        """Args: source, step: Whose. first: Position of the first part. sizes: Of the parts."""
+        """Begin without an outcome."""
         self._source = source
         self.step = step
         self.first = first
@@ -61,8 +74,10 @@ class PendingStep:
             The result.
 
         Raises:
-            StageFailed: An action raised, at any stage.
-            WorkerLost: A worker died.
+            StageFailed: An action raised an error on a stage.
+            WorkerLost: A worker died, and the run did not recover from it.
+            PoisonedMicroBatch: The same action failed too often.
+            MessageTimeout: The losses did not come in time.
             PipelineClosed: The pipeline was closed before.
         """
         while self.outcome is None:
@@ -71,7 +86,7 @@ class PendingStep:
 
     @classmethod
     def finished(cls, source: LossSource, outcome: StepResult) -> PendingStep:
-        """Return one whose result is known, as after a restart of the script."""
+        """Return a pending step whose result is known, as after a restart of the script."""
         pending = cls(source, outcome.step, 0, [])
         pending.outcome = outcome
         return pending

@@ -1,4 +1,4 @@
-"""The state of a run: saved in checkpoints, loaded from them, with what the user attaches."""
+"""Saving and loading the state of a run, with the objects that the user attaches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _log = logging.getLogger(__name__)
 
 
 class RunState:
-    """Saves and loads what a run needs to go on.
+    """Everything that a run needs to go on, saved in checkpoints and loaded from them.
 
     Args:
-        lease: Of the workers.
-        feeder: Knows how far the run has come.
-        epochs: Knows the place in the loader.
-        model: The unsplit one.
+        lease: Keeps the workers.
+        feeder: Counts mini-batches and flushes.
+        epochs: Knows the place of the script in its loader.
+        model: The unsplit model.
         checkpointer: Makes checkpoints.
 
     Attributes:
-        resumed: What the checkpoint says of itself from which the run goes on; None if from none.
+        resumed: The manifest of the checkpoint from which the run goes on; None if from none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunState:
     # -- weights --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights and buffers; see `Pipeline.state_dict`."""
+        """Flush, and return weights and buffers; see `Pipeline.state_dict`."""
         self._feeder.flush()
         found: dict[str, Any] = {}
         for part in self._group.command(CommandName.STATE):
@@ -65,7 +65,7 @@ class RunState:
         return self._model.in_order(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load weights and buffers; see `Pipeline.load_state_dict`."""
+        """Flush, and load weights and buffers; see `Pipeline.load_state_dict`."""
         self._model.require_fit(state_dict)
         self._feeder.flush()
         self.finish_checkpoint()
@@ -75,7 +75,7 @@ class RunState:
     # -- saving ---------------------------------------------------------------------------------
 
     def save(self, folder: Path | None, keep: int | None, extra: Any) -> Path:
-        """Write a checkpoint; see `Pipeline.save`."""
+        """Flush, and write a checkpoint; see `Pipeline.save`."""
         root = folder or self._checkpointer.folder
         if root is None:
             raise ConfigError("save needs a folder, here or as checkpoint of the pipeline")
@@ -87,26 +87,31 @@ class RunState:
         return written
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint behind the mini-batch that was fed last, if it is time."""
+        """Begin a checkpoint behind the mini-batch that was fed last, if one is due."""
         checkpointer, step = self._checkpointer, self._feeder.step
         if not checkpointer.due(step):
             return
         if checkpointer.is_begun:
-            # Not waited for: a flush would take time, and where a layer changes buffers in its
-            # backward it would even change the result, and when depends on the disk.
-            _log.info("no checkpoint after step %d: the one before is not done", step)
+            # This one is left out. To wait would need a flush, which takes time; and where a layer
+            # changes buffers in its backward, a flush at a time that depends on the disk would
+            # make the result depend on the disk.
+            _log.info("no checkpoint after step %d: the previous one is not written yet", step)
             return
         checkpointer.begin_by_itself(self._manifest(None), self._epochs.unseen())
 
     def finish_checkpoint(self) -> None:
-        """Wait for a checkpoint that was begun by itself; after a flush."""
+        """Wait, after a flush, for a checkpoint that was due; log that it cannot be written."""
         try:
             self._checkpointer.finish()
         except CheckpointError as error:
             _log.error("%s", error)
 
     def _manifest(self, extra: Any) -> Manifest:
-        """Return what a checkpoint that is begun now says of itself, but for its files."""
+        """Return the manifest of a checkpoint that begins now, without the files and the results.
+
+        Args:
+            extra: The user's own data.
+        """
         plan, optimizer = self._group.plan, self._feeder.optimizer
         return Manifest(
             step=self._feeder.step,
@@ -125,14 +130,14 @@ class RunState:
     # -- loading --------------------------------------------------------------------------------
 
     def load(self, path: Path) -> Manifest:
-        """Go on from a checkpoint; see `Pipeline.load`."""
+        """Flush, and go on from a checkpoint; see `Pipeline.load`."""
         self._group.life.check()
         found, manifest = newest_good(path)
         self._require_fit(found, manifest)
         self._feeder.flush()
         self.finish_checkpoint()
         self._restore(found, manifest)
-        self._feeder.flush()  # the stages begin their orders anew, from that step
+        self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
         here = dataclasses.replace(self._group.origin(), folder=found, floor=self._floor)
         self._group.log.begin(here)
         self._count_from(manifest)
@@ -142,61 +147,67 @@ class RunState:
         return manifest
 
     def _require_fit(self, found: Path, manifest: Manifest) -> None:
-        """Refuse a checkpoint of another model, or one that counts micro-batches otherwise.
+        """Refuse a checkpoint that does not belong to this model, optimizer and split.
 
         Raises:
-            CheckpointError: It is one.
+            CheckpointError: The shapes of the weights, the parameter groups or the micro-batches
+                per update differ.
         """
         per_update, optimizer = self._group.plan.per_update, self._feeder.optimizer
         if manifest.per_update != per_update:
             raise CheckpointError(
                 f"{found} was made with {manifest.per_update} micro-batches per update, this "
-                f"pipeline has {per_update}; which micro-batch comes next would differ"
+                f"pipeline has {per_update}; give the same number to Pipeline"
             )
         groups = optimizer.param_groups if optimizer else []
         if optimizer and len(groups) != len(manifest.groups):
             raise CheckpointError(
-                f"{found} has {len(manifest.groups)} parameter groups, the optimizer {len(groups)}"
+                f"{found} has {len(manifest.groups)} parameter groups, the optimizer has "
+                f"{len(groups)}"
             )
         if misfit := self._model.first_misfit(shapes(found)):
-            raise CheckpointError(f"{found} is of another model: {misfit}")
+            raise CheckpointError(f"{found} was made with another model: {misfit}")
 
     def _restore(self, found: Path, manifest: Manifest) -> None:
-        """Let every stage take up the state of a checkpoint."""
+        """Let every stage load its state from a checkpoint."""
         self._floor = manifest.floor
         argument = restore_argument(found, manifest)
         if all(self._group.command(CommandName.LOAD, argument)):
             return
         _log.warning(
-            "%s has not all weight versions that this split reads: the first micro-batches "
-            "read newer ones",
+            "%s lacks older weight versions that this split reads: the first micro-batches read "
+            "the version of the checkpoint instead",
             found,
         )
-        # On every stage, so that what follows does not depend on which of them had all.
+        # All stages do so, so that the result does not depend on which of them lacked one.
         self._floor = manifest.step
         self._group.command(CommandName.LOAD, restore_argument(found, manifest, self._floor))
 
     def _count_from(self, manifest: Manifest) -> None:
-        """Count steps, passes and micro-batches on from a checkpoint."""
+        """Let the counts of steps, passes and micro-batches go on from those of a checkpoint."""
         self._feeder.step, self._feeder.passes = manifest.step, manifest.passes
         number = manifest.step * self._group.plan.per_update
         self._group.next_micro_batch = self._group.next_loss = number
 
     def resume(self) -> None:
-        """Load the newest checkpoint of the run, if there is one at all."""
+        """Load the newest whole checkpoint of the run; without any, begin at the start.
+
+        Raises:
+            CheckpointError: There are checkpoints, and none of them can be loaded.
+        """
         folder = self._checkpointer.folder
         assert folder is not None
         if not checkpoints(folder):
-            _log.warning("there is no checkpoint in %s yet; beginning at the start", folder)
+            _log.warning("there is no checkpoint in %s yet; the run begins at its start", folder)
             return
         with self._group.life.guard():
             self.load(folder)
-        _log.warning("going on after step %d of %s", self._feeder.step, folder)
+        _log.warning("the run goes on after step %d of %s", self._feeder.step, folder)
 
     # -- what the user attaches -----------------------------------------------------------------
 
     def attach(self, **stateful: Any) -> None:
-        """Let objects go into checkpoints and come back with them; see `Pipeline.attach`."""
+        """Save objects in every checkpoint and load them with it; see `Pipeline.attach`."""
         resumed = self.resumed
         at_once = resumed is not None and resumed.step == self._feeder.step
         back = resumed.attached if resumed is not None and at_once else {}

@@ -1,4 +1,4 @@
-"""What the stages are made of, as bytes, made before anything starts."""
+"""The specifications from which the workers build their stages, pickled before a worker starts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def pickled_specs(
     on_nan: OnNan,
     trace_spans: int,
 ) -> list[Tensor]:
-    """Pickle what every stage is made of, before anything starts.
+    """Pickle the `StageSpec` of every stage.
 
     Args:
-        layers: Of the unsplit model, by name.
-        plan: Says which layers each stage has.
-        loss_fn: For the stage that computes the loss.
-        seed: See `StageSpec`.
-        on_nan: The same.
-        trace_spans: The same.
+        layers: The layers of the unsplit model, by name.
+        plan: The plan, which says which layers each stage has.
+        loss_fn: The loss function; None for a pipeline that only infers.
+        seed: The seed of random numbers, as in `StageSpec`.
+        on_nan: What to do about a loss that is not finite, as in `StageSpec`.
+        trace_spans: The number of spans that each worker keeps, as in `StageSpec`.
 
     Returns:
-        Bytes, by stage.
+        One tensor of bytes for each stage.
 
     Raises:
-        ConfigError: A layer or the loss does not pickle; the message says which.
+        ConfigError: A layer or the loss function does not pickle; the message says which.
     """
     pickled = []
     for stage, names in enumerate(plan.layers):
@@ -62,7 +62,7 @@ def pickled_specs(
 def _unpicklable(
     layers: Layers, names: tuple[str, ...], loss_fn: LossFunction | None, error: Exception
 ) -> str:
-    """Find what does not pickle, and say so."""
+    """Find the layer, or the loss function, that does not pickle, and return the error's text."""
     for what, value in (*((f"layer {n}", layers[n]) for n in names), ("loss_fn", loss_fn)):
         try:
             cloudpickle.dumps(value)

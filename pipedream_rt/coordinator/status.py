@@ -1,7 +1,7 @@
-"""What a running pipeline says of itself, for `pipedream-rt status`.
+"""The status of a running pipeline, which `pipedream-rt status` asks for over a local socket.
 
-A local socket in a folder that belongs to the user alone, named by the process of the script.
-Whoever connects is told and let go; nothing is taken from him.
+The socket is a file named after the process of the script, in a folder that only its user can open.
+The server sends one status record to each client and closes the connection; it reads nothing.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Status = dict[str, Any]
 
 
 def folder() -> Path:
-    """Where the sockets are; made if it is not there, and refused if it is somebody else's.
+    """Return the folder of the sockets, which is made if it is not there.
 
     Raises:
-        PermissionError: It belongs to another user.
+        PermissionError: The folder belongs to another user, or others can open it.
     """
     path = Path(tempfile.gettempdir()) / f"pipedream-rt-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     about = path.lstat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise PermissionError(f"{path} belongs to somebody else, or is open to others")
+        raise PermissionError(f"{path} belongs to another user, or is open to others")
     return path
 
 
 class StatusServer:
-    """Tells whoever asks, on a thread of its own.
+    """The server of status records, on a thread of its own.
 
     Args:
-        status: Says what there is to say; called from that thread.
+        status: Returns the record to send; called on that thread.
     """
 
     def __init__(self, status: Callable[[], Status]) -> None:
-        """Listen from now on; where that is not possible, do nothing."""
+        """Begin to listen; where that is not possible, do nothing."""
         self._status = status
         self._path: Path | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -60,13 +60,13 @@ class StatusServer:
             self._path = None
             self._listener.close()
             return
-        # A daemon, though `close` joins it: the interpreter joins others before it runs what would
-        # close a pipeline that its user forgot.
+        # A daemon, though `close` joins it: the interpreter waits for all other threads before it
+        # runs the finalizer that closes a pipeline which the user has not closed.
         self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        """Answer until closed."""
+        """Send a record to each client, until `close`."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -77,7 +77,7 @@ class StatusServer:
                 connection.sendall(msgpack.packb(self._status()))
 
     def close(self) -> None:
-        """Stop. Idempotent."""
+        """Stop listening, and remove the socket. Idempotent."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -87,22 +87,29 @@ class StatusServer:
 
 
 def running() -> Iterator[tuple[Path, Status]]:
-    """Ask every pipeline of this user on this machine; remove what a dead one has left."""
+    """Ask every pipeline of this user on this machine, and remove sockets that a dead one has left.
+
+    Yields:
+        The path of each socket, and the record that its server sent.
+    """
     for path in sorted(folder().iterdir()):
         try:
             yield path, ask(path)
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
         except (OSError, ValueError):
-            continue  # it has just ended, or hangs
+            continue  # the pipeline has just ended, or does not answer
 
 
 def ask(path: Path) -> Status:
-    """Ask one pipeline.
+    """Return the status record of one pipeline.
+
+    Args:
+        path: The pipeline's socket.
 
     Raises:
-        OSError: It is not there, or does not answer.
-        ValueError: It answers something else.
+        OSError: The socket is not there, or nothing comes from it in time.
+        ValueError: What comes from it is no status record.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_TIMEOUT_S)
@@ -112,5 +119,5 @@ def ask(path: Path) -> Status:
             data += block
     found = msgpack.unpackb(data)
     if not isinstance(found, dict):
-        raise ValueError("it is no status")
+        raise ValueError(f"the answer from {path} is no status record")
     return found

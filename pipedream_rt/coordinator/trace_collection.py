@@ -1,4 +1,4 @@
-"""Collects what the workers have recorded, and puts it together on one clock."""
+"""The collection of the workers' spans into one trace, on the coordinator's clock."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pipedream_rt.observe.trace import Trace, WorkerFacts
 from pipedream_rt.schedules import Plan
 
 SPANS_KEPT = 1 << 17
-"""Spans that each process keeps: the last 131,072 of each worker, 8 MiB."""
+"""Number of spans that each process keeps: its last 131,072, in 8 MiB."""
 
 
 class TraceCollection:
-    """Collects the trace of a run.
+    """The collector of the trace of a run.
 
     Args:
-        lease: Of the workers.
-        feeder: Flushes.
+        lease: Keeps the workers.
+        feeder: Flushes the pipe.
         recorder: Where the coordinator writes its spans; None if nothing is recorded.
     """
 
     def __init__(self, lease: Lease, feeder: Feeder, recorder: Recorder | None) -> None:
-        """Read the clocks of the workers, if anything is recorded."""
+        """Read the clocks of the workers, if spans are recorded."""
         self._group = lease.group
         self._feeder = feeder
         self._recorder = recorder
@@ -39,14 +39,18 @@ class TraceCollection:
             self._first_readings()
 
     def _first_readings(self) -> list[Reading]:
-        """Return the clocks of the workers of now, as they were when first asked for."""
+        """Return the first reading of each worker's clock in this generation."""
         generation = self._group.generation
         if generation not in self._clocks:
             self._clocks[generation] = self._group.call(lambda cluster: cluster.clocks())
         return self._clocks[generation]
 
     def collect(self) -> Trace:
-        """Return what every stage did so far; see `Pipeline.trace`. Flushes the pipe."""
+        """Flush, and return the trace of the run so far; see `Pipeline.trace`.
+
+        Raises:
+            ConfigError: No spans are recorded.
+        """
         if self._recorder is None:
             raise ConfigError("nothing is recorded; give Pipeline trace=True or a file")
         self._feeder.flush()
@@ -71,18 +75,18 @@ def put_together(
     coordinator: Recorder,
     clocks: Sequence[tuple[Reading, Reading]],
 ) -> Trace:
-    """Make a trace.
+    """Put the spans of all stages and of the coordinator together into one trace.
 
     Args:
-        plan: Of the run.
-        credits: Mini-batches injected ahead.
-        names: Of the workers.
-        recorded: What each stage replied to the command ``trace``.
-        coordinator: What was recorded here.
-        clocks: By worker, a reading at the start and one at the end.
+        plan: The plan of the run.
+        credits: Number of mini-batches that the coordinator injects ahead.
+        names: The name of each worker.
+        recorded: The reply of each stage to the command ``trace``.
+        coordinator: The coordinator's own spans.
+        clocks: For each worker, a reading of its clock at the start and one at the end.
 
     Returns:
-        The trace, on the coordinator's clock.
+        The trace, with all times on the coordinator's clock.
     """
     maps = [ClockMap(first, last) for first, last in clocks]
     parts: list[Spans] = [coordinator.spans().copy()]

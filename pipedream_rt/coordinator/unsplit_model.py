@@ -1,4 +1,4 @@
-"""The model as the user gave it: its layers, names, shapes and state dicts."""
+"""The unsplit model: its layers, the names and shapes of its weights, and its state dicts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pipedream_rt.stage.buffers import buffer_slots
 
 
 class UnsplitModel:
-    """The user's model, which is read and never changed.
+    """The model as the user gave it, which is read and never changed.
 
     Args:
-        model: ``nn.Sequential`` or list of modules.
+        model: An ``nn.Sequential`` or a list of modules.
 
     Attributes:
-        layers: By name.
-        names: Name of each trainable parameter by its ``id``, in the order of the model.
+        layers: The layers of the model, by name.
+        names: The name of each trainable parameter by its ``id``, in the order of the model.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The model is neither.
     """
 
     def __init__(self, model: nn.Sequential | Iterable[nn.Module]) -> None:
-        """Look at the layers."""
+        """Name the layers and the parameters."""
         self._model = model
         self.layers: Layers = layers_of(model)
         self._whole = nn.Sequential()
@@ -36,14 +36,14 @@ class UnsplitModel:
         self.names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
 
     def in_order(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict with its keys in the order of the model's own."""
+        """Return a state dict with its keys in the order of the model's state dict."""
         return {key: state_dict[key] for key in self._whole.state_dict()}
 
     def require_fit(self, state_dict: dict[str, Tensor]) -> None:
         """Refuse a state dict of another model.
 
         Raises:
-            ConfigError: Keys are missing or too many, or a shape differs.
+            ConfigError: A key is missing or unknown, or a shape differs.
         """
         expected = self._whole.state_dict()
         missing = [k for k in expected if k not in state_dict]
@@ -61,12 +61,12 @@ class UnsplitModel:
             )
 
     def first_misfit(self, shapes: dict[str, tuple[int, ...]]) -> str:
-        """Say how the shapes of saved weights differ from the model's; empty if they do not.
+        """Describe the first saved weight that does not fit the model; return "" if all fit.
 
-        Buffers do not count: they may have been made, or have grown, in a forward.
+        Buffers are not compared, because a forward may make them or change their shape.
 
         Args:
-            shapes: Of the saved weights and buffers, by key.
+            shapes: Shapes of the saved weights and buffers, by key.
         """
         flexible = buffer_slots(self._whole)
         state = self._whole.state_dict()
@@ -81,10 +81,10 @@ class UnsplitModel:
         """Return a copy of the model with the weights and buffers of a state dict.
 
         Args:
-            state_dict: With all of the model's keys.
+            state_dict: A state dict with all of the model's keys.
 
         Returns:
-            An ``nn.Sequential`` of the layers where a list was given.
+            A copy of the ``nn.Sequential``; where a list was given, one made of its layers.
         """
         given = self._model
         whole = copy.deepcopy(given if isinstance(given, nn.Sequential) else self._whole)
