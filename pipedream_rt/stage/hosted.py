@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipedream_rt.errors import ScheduleError
 from pipedream_rt.messages.message import (
     Gradient,
     Key,
@@ -78,13 +77,8 @@ class Hosted:
         Raises:
             ScheduleError: It is not in flight.
         """
-        position = self.positions.get(micro_batch)
-        if position is None:
-            raise ScheduleError(
-                f"stage {self.index}: the order wants the backward of micro-batch {micro_batch}; "
-                f"in flight are {list(self.positions)}"
-            )
-        return position
+        self.stage.require_in_flight(micro_batch)
+        return self.positions[micro_batch]
 
     def send_on(self, inputs: Sequence[Message], made: Value | float | None, version: int) -> None:
         """Send what a forward made on every edge that it gives.

@@ -276,19 +276,22 @@ class Stage:
         """
         return self.parameters.ledger.pinned(micro_batch)
 
-    def _flight_of(self, micro_batch: int) -> _InFlight:
-        """Return what a micro-batch in flight has left.
+    def require_in_flight(self, micro_batch: int) -> None:
+        """Refuse a micro-batch whose backward cannot come now.
 
         Raises:
             ScheduleError: It is not in flight.
         """
-        flight = self._in_flight.get(micro_batch)
-        if flight is None:
+        if micro_batch not in self._in_flight:
             raise ScheduleError(
                 f"stage {self.index}: the order wants the backward of micro-batch {micro_batch}; "
                 f"in flight are {list(self._in_flight)}"
             )
-        return flight
+
+    def _flight_of(self, micro_batch: int) -> _InFlight:
+        """Return what the forward of a micro-batch in flight has left for its backward."""
+        self.require_in_flight(micro_batch)
+        return self._in_flight[micro_batch]
 
     def _end(self, micro_batch: int) -> None:
         """Note that the gradients of a micro-batch are in the pending update."""
