@@ -115,11 +115,11 @@ class Hosted:
         """Send the gradients that a backward found to the producers of its inputs.
 
         Args:
-            micro_batch: In flight.
+            micro_batch: Its number.
             found: As `Stage.backward` returns them; nothing for a micro-batch without samples,
                 whose producers wait all the same.
         """
-        position = self.position_of(micro_batch)
+        position = self.positions[micro_batch]
         for number, edge in enumerate(self._back):
             of_input = found[number] if found else []
             tensors = tuple(gradient for gradient in of_input if gradient is not None)
