@@ -211,7 +211,7 @@ class Pipeline:
             Exception: Whatever the loader raises, after the results before it.
         """
         self._group.life.check()
-        yield from self._epochs.train(loader, injected=self._run_state.checkpoint_if_due)
+        yield from self._epochs.train(loader, injected=self._run_state.mini_batch_was_fed)
 
     def submit(self, x: Any, y: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -230,7 +230,7 @@ class Pipeline:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
         """
         pending = self._feeder.inject(x, y)
-        self._run_state.checkpoint_if_due()
+        self._run_state.mini_batch_was_fed()
         return pending
 
     def flush(self) -> None:

@@ -86,9 +86,13 @@ class RunState:
         assert written is not None
         return written
 
-    def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint behind the mini-batch that was fed last, if one is due."""
+    def mini_batch_was_fed(self) -> None:
+        """Finish a checkpoint that the stages have written, and begin one if it is due.
+
+        The new checkpoint is as of the mini-batch that was fed last.
+        """
         checkpointer, step = self._checkpointer, self._feeder.step
+        checkpointer.finish_if_written()
         if not checkpointer.due(step):
             return
         if checkpointer.is_begun:

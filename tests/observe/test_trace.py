@@ -94,6 +94,7 @@ def test_a_replay_does_the_same(schedule, updates):
         num_stages=schedule.num_stages,
         per_update=schedule.per_update,
         stages_per_worker=schedule.shape.stages_per_worker,
+        slack=schedule.shape.slack,
     )
     again = simulate(replay, unit(), updates * schedule.per_update, credits=trace.credits)
     # Where nothing is read after the end, versions may go earlier.
