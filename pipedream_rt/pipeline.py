@@ -31,7 +31,8 @@ from pipedream_rt.coordinator.distributed_optimizer import (
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.group import Lease, WorkerGroup
+from pipedream_rt.coordinator.group import WorkerGroup
+from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.options import (
     CheckpointOption,
     ScheduleOptions,

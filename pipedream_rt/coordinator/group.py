@@ -13,9 +13,7 @@ import hashlib
 import itertools
 import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -495,35 +493,3 @@ class WorkerGroup:
             self._send(edge.target, 0, start, (spec,))
         for edge in self.plan.edges(EdgeKind.READY):
             self._wait(Key(edge, generation))
-
-
-class Lease:
-    """The holder of the workers, which end when nothing refers to it, or the interpreter ends.
-
-    Every object of the user's that needs the workers refers to it: the pipeline, a pending step,
-    the handle of a stage, the optimizer.
-
-    Args:
-        group: The group whose workers end.
-
-    Attributes:
-        group: The group whose workers end.
-    """
-
-    def __init__(self, group: WorkerGroup) -> None:
-        """End the workers from now on when this object is collected."""
-        self.group = group
-        end = weakref.finalize(self, _close, group)
-        group.at_end.append(end.detach)
-
-
-def _close(group: WorkerGroup) -> None:
-    """End the workers; called by the garbage collector or at the interpreter's end.
-
-    The collector may run on any thread, also on one that `Lifecycle.close` waits for. So the
-    workers are ended on a new thread, except from the main thread.
-    """
-    if threading.current_thread() is threading.main_thread():
-        group.life.close()
-    else:
-        threading.Thread(target=group.life.close, name="close", daemon=True).start()

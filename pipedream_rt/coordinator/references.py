@@ -12,7 +12,7 @@ from pipedream_rt.cluster.base import Reference
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.group import Lease
+from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage.optimizer import Hyper

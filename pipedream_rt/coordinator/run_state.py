@@ -13,7 +13,8 @@ from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.group import Lease, restore_argument
+from pipedream_rt.coordinator.group import restore_argument
+from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.message import CommandName

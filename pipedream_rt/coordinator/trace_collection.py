@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.group import Lease
+from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.observe.clock import ClockMap, Reading

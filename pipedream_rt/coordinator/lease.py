@@ -1,0 +1,40 @@
+"""Who keeps the workers: they end when nobody holds a lease of them any more."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from pipedream_rt.coordinator.group import WorkerGroup
+
+
+class Lease:
+    """The holder of the workers, which end when nothing refers to it, or the interpreter ends.
+
+    Every object of the user's that needs the workers refers to it: the pipeline, a pending step,
+    the handle of a stage, the optimizer.
+
+    Args:
+        group: The group whose workers end.
+
+    Attributes:
+        group: The group whose workers end.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        """End the workers from now on when this object is collected."""
+        self.group = group
+        end = weakref.finalize(self, _close, group)
+        group.at_end.append(end.detach)
+
+
+def _close(group: WorkerGroup) -> None:
+    """End the workers; called by the garbage collector or at the interpreter's end.
+
+    The collector may run on any thread, also on one that `Lifecycle.close` waits for. So the
+    workers are ended on a new thread, except from the main thread.
+    """
+    if threading.current_thread() is threading.main_thread():
+        group.life.close()
+    else:
+        threading.Thread(target=group.life.close, name="close", daemon=True).start()
