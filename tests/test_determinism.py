@@ -585,7 +585,7 @@ def test_random_numbers_in_both_halves_are_refused():
             schedule="zero-bubble",
             workers="in-process",
         ) as pipe,
-        pytest.raises(StageFailed, match="draws random numbers for its input and for its"),
+        pytest.raises(StageFailed, match="draws random numbers both for its input and for its"),
     ):
         list(pipe.train_epoch(regression(3)))
 

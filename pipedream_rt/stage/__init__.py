@@ -1,1 +1,1 @@
-"""What runs on a worker: inbox, weight versions, optimizer and the loop. torch and threads."""
+"""The stages of a worker: weight versions, optimizer, the work on a micro-batch, and the loop."""

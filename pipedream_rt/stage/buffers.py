@@ -1,4 +1,4 @@
-"""The buffers of a module: where they are kept, and how they are loaded."""
+"""The buffers of a module: the places that hold them, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return where a module keeps its buffers: for each name, all places that share that buffer.
+    """Return, for the name of each buffer, all places of the module that hold that buffer.
 
-    Buffers that are None are included. (``named_buffers`` leaves them out, and all names of a
-    buffer but the first.)
+    A place is a submodule and a name in its ``_buffers``. Buffers that are None are included; they
+    are missing in ``named_buffers``, as is every name of a shared buffer but the first.
     """
     found: dict[str, list[tuple[nn.Module, str]]] = {}
     by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -22,7 +22,7 @@ def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def load_buffers(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load buffers by name: in place where they fit, since others may hold the same tensor."""
+    """Load buffers by name, in place where shape and dtype agree, since tensors may be shared."""
     for name, slots in buffer_slots(module).items():
         if name not in state:
             continue
@@ -37,6 +37,6 @@ def load_buffers(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load those entries of a state dict that are of this module; leave the others as they are."""
+    """Load those entries of a state dict that belong to this module, and ignore the others."""
     keys = module.state_dict()
     module.load_state_dict({k: state[k] for k in keys if k in state}, strict=False)

@@ -15,18 +15,18 @@ from pipedream_rt.stage.stage import Stage
 
 @torch.no_grad()
 def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
-    """Do what a command says.
+    """Carry out a command on a stage.
 
     Args:
-        stage: Which is told.
-        name: Of the command.
-        argument: As the coordinator gave it.
+        stage: The stage.
+        name: Name of the command.
+        argument: The command's argument, as the coordinator gave it.
 
     Returns:
-        What the stage replies. Its tensors may be the stage's own.
+        The result, for the reply. Its tensors may be the stage's own.
 
     Raises:
-        ScheduleError: The command is one that the loop carries out.
+        ScheduleError: The command is one that the loop carries out itself.
     """
     match name:
         case CommandName.STATE:

@@ -1,4 +1,4 @@
-"""Runs the stages of a worker on the calling thread, from start to end; turns errors into data."""
+"""The host of a worker's stages: it builds them, runs them on one thread, and reports errors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class StageHost:
     """The stages of one worker with their inbox.
 
     Args:
-        worker: Index.
-        stages: That it hosts, in the order of the model.
-        generation: Of the group; messages of another are refused.
-        send_of: Returns what a stage sends with.
-        timeout: For messages that are sure to come.
-        threads: For torch's own parallel loops, in this thread.
-        computing: Entered around every computation.
-        announce: Is called with actions before they are done, where a `Start` asks for it.
+        worker: Index of the worker.
+        stages: Indices of the stages that the worker hosts, in the order of the model.
+        generation: Number of the generation; the inbox drops messages of others.
+        send_of: Returns, for the index of a stage, the function that the stage sends with.
+        timeout: How long to wait for a message that is sure to come.
+        threads: Number of threads for torch's own parallel loops.
+        computing: Makes a context that is entered around every computation.
+        announce: Called with each action before it is done, as far as the `Start` message asks.
 
     Attributes:
-        name: As ``"stage 2"``, or ``"worker 1"`` where that hosts several.
-        inbox: Where the messages for its stages arrive.
+        worker: Index of the worker.
+        name: The name for messages: ``"stage 2"``, or ``"worker 1"`` if it hosts several stages.
+        inbox: The inbox for the messages to all its stages.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StageHost:
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
         announce: Callable[[str], None] = lambda action: None,
     ) -> None:
-        """Start no thread; `serve` runs on the caller's."""
+        """Build no stage yet."""
         self.worker = worker
         self.name = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
         self.inbox = Inbox(self.name, generation)
@@ -70,10 +71,10 @@ class StageHost:
         self._generation = generation
 
     def serve(self) -> None:
-        """Build the stages, run them until the inbox is closed. Raises nothing.
+        """Build the stages and run them on this thread until the inbox is closed. Raises nothing.
 
-        Close the inbox with `PipelineClosed` for a normal end. Every other error goes to the
-        coordinator as a `Failed` message, and closes the inbox.
+        Whoever closes the inbox gives `PipelineClosed` as the reason of a normal end. Every other
+        error goes to the coordinator as a `Failed` message and closes the inbox.
         """
         threading.current_thread().name = self.name.replace(" ", "-")
         torch.set_num_threads(self._threads)
@@ -104,7 +105,13 @@ class StageHost:
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def _run(self) -> None:
-        """Build each stage from its start message, say so, and run them all."""
+        """Build each stage from its `Start` message, reply `Ready`, and run all of them.
+
+        Raises:
+            PipelineClosed: The inbox was closed for a normal end.
+            BaseException: A stage cannot be built, an action raised, or the inbox was closed with
+                this reason.
+        """
         for index in self._indices:
             self._doing.stage = index
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
@@ -126,38 +133,40 @@ class StageHost:
         self._loop.run()
 
     def _report(self, error: BaseException) -> None:
-        """Send an error to the coordinator, with as much of it as can be pickled."""
+        """Send an error to the coordinator: its text, its traceback, and itself if it pickles."""
         index, action = self._doing.stage, self._doing.action
         name = type(error).__qualname__
         try:
             text, trace = str(error), "".join(traceback.format_exception(error))
         except Exception as problem:  # the error's own __str__ may raise
-            text = trace = f"(its text cannot be had: {type(problem).__name__})"
+            text = trace = f"(the error has no text: its __str__ raised {type(problem).__name__})"
         try:
             pickled = cloudpickle.dumps(error)
             cloudpickle.loads(pickled)
-        except Exception:  # so may its pickling; the text is left
+        except Exception:  # its pickling may raise too; the text is enough
             pickled = b""
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
         self._send_of(index)(COORDINATOR, 0, failed, ())
 
 
 def _spec_of(message: Message) -> tuple[Start, StageSpec]:
-    """Return how a stage starts, and what it is made of, if that is what the coordinator sent.
+    """Return the `Start` of a stage and its specification, which its digest authenticates.
 
     Raises:
-        TransportError: It is not.
+        TransportError: The specification is not the one that the coordinator sent.
     """
     start, data = message.payload, message.tensors[0].numpy().data
     assert isinstance(start, Start)
     if hashlib.sha256(data).digest() != start.digest:
-        raise TransportError(f"what stage {message.to} is made of is not what was sent")
+        raise TransportError(
+            f"the specification of stage {message.to} was changed on its way from the coordinator"
+        )
     spec: StageSpec = cloudpickle.loads(data)
     return start, spec
 
 
 def _begun(stage: Stage, start: Start) -> Stage:
-    """Let a stage take up the state that its start message describes."""
+    """Return a stage with the optimizer, the mode and the state that its `Start` describes."""
     if start.optimizer:
         stage.set_optimizer(start.optimizer)
     if start.training is not None:

@@ -1,4 +1,4 @@
-"""A stage on its worker, and what becomes of what it takes and returns: messages on edges."""
+"""A stage on its worker: it reads messages for the stage, and sends what the stage returns."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Gradients, Stage
 
 _NOTHING = Value(flatten(None)[0], (), ())
-"""What a micro-batch without samples carries."""
+"""The value that a micro-batch without samples carries."""
 
 
 class Hosted:
-    """A stage on its worker: what it has been given, and its way to the others.
+    """A stage on its worker, with its place in the feed and its counters.
 
     What the stage returns becomes messages here, on the edges that the plan names.
 
     Args:
         stage: The stage.
-        send: Hands its messages to the transport.
+        send: Hands the stage's messages to the transport.
 
     Attributes:
         stage: The stage.
-        index: Its index.
+        index: Index of the stage.
         inputs: The edges that its forward needs.
         outputs: The edges that its forward gives.
-        saver: Writes its part of checkpoints.
-        turn: Items of the feed that it was given.
-        positions: In the feed, of the micro-batches in flight.
-        busy_ns: How long it has computed.
-        held_up_ns: How long it has waited for leave to compute.
-        sent_bytes: Of tensors, since the last span.
+        saver: The writer of its part of checkpoints.
+        turn: The turn of the next item of its feed.
+        positions: The position of each micro-batch in flight.
+        busy_ns: The time that the stage has computed, in ns.
+        held_up_ns: The time that it has waited while another stage of its process computed, in ns.
+        sent_bytes: The bytes of tensors that it has sent since its last span.
     """
 
     def __init__(self, stage: Stage, send: Send) -> None:
-        """Nothing was given to the stage yet."""
+        """Begin at the first turn, with nothing in flight."""
         self.stage = stage
         self.index = stage.index
         self._transport_send = send
@@ -64,29 +64,29 @@ class Hosted:
         self.busy_ns = self.held_up_ns = self.sent_bytes = 0
 
     def next_keys(self) -> tuple[Key, Key]:
-        """Return where the next item of its feed waits: only one of the two ever comes."""
+        """Return the two keys of which one is that of the next item: activation and command."""
         return Key(self.inputs[0], self.turn), Key(self._commands, self.turn)
 
     def _tell_saved(self, position: int, result: object) -> None:
-        """Send the outcome of saving to the coordinator."""
+        """Send the result of a command to save to the coordinator."""
         self._transport_send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
 
     def position_of(self, micro_batch: int) -> int:
-        """Return the position in the feed of a micro-batch in flight.
+        """Return the position of a micro-batch in flight.
 
         Raises:
-            ScheduleError: It is not in flight.
+            ScheduleError: The micro-batch is not in flight.
         """
         self.stage.require_in_flight(micro_batch)
         return self.positions[micro_batch]
 
     def send_on(self, inputs: Sequence[Message], made: Value | float | None, version: int) -> None:
-        """Send what a forward made on every edge that it gives.
+        """Send the output or the loss of a forward on every edge that the forward gives.
 
         Args:
-            inputs: The messages of its inputs.
-            made: As `Stage.forward` returns it.
-            version: The weight version that it read.
+            inputs: The messages that the forward needed.
+            made: The output or the loss, as `Stage.forward` returns it.
+            version: The weight version that the forward read.
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
@@ -115,9 +115,9 @@ class Hosted:
         """Send the gradients that a backward found to the producers of its inputs.
 
         Args:
-            micro_batch: Its number.
-            found: As `Stage.backward` returns them; nothing for a micro-batch without samples,
-                whose producers wait all the same.
+            micro_batch: Number of the micro-batch.
+            found: The gradients, as `Stage.backward` returns them; empty for a micro-batch without
+                samples, for which the producers wait all the same.
         """
         position = self.positions[micro_batch]
         for number, edge in enumerate(self._back):
@@ -128,7 +128,7 @@ class Hosted:
 
     def reply(self, position: int, result: object) -> None:
         """Send the result of a command to the coordinator."""
-        # Copies: what was asked for must not change under the reader with the next update.
+        # The tensors are copied, because the next update may change the stage's own.
         structure, copies = flat_copy(result)
         edge = Edge(EdgeKind.REPLY, self.index, COORDINATOR)
         self._send(edge, position, Reply(structure=structure), copies)
@@ -140,20 +140,20 @@ class Hosted:
         payload: Payload,
         tensors: tuple[Tensor, ...],
     ) -> None:
-        """Hand a message to the transport, and count its bytes."""
+        """Hand a message to the transport, and count the bytes of its tensors."""
         self.sent_bytes += sum(t.nbytes for t in tensors)
         self._transport_send(edge.target, position, payload, tensors)
 
 
 def value_of(message: Message) -> Value:
-    """Return the value that a micro-batch's message carries."""
+    """Return the value that the message of a micro-batch carries."""
     head = message.payload
     assert isinstance(head, MicroBatch)
     return Value(head.structure, message.tensors, tuple(head.requires_grad))
 
 
 def target_of(message: Message | None) -> tuple[Value | None, float]:
-    """Return the target that a message carries, and the micro-batch's share."""
+    """Return the target that a message carries, and the micro-batch's share of its mini-batch."""
     if message is None:
         return None, 1.0
     head = message.payload
@@ -169,7 +169,7 @@ def gradients_of(message: Message) -> Gradients:
 
 
 def trail_of(inputs: Sequence[Message]) -> list[list[int]]:
-    """Return the trails of all inputs as one, in the order of the stages."""
+    """Return the trails of all inputs merged into one, in the order of the stages."""
     trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
     merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
     return [merged[stage] for stage in sorted(merged)]

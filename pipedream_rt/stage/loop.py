@@ -1,12 +1,12 @@
-"""The loop of a worker: take what the next action needs, have it done, send what it gives.
+"""The loop of a worker: take the messages that the next action needs, do it, send what it gives.
 
-One thread, named ``worker-<index>`` or ``stage-<index>``, runs this and owns all that changes: the
-stages of the worker with their weights, versions, optimizers, and what is in flight. Other threads
-only put messages into the inbox.
+One thread, named ``worker-<index>`` or ``stage-<index>``, runs the loop and owns all mutable state:
+the stages of the worker with their weights, versions, optimizers, and micro-batches in flight.
+Other threads only put messages into the inbox.
 
-Which action is next is a matter of the order alone, and what it needs and gives is a matter of the
-plan. What does not train (evaluation, inference, commands) comes by its turn in the feed, the same
-place on every stage.
+The order alone says which action is next, and the plan says what it needs and gives. Items of the
+feed that do not train (evaluation, inference, commands) are served by their turn, and so at the
+same place between two micro-batches on every stage.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _Needed(NamedTuple):
 
     Attributes:
         messages: Activations or gradients, by edge; or a command in the place of an activation.
-        target: The target, on the stage that computes the loss.
-        arrived_ns: When the last of the messages had arrived.
-        waited_for: Whose that was.
+        target: The target, on the stage that computes the loss; None on others.
+        arrived_ns: When the last of the messages arrived, on the clock of ``time.monotonic_ns``.
+        waited_for: The sender of that message; `NOBODY` if no message is needed.
     """
 
     messages: Sequence[Message] = ()
@@ -64,11 +64,11 @@ class _Needed(NamedTuple):
 
 @dataclass(slots=True)
 class Doing:
-    """What a worker does now, for an error report.
+    """The present action of a worker, for an error report.
 
     Attributes:
-        stage: Index.
-        action: Text form of an action, or the name of a command or pass.
+        stage: Index of the stage that acts.
+        action: The text form of an action, or the name of a command or pass.
     """
 
     stage: int
@@ -77,15 +77,16 @@ class Doing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """What a loop is told beside its stages.
+    """The options of a loop.
 
     Attributes:
-        timeout: For messages that are sure to come.
-        computing: Entered around every computation; keeps the stages of one process apart.
-        recorder: Where spans are written; None for no trace.
-        announce: Is called with the text form of an action before the action is done, and with an
+        timeout: How long to wait for a message that is sure to come.
+        computing: Makes a context that is entered around every computation, which keeps the stages
+            of one process from computing at the same time.
+        recorder: Where the loop writes its spans; None for no trace.
+        announce: Called with the text form of an action before the action is done, and with an
             empty text afterwards.
-        announced: Only actions on micro-batches with lower numbers are announced.
+        announced: One past the number of the last micro-batch whose actions are announced.
     """
 
     timeout: timedelta
@@ -96,17 +97,17 @@ class LoopOptions:
 
 
 class Loop:
-    """Drives the stages of one worker by their order and their inbox alone.
+    """The loop that drives the stages of one worker, by their order and their inbox alone.
 
     Args:
-        stages: Of this worker, in the order of the model.
-        worker: Index.
-        inbox: Where the messages for all these stages arrive.
-        send_of: Returns what a stage sends with.
-        options: See there.
+        stages: The stages of the worker, in the order of the model.
+        worker: Index of the worker.
+        inbox: The inbox for the messages to all these stages.
+        send_of: Returns, for the index of a stage, the function that the stage sends with.
+        options: The options of the loop.
 
     Attributes:
-        doing: What the worker does now.
+        doing: The present action of the worker.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Loop:
         send_of: Callable[[int], Send],
         options: LoopOptions,
     ) -> None:
-        """Run nothing yet."""
+        """Do no action yet."""
         self._hosted = {stage.index: Hosted(stage, send_of(stage.index)) for stage in stages}
         self._first = self._hosted[stages[0].index]
         self._plan: Plan = stages[0].plan
@@ -128,7 +129,7 @@ class Loop:
         self.doing = Doing(stages[0].index)
 
     def run(self) -> None:
-        """Do what the order says until the inbox is closed; never return otherwise.
+        """Do the actions of the order until the inbox is closed. Never returns.
 
         Raises:
             BaseException: The reason with which the inbox was closed, or an error of an action.
@@ -137,12 +138,12 @@ class Loop:
             self._run_until_flush()
 
     def close(self) -> None:
-        """Wait for checkpoints that are being written."""
+        """Wait until no checkpoint is being written."""
         for hosted in self._hosted.values():
             hosted.saver.close()
 
     def _run_until_flush(self) -> None:
-        """Follow the order from where nothing is in flight to where nothing is again."""
+        """Follow the order from a point where nothing is in flight to the end of the next flush."""
         order = self._plan.order(self._worker, self._first.stage.next_forward)
         for action in order:
             hosted = self._host_of(action)
@@ -154,12 +155,12 @@ class Loop:
         self._flush(order, self._first, self._flush_after_the_end(self._first))
 
     def _flush(self, order: Iterator[Action], hosted: Hosted, command: Message) -> None:
-        """Do what is left of the order for the micro-batches that were fed, then say so.
+        """Do the remaining actions on the micro-batches that were fed, then reply to the command.
 
         Args:
-            order: From where it stands.
-            hosted: The stage that was told to flush.
-            command: What it was told.
+            order: The rest of the order.
+            hosted: The stage that was given the command first.
+            command: The command to flush.
         """
         stop, per_update = hosted.stage.next_forward, self._plan.per_update
         left = sum(
@@ -175,12 +176,16 @@ class Loop:
                 self._end_flush(other, self._next_item(other))
 
     def _flush_after_the_end(self, hosted: Hosted) -> Message:
-        """Return the command to flush that must come when a schedule ends, as a replay does."""
+        """Return the command to flush that must come when the order ends, as that of a replay does.
+
+        Raises:
+            ScheduleError: Another micro-batch came.
+        """
         item = self._next_item(hosted)
         if not isinstance(item.payload, Command):
             raise ScheduleError(
                 f"the schedule {self._plan.name} ends with micro-batch "
-                f"{hosted.stage.next_forward - 1}, there are more"
+                f"{hosted.stage.next_forward - 1}, but the coordinator has fed another one"
             )
         return item
 
@@ -200,7 +205,8 @@ class Loop:
     def _await(self, hosted: Hosted, action: Action) -> _Needed:
         """Wait for the messages that an action needs.
 
-        Where the order wants a forward, a command to flush may come in its place.
+        When the next action is a forward, a command to flush may come in the place of the
+        activation.
         """
         if action.kind is Kind.FORWARD:
             item = self._next_item(hosted)
@@ -222,18 +228,19 @@ class Loop:
         return _Needed(messages, None, arrived, waited_for)
 
     def _next_item(self, hosted: Hosted) -> Message:
-        """Take turn after turn of a stage's feed: serve what is no training, return what is.
+        """Take a stage's feed turn by turn; serve items that do not train, return the first other.
 
-        What does not train is served for the other stages of this worker too: it may have to pass
-        through all of them before more is fed. Its order across stages changes nothing.
+        Items that do not train are served for the other stages of this worker too, because they may
+        have to pass through all of them before the coordinator feeds more. In which order the
+        stages are served changes no result.
 
         Returns:
-            The next micro-batch to train on (of several producers', the first's), or the command
-            to flush.
+            The next micro-batch to train on (the message of the first producer), or the command to
+            flush.
         """
         while True:
-            # No deadline: a script may pause between two mini-batches for as long as it likes.
-            # The control connection notices a dead coordinator and closes the inbox.
+            # There is no deadline, because a script may pause between two mini-batches for as long
+            # as it likes. The control connection notices a dead coordinator and closes the inbox.
             activation, command = hosted.next_keys()
             others = (other for other in self._hosted.values() if other is not hosted)
             item = self._inbox.take(
@@ -251,7 +258,7 @@ class Loop:
             self.doing.stage = hosted.index
 
     def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> _Needed:
-        """Take what belongs to a micro-batch: other producers' activations, and the target."""
+        """Take a micro-batch's remaining messages: other producers' activations and the target."""
         assert isinstance(head, MicroBatch)
         messages, target = [item], None
         arrived, waited_for = self._inbox.arrived_ns, item.sender
@@ -272,7 +279,7 @@ class Loop:
     # -- do -------------------------------------------------------------------------------------
 
     def _do(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
-        """Have a stage do an action whose messages are there, and send what the action gives."""
+        """Do an action whose messages are there, and send what it gives."""
         stage, (kind, m, _) = hosted.stage, action
         self._refuse_out_of_turn(stage, action)
         announced = m < self._options.announced
@@ -293,21 +300,26 @@ class Loop:
             case _:
                 assert_never(kind)
         if announced:
-            self._options.announce("")  # it went well
+            self._options.announce("")  # the action went well
         start += hosted.held_up_ns - held_up
         self._record(CODES[kind], hosted, m, version, needed, start)
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
-        """Refuse gradients that would be summed in another order than that of the micro-batches.
+        """Refuse an order that would sum gradients in another order than that of the micro-batches.
 
-        A schedule that a user wrote was checked for a while only.
+        The checker has looked at only the first actions of a schedule that a user wrote.
+
+        Raises:
+            ScheduleError: The action is a step or the end of a backward, and not the next one.
         """
         kind, m, _ = action
         if kind is not Kind.STEP and kind not in ENDS:
             return
         due = stage.parameters.ledger.newest if kind is Kind.STEP else stage.ended
         if m != due:
-            raise ScheduleError(f"stage {stage.index}: {action} comes before {kind.value}{due}")
+            raise ScheduleError(
+                f"stage {stage.index}: the order has {action} before {kind.value}{due}"
+            )
 
     def _forward(self, hosted: Hosted, micro_batch: int, needed: _Needed) -> int:
         """Do a forward and send its output or loss; return the weight version that it read."""
@@ -325,7 +337,7 @@ class Loop:
         return version
 
     def _backward(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
-        """Do a backward or a half of it, and send the gradients that it gives."""
+        """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = list(map(gradients_of, needed.messages))
         found: list[Gradients] = []
@@ -343,7 +355,7 @@ class Loop:
 
     @contextmanager
     def _computing(self, hosted: Hosted) -> Iterator[None]:
-        """Count the time of a computation, and keep other stages of this process out."""
+        """Count the time of a computation, and keep other stages of this process from computing."""
         asked = time.perf_counter_ns()
         with self._options.computing():
             start = time.perf_counter_ns()
@@ -353,10 +365,10 @@ class Loop:
             finally:
                 hosted.busy_ns += time.perf_counter_ns() - start
 
-    # -- what is no training --------------------------------------------------------------------
+    # -- items that do not train ----------------------------------------------------------------
 
     def _serve(self, hosted: Hosted, item: Message) -> None:
-        """Do what is no training: a pass of evaluation or inference, or a command."""
+        """Serve an item that does not train: a pass of evaluation or inference, or a command."""
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
         needed = _Needed((item,), None, self._inbox.arrived_ns, item.sender)
         match item.payload:
@@ -387,7 +399,7 @@ class Loop:
         hosted.send_on(needed.messages, made, stage.parameters.ledger.newest)
 
     def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:
-        """Carry out a command, and reply unless the reply comes later."""
+        """Carry out a command and reply; the saver replies to the command to save."""
         argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
         result: object
         match command.name:
@@ -402,18 +414,27 @@ class Loop:
             case CommandName.SAVE:
                 with self._computing(hosted):
                     hosted.saver.begin(item.index, **argument)
-                return  # the saver replies when everything is written
+                return  # the saver replies when its files are written
             case name:
                 with self._computing(hosted):
                     result = carry_out(hosted.stage, name, argument)
         hosted.reply(item.index, result)
 
-    # -- what is reported -----------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------
 
     def _record(
         self, kind: int, hosted: Hosted, index: int, version: int, needed: _Needed, start: int
     ) -> None:
-        """Write the span that ends now, if there is a trace."""
+        """Write a span that ends now, if spans are recorded.
+
+        Args:
+            kind: Kind of the span.
+            hosted: The stage that acted.
+            index: Micro-batch, update, or position in the feed.
+            version: The weight version that was read or made.
+            needed: The messages that were waited for.
+            start: When the work began, in ns.
+        """
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
         if recorder is None:
             return
@@ -426,7 +447,7 @@ class Loop:
         self._free_ns = end
 
     def _spans_of(self, hosted: Hosted) -> dict[str, object]:
-        """Return what was recorded of a stage; the worker's oldest spans may be overwritten."""
+        """Return the spans of a stage that the ring still holds, with other facts for the trace."""
         recorder = self._options.recorder
         if recorder is None:
             return {}
@@ -440,13 +461,13 @@ class Loop:
         }
 
     def _note(self, hosted: Hosted, action: str) -> None:
-        """Remember what a stage does, for a report."""
+        """Note the present action of a stage, for reports of errors and stalls."""
         self.doing.stage, self.doing.action = hosted.index, action
         self._inbox.recent.append(action)
 
 
 def _trains(item: Message) -> bool:
-    """Whether an item of the feed is a micro-batch to train on, or ends a run of them."""
+    """Whether an item of the feed is a micro-batch to train on, or the command to flush."""
     match item.payload:
         case MicroBatch(mode=Mode.TRAIN) | Command(name=CommandName.FLUSH):
             return True

@@ -1,4 +1,4 @@
-"""Memory of this process."""
+"""The memory of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 def peak_memory_bytes() -> int:
     """Return the largest resident memory that this process has had.
 
-    From Linux's own count: ``getrusage`` starts a process with the peak of the one that started it.
+    It is read from ``/proc`` where there is one, because ``getrusage`` lets a process begin with
+    the peak of the process that started it.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Any unmodified torch.optim optimizer over the Parameters of one stage."""
+"""The optimizer of one stage: any unmodified `torch.optim` class over the stage's Parameters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 Hyper = dict[str, Any]
-"""The plain values of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
+"""The hyper-parameters of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One parameter group: the names of its parameters in the unsplit model, and its options."""
+    """The description of one parameter group.
+
+    Attributes:
+        names: The names of its parameters in the unsplit model.
+        options: The options of the group.
+    """
 
     names: tuple[str, ...]
     options: Hyper = field(default_factory=dict)
@@ -22,13 +27,13 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """How to build the optimizer of a stage.
+    """The description from which each stage builds its optimizer.
 
     Attributes:
         optimizer_class: A subclass of `torch.optim.Optimizer`.
-        args: Positional arguments after the parameters.
-        kwargs: Keyword arguments.
-        groups: All groups of the whole model.
+        args: Positional arguments of the class after the parameters.
+        kwargs: Keyword arguments of the class.
+        groups: The parameter groups of the whole model.
     """
 
     optimizer_class: type[torch.optim.Optimizer]
@@ -38,9 +43,9 @@ class OptimizerSpec:
 
 
 def plain_hyper(group: dict[str, Any]) -> Hyper:
-    """Return the values of a parameter group that can travel with a micro-batch.
+    """Return the hyper-parameters of a group: numbers, texts, None, and tuples of these.
 
-    A one-element tensor (a learning rate may be one) becomes a number.
+    A tensor with one element becomes a number, because a learning rate may be such a tensor.
     """
     hyper: Hyper = {}
     for name, value in group.items():
@@ -55,7 +60,7 @@ def plain_hyper(group: dict[str, Any]) -> Hyper:
 
 
 def set_hyper(group: dict[str, Any], hyper: Hyper) -> None:
-    """Set what `plain_hyper` gave, after a way on which tuples became lists."""
+    """Set the hyper-parameters of a group; on their way tuples have become lists."""
     group.update((k, tuple(v) if isinstance(v, list) else v) for k, v in hyper.items())
 
 
@@ -63,12 +68,16 @@ class StageOptimizer:
     """The optimizer of one stage, with its state under the names of the unsplit model.
 
     Args:
-        spec: For the whole model; groups without a parameter here are left out.
-        parameters: The trainable Parameters of the stage by name.
+        spec: The description for the whole model; the stage leaves out groups that have none of its
+            parameters.
+        parameters: The trainable Parameters of the stage, by name.
+
+    Attributes:
+        torch_optimizer: The torch optimizer; None if the stage has no parameter.
     """
 
     def __init__(self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> None:
-        """Build the torch optimizer, unless the stage has no parameter."""
+        """Build the torch optimizer, if the stage has a parameter."""
         self._parameters = parameters
         self._group_numbers: list[int] = []
         groups = []
@@ -83,10 +92,10 @@ class StageOptimizer:
             self.torch_optimizer = build(groups, *spec.args, **spec.kwargs)
 
     def step(self, hyper: list[Hyper]) -> None:
-        """Step once with the hyper-parameters that the micro-batch brought along.
+        """Step once with the hyper-parameters that travelled with the micro-batch.
 
         Args:
-            hyper: One for each group of the whole model.
+            hyper: The hyper-parameters of each group of the whole model.
         """
         if self.torch_optimizer is None:
             return
@@ -107,12 +116,12 @@ class StageOptimizer:
         """Replace the optimizer state.
 
         Args:
-            state: By parameter name; of the whole model or of this stage alone.
+            state: The state by parameter name, of the whole model or of this stage alone.
         """
         if self.torch_optimizer is None:
             return
-        # Not by its load_state_dict, which casts to the type of the parameter and keeps the strides
-        # of what it is given: a fused kernel walks weights and moments side by side.
+        # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
+        # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
             if name in state:
@@ -120,7 +129,7 @@ class StageOptimizer:
                     key: _like(parameter, value) if isinstance(value, Tensor) else value
                     for key, value in state[name].items()
                 }
-        # Which brings states of older versions of torch up to date.
+        # This call brings states of older versions of torch up to date.
         self.torch_optimizer.__setstate__(
             {
                 "state": self.torch_optimizer.state,
@@ -130,7 +139,7 @@ class StageOptimizer:
 
 
 def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """A copy of a tensor of optimizer state, with the strides of its parameter."""
+    """Return a copy of a tensor of optimizer state, with the strides of its parameter."""
     if value.shape != parameter.shape:
         return value.detach().clone()
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

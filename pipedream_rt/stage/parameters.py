@@ -1,16 +1,16 @@
 """The weight versions of one stage as tensors.
 
 The problem: the forward of a micro-batch reads version v, updates then make v+1, v+2, ..., and
-its backward must compute with v. Autograd saves some weights and looks others up again, so two
+the backward must compute with v. Autograd saves some weights and looks others up again, so two
 ways that look right are silently wrong: pointing ``param.data`` at another version (LayerNorm,
 Conv and ``x * w`` then use the new weights in backward), and ``functional_call`` in forward alone
 (a checkpoint inside the module recomputes with the module's own weights).
 
-The way here: a version is a set of buffers, each with a *leaf* tensor over it. Forward and
+The solution: a version is a set of buffers, each with a *leaf* tensor over it. Forward and
 backward of a micro-batch both run while ``module._parameters`` points at the leaves of its
-version. The module's own Parameters stay what optimizer, schedulers and ``state_dict`` know; their
+version. The optimizer, schedulers and ``state_dict`` know the module's own Parameters, whose
 ``data`` is the newest version. An update copies the newest version to a recycled set of buffers
-and steps there, or steps in place where nobody reads it::
+and steps there; if no micro-batch in flight reads the newest version, it steps in place::
 
     version   1        2        3 (newest)        free
     buffers   [A]      [B]      [C]               [D]
@@ -33,19 +33,24 @@ from pipedream_rt.schedules import VersionLedger
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Storage of one version: raw buffers, and the autograd leaves that share it."""
+    """The storage of one version.
+
+    Attributes:
+        buffers: The raw buffers, one for each trainable parameter.
+        leaves: The autograd leaves over them.
+    """
 
     buffers: list[Tensor]
     leaves: list[Tensor]
 
 
 def _version_over(buffers: list[Tensor]) -> _Version:
-    """Make leaves over buffers.
+    """Return a version with new leaves over the given buffers.
 
-    From the raw buffers, not from the Parameters: a detached Parameter shares its version counter
-    and raises false alarms after the next update. Leaves share the counter of their buffer, so
-    that recycling a buffer under a graph that still needs it is an autograd error, not a wrong
-    gradient.
+    The leaves are made from the raw buffers, not from the Parameters, because a detached Parameter
+    shares the Parameter's autograd version counter: after the next update autograd would raise an
+    error though nothing is wrong. A leaf shares the counter of its buffer, so that to recycle a
+    buffer under a graph that still needs it is an error of autograd and not a wrong gradient.
     """
     return _Version(buffers, [b.detach().requires_grad_() for b in buffers])
 
@@ -53,15 +58,15 @@ def _version_over(buffers: list[Tensor]) -> _Version:
 class VersionedParameters:
     """The parameters of a stage in all the versions that micro-batches in flight read.
 
-    Owned by the compute thread of the stage.
+    The thread that runs the stage owns them.
 
     Args:
-        module: The stage. Its Parameters stay its own; frozen ones are not versioned.
-        stage: Index for messages.
+        module: The module of the stage. It keeps its Parameters; frozen ones have no versions.
+        stage: Index of the stage, for messages.
 
     Attributes:
-        ledger: Who reads which version.
-        allocated: Sets of buffers ever made, the module's own included.
+        ledger: The list of which micro-batch reads which version.
+        allocated: Number of sets of buffers that were allocated, including the module's own.
     """
 
     def __init__(self, module: nn.Module, stage: int) -> None:
@@ -85,28 +90,28 @@ class VersionedParameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one version."""
+        """The size of one version in bytes."""
         return sum(p.nbytes for p in self._parameters)
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """The module's own trainable Parameters by name."""
+        """The module's own trainable Parameters, by name."""
         return dict(zip(self._names, self._parameters, strict=True))
 
     def leaves(self, micro_batch: int) -> list[Tensor]:
-        """The trainable weights in the version that a micro-batch reads, as autograd leaves.
+        """Return the trainable weights in the version that a micro-batch reads, as autograd leaves.
 
         Raises:
-            VersionError: The micro-batch is not pinned.
+            VersionError: The micro-batch is not in flight.
         """
         return self._versions[self.ledger.pinned(micro_batch)].leaves
 
     @contextmanager
     def reading(self, micro_batch: int) -> Iterator[None]:
-        """Run the body with the module's weights being the version that a micro-batch reads.
+        """Let the module's weights be the version that a micro-batch reads, while the body runs.
 
         Raises:
-            VersionError: The micro-batch is not pinned.
+            VersionError: The micro-batch is not in flight.
         """
         leaves = self.leaves(micro_batch)
         for slots, name, i in self._slots:
@@ -119,13 +124,14 @@ class VersionedParameters:
 
     @contextmanager
     def accumulating(self, micro_batch: int) -> Iterator[None]:
-        """As `reading`, and what backward finds is added to the gradients of the pending update.
+        """Run the body as `reading` does, and add its gradients to those of the pending update.
 
         The sum so far is put into ``leaf.grad`` first, so that autograd itself adds, in the order
-        and with the roundings of plain gradient accumulation.
+        and with the rounding of plain gradient accumulation.
 
         Raises:
-            ConfigError: A gradient went to a Parameter past its module.
+            ConfigError: The forward used a Parameter that it did not read from its module.
+            VersionError: The micro-batch is not in flight.
         """
         leaves = self.leaves(micro_batch)
         for leaf, gradient in zip(leaves, self._gradients, strict=True):
@@ -144,14 +150,14 @@ class VersionedParameters:
                 )
 
     def step(self, next_read: int, update: Callable[[], None]) -> None:
-        """Apply the gradients: make the next version.
+        """Apply the gradients of the pending update, which makes the next version.
 
         Args:
-            next_read: Version that the next forward will read.
+            next_read: The version that the next forward will read.
             update: Changes the module's Parameters in place, by their ``grad``.
 
         Raises:
-            VersionError: The bookkeeping is broken.
+            VersionError: The versions held are not those of the ledger, which is an error of ours.
         """
         ledger = self.ledger
         newest = self._versions[ledger.newest]
@@ -170,8 +176,8 @@ class VersionedParameters:
         self._versions[ledger.newest] = target
         if self._versions.keys() != ledger.kept:
             raise VersionError(
-                f"stage {self._stage}: holds versions {sorted(self._versions)}, "
-                f"the ledger says {sorted(ledger.kept)}"
+                f"stage {self._stage} holds the weight versions {sorted(self._versions)}, but its "
+                f"ledger keeps {sorted(ledger.kept)}"
             )
         for i, parameter in enumerate(self._parameters):
             parameter.grad, self._gradients[i] = self._gradients[i], None
@@ -183,8 +189,8 @@ class VersionedParameters:
         """Let a micro-batch read a version until the ledger unpins it; recycle older versions.
 
         Args:
-            micro_batch: Its number.
-            version: What the plan says that it reads.
+            micro_batch: Number of the micro-batch.
+            version: The version that the plan lets it read.
 
         Raises:
             VersionError: The version is not kept, or the micro-batch is in flight already.
@@ -192,7 +198,7 @@ class VersionedParameters:
         self._recycle(self.ledger.read(micro_batch, version))
 
     def reset(self, load: Callable[[], None]) -> None:
-        """Replace the weights: one version is left, which every later forward reads at least.
+        """Replace the weights; no later forward reads a version from before.
 
         Args:
             load: Writes the module's Parameters in place.
@@ -204,7 +210,10 @@ class VersionedParameters:
         load()
 
     def older(self) -> dict[int, dict[str, Tensor]]:
-        """The versions kept before the newest, by name; to be copied, not kept."""
+        """Return the tensors of all versions kept but the newest, by version and name.
+
+        The caller copies them: a later update recycles them.
+        """
         return {
             version: dict(zip(self._names, kept.buffers, strict=True))
             for version, kept in self._versions.items()
@@ -218,7 +227,7 @@ class VersionedParameters:
 
         Args:
             newest: Number of the version that ``load`` writes.
-            older: Versions before it, of every trainable parameter.
+            older: The versions before it: by version, the tensor of every trainable parameter.
             load: Writes the module's Parameters in place.
 
         Raises:
@@ -236,11 +245,11 @@ class VersionedParameters:
                 buffer.copy_(named[name])
 
     def _recycle(self, versions: list[int]) -> None:
-        """Keep the buffers of dropped versions for later ones."""
+        """Keep the buffers of dropped versions for later versions."""
         self._free.extend(self._versions.pop(version) for version in versions)
 
     def _take_free(self, like: _Version) -> _Version:
-        """A recycled set of buffers, or a new one while the pipe fills for the first time."""
+        """Return a recycled set of buffers; a new one if none is free, as in the first warm-up."""
         if self._free:
             return self._free.pop()
         self.allocated += 1

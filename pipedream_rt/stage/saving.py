@@ -1,8 +1,9 @@
-"""One stage's part of checkpoints: copied between two actions, written by a thread of its own.
+"""One stage's part of checkpoints: copied between two actions, written by another thread.
 
-A checkpoint of an update holds buffers as they are after the last forward before that update's
-next one, and everything else as it is after the update. So buffers are copied when the command
-comes, and the rest is copied when the update is done; nothing waits for the disk.
+The checkpoint of step t holds buffers as they are after the last forward of mini-batch t-1, and all
+other state as it is after that mini-batch's update. The command to save follows that forward in the
+feed, so the stage copies buffers at the command, and the rest once the update is done. It never
+waits for the disk.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ _CHANGED_IN_BACKWARD = (
     "they have no state between two micro-batches while others are in flight; call save() at the "
     "end of an epoch, or take the layer out of torch's checkpoint"
 )
-"""Why a stage cannot save without a flush."""
+"""The text of the error when a stage cannot save without a flush."""
 
 Tell = Callable[[int, object], None]
-"""``tell(position, result)``: sends the outcome of the save command at a position; any thread."""
+"""``tell(position, result)`` sends the result of the save command at a position; any thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saving:
-    """A checkpoint that waits for its update; see `StageSaver.begin`.
+    """A checkpoint whose update is not done yet.
 
     Attributes:
-        folder: Of the checkpoint.
-        step: Updates after which it is made.
-        position: Of the command.
-        buffers: Copies of those in the state dict, by name.
-        hidden: Copies of the others.
+        folder: Folder of the checkpoint.
+        step: Number of updates after which the checkpoint is made.
+        position: Position of the command.
+        buffers: Copies of the buffers that the state dict has, by name.
+        hidden: Copies of the buffers that the state dict leaves out, by name.
     """
 
     folder: Path
@@ -52,17 +53,20 @@ class _Saving:
 
 
 class StageSaver:
-    """Writes one stage's part of checkpoints. Used by the worker's thread; writes on its own.
+    """The writer of one stage's part of checkpoints.
+
+    The worker's thread calls its methods; a thread of the saver writes the files.
 
     Args:
-        stage: Whose state is written.
-        num_stages: How many stages there are.
-        tell: Told of every outcome: what `write_stage` returns as a list, or a text that says why
-            the part could not be written, which must not end the training.
+        stage: The stage whose state is written.
+        num_stages: Number of stages in the pipeline.
+        tell: Called with the result of every command to save: what `write_stage` returns, as a
+            list; or the reason why the part could not be written, as a text. Training goes on
+            either way.
     """
 
     def __init__(self, stage: Stage, num_stages: int, tell: Tell) -> None:
-        """Nothing is to be saved yet."""
+        """Begin no checkpoint yet."""
         self._stage = stage
         self._num_stages = num_stages
         self._tell = tell
@@ -71,17 +75,17 @@ class StageSaver:
 
     @torch.no_grad()
     def begin(self, position: int, folder: str, step: int) -> None:
-        """Begin this stage's part of a checkpoint as of an update, without stopping for it.
+        """Begin this stage's part of a checkpoint, and copy the buffers.
 
-        To be called after the last forward before the update's next one.
+        The loop calls it between the last forward of one mini-batch and the first of the next.
 
         Args:
-            position: Of the command.
-            folder: Of the checkpoint.
-            step: Updates done.
+            position: Position of the command.
+            folder: Folder of the checkpoint.
+            step: Number of updates after which the checkpoint is made.
         """
         module = self._stage.module
-        # By identity, for a weight that is shared has several names.
+        # Compared by identity, because a shared weight has several names.
         trained = {id(parameter) for parameter in self._stage.parameters.named.values()}
         state = module.state_dict(keep_vars=True)
         rest = {n: t for n, t in state.items() if id(t) not in trained}
@@ -100,7 +104,7 @@ class StageSaver:
 
     @contextmanager
     def watching_buffers(self) -> Iterator[None]:
-        """Give a checkpoint up whose buffers a backward changes after they were copied for it."""
+        """Give up the checkpoint that has begun if a backward, the body, changes buffers."""
         saving = self._saving
         if saving is None:
             yield
@@ -112,12 +116,12 @@ class StageSaver:
             self._tell(saving.position, _CHANGED_IN_BACKWARD)
 
     def _buffers_now(self) -> list[tuple[str, int, int]]:
-        """Return what tells whether a buffer was changed or replaced."""
+        """Return a value that differs once a buffer was changed or replaced."""
         return [(n, id(b), b._version) for n, b in self._stage.module.named_buffers()]
 
     @torch.no_grad()
     def save_if_due(self) -> None:
-        """Copy what the checkpoint needs, once its update is done, and have it written."""
+        """Once the update of the checkpoint is done, copy the rest and let the thread write it."""
         saving, stage = self._saving, self._stage
         if saving is None or stage.parameters.ledger.newest < saving.step:
             return
@@ -143,34 +147,37 @@ class StageSaver:
         self._writer.submit(self._write, saving, state)
 
     def _write(self, saving: _Saving, state: StageState) -> None:
-        """Write the files and tell of it; on the thread of its own, on copies alone."""
+        """Write the files and tell the result; the saver's thread runs this, on copies alone."""
         result: object
         try:
             result = list(write_stage(saving.folder, self._stage.index, self._num_stages, state))
-        except Exception as error:  # the top of a thread; whatever it is, the training goes on
+        except Exception as error:  # the top of a thread; the training goes on after any error
             result = str(error)
         self._tell(saving.position, result)
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait until no checkpoint is being written."""
         if self._writer is not None:
             self._writer.shutdown()
 
 
 @torch.no_grad()
 def restore_stage(stage: Stage, folder: str, step: int, plain: dict[str, Any], floor: int) -> bool:
-    """Let a stage go on from a checkpoint that was verified. Nothing must be in flight.
+    """Let a stage go on from a verified checkpoint, while nothing is in flight.
 
     Args:
-        stage: Which.
-        folder: Of the checkpoint.
-        step: Updates done.
-        plain: What of the optimizer state is no tensor.
-        floor: Oldest weight version that may be read.
+        stage: The stage.
+        folder: Folder of the checkpoint.
+        step: Number of updates after which the checkpoint was made.
+        plain: The part of the optimizer state that is no tensor, by parameter and name.
+        floor: The oldest weight version that a micro-batch to come may read.
 
     Returns:
-        Whether every version is there that a micro-batch to come reads; else the newest is read in
-        the place of those before it.
+        Whether the checkpoint has every version that a micro-batch to come reads. If not, those
+        micro-batches read the newest version in the place of older ones.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a weight.
     """
     plan = stage.plan
     read = max(floor, plan.reads(stage.index, step * plan.per_update))
@@ -188,5 +195,5 @@ def restore_stage(stage: Stage, folder: str, step: int, plain: dict[str, Any], f
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy for a file: contiguous, and in a storage of its own."""
+    """Return a copy for a file: contiguous, with a storage of its own."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, micro-batch, layer), never on timing or placement."""
+"""Seeds of random numbers: a function of (seed, micro-batch, layer), not of time or place."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 
 
 def layer_seed(seed: int, micro_batch: int | str, layer: str) -> int:
-    """The seed with which a layer runs a micro-batch.
+    """Return the seed with which a layer runs a micro-batch.
 
     Args:
-        seed: Of the pipeline.
-        micro_batch: Number of the training micro-batch; another text outside of training.
+        seed: The seed of the pipeline.
+        micro_batch: Number of the micro-batch in training; a text such as ``"evaluate 3"`` in other
+            passes.
         layer: Name of the layer in the unsplit model, as ``"3"``.
 
     Returns:
-        First 8 bytes, big end first, of BLAKE2b of ``"seed/micro_batch/layer"``.
+        The first 8 bytes, in big-endian order, of BLAKE2b of ``"seed/micro_batch/layer"``.
     """
     digest = blake2b(f"{seed}/{micro_batch}/{layer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -26,7 +27,7 @@ def layer_seed(seed: int, micro_batch: int | str, layer: str) -> int:
 
 @contextmanager
 def kept_generator_state() -> Iterator[None]:
-    """Leave torch's default generator as it was found: other code of this process draws from it."""
+    """Give torch's default generator its state back, for other code that draws from it."""
     state = torch.get_rng_state()
     try:
         yield

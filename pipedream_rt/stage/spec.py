@@ -1,4 +1,4 @@
-"""What a stage is made of, as the coordinator sends it."""
+"""The specification of a stage, which the coordinator sends to the stage's worker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from torch import Tensor, nn
 from pipedream_rt.schedules import Plan
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-"""``(output, target) -> scalar``."""
+"""``loss_fn(output, target)`` returns the loss, a tensor with one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchSettings:
-    """What the user's script has set in torch for its whole process, and what changes bits."""
+    """Settings of torch that hold for a whole process and change the bits of results.
+
+    Attributes:
+        default_dtype: The dtype of new floating-point tensors.
+        deterministic: Whether torch uses deterministic algorithms alone.
+        deterministic_warn_only: Whether it warns, rather than raises, where there is none.
+        matmul_precision: The precision of float32 matrix products.
+    """
 
     default_dtype: torch.dtype
     deterministic: bool
@@ -26,7 +33,7 @@ class TorchSettings:
 
     @classmethod
     def capture(cls) -> TorchSettings:
-        """Read the settings of this process."""
+        """Return the settings of this process."""
         return cls(
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -35,7 +42,10 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Set them in this process, where they differ: torch imports its compiler to set one."""
+        """Apply the settings to this process.
+
+        Only where they differ, because torch imports its compiler to set one of them.
+        """
         current = TorchSettings.capture()
         if current == self:
             return
@@ -51,22 +61,22 @@ class TorchSettings:
 
 
 OnNan: TypeAlias = Literal["raise", "ignore"]
-"""What becomes of a training loss that is NaN or infinite."""
+"""What a stage does about a training loss that is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """What a stage is made of. Pickled with cloudpickle, so classes of a user's script work.
+    """The specification of a stage. cloudpickle pickles it, so a script's own classes may be in it.
 
     Attributes:
-        stage: Index, 0-based.
-        layers: The layers with their names in the unsplit model.
-        loss_fn: On the stage that computes the loss only.
-        plan: Order, versions and edges.
-        seed: For `layer_seed`.
-        on_nan: What becomes of a training loss that is not finite.
-        trace_spans: How many spans a worker keeps for a trace; 0 for none.
-        settings: Of the user's process.
+        stage: Index of the stage, 0-based.
+        layers: The layers, under their names in the unsplit model.
+        loss_fn: The loss function, on the stage that computes the loss; None on the others.
+        plan: The plan of the pipeline.
+        seed: The seed of the pipeline, for `layer_seed`.
+        on_nan: What the stage does about a training loss that is NaN or infinite.
+        trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
+        settings: The settings of torch in the user's process.
     """
 
     stage: int

@@ -1,6 +1,7 @@
-"""A backward in two halves: first the gradient of the stage's input, the weights' later.
+"""A backward in two halves: first the gradients of the stage's inputs, later those of its weights.
 
-The graph between the outputs and the inputs of a stage, with P the nodes that lead to an input::
+This is the autograd graph between the outputs and the inputs of a stage. The *path* is the set of
+nodes that lead to an input, here p3, p2 and p1::
 
     output ── p3 ── p2 ── p1 ── input         first half: runs p3, p2, p1 for the input alone
               │     │     │                   and notes what gradient came to each of them
@@ -9,17 +10,21 @@ The graph between the outputs and the inputs of a stage, with P the nodes that l
 torch's own nodes compute only the gradients that are asked for, so nothing is computed twice: a
 linear layer does one of its two matrix products in each half. The second half ends with one call of
 autograd that adds to the weights as a whole backward does: same kernels, same order of sums, same
-bits. Nodes off the path between output and input (P's weights may be computed from other weights)
-run in the second half alone. Hooks on nodes of P run in both halves; what they change is taken from
-the first.
+bits. Nodes off the path, from which a weight on the path may be computed, run in the second half
+alone. Hooks on nodes of the path run in both halves; the gradients that they changed in the first
+half count.
 
-Some graphs cannot be cut so. Where no input wants a gradient, all is done in the second half. Where
-a weight is used several times, a node of P with weights is an autograd Function in Python (which
-computes all its gradients whenever it runs, and need not bear to run twice; compiled layers are
-such), or a checkpoint is reentrant, all is computed in the first half, and added to the pending
-update in the second. The bits are right either way; what is lost is the filled bubble. One thing is
-refused: a backward that draws random numbers on P and off it. Cut in two, it would draw them in
-another order.
+Some graphs cannot be cut in this way:
+
+- If no input asks for a gradient, the second half does everything.
+- The first half computes everything, and the second only adds the weights' gradients to the pending
+  update, if a weight is used several times; if a node of the path that has weights is an autograd
+  Function in Python, as in compiled layers, which computes all its gradients whenever it runs and
+  may not run twice; or if the path has a reentrant checkpoint.
+- A backward that draws random numbers both on the path and off it is refused, because cut in two it
+  would draw them in another order.
+
+In the first two cases the bits are right too, but the bubble is not filled.
 
 torch's own helpers (``torch.distributed.pipelining``) are private, and apply a tensor hook on the
 output of a layer twice (2.13).
@@ -44,21 +49,22 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Replay:
-    """A node that runs in both halves, or gets in the second what came to it in the first.
+    """The gradients that came to a node in the first half, which it gets again in the second.
 
-    A prehook of the node, after all of the user's: what these have made of the gradients is noted
-    while ``noting``, and put in the place of what they make of them again afterwards.
+    `hook` is a prehook of the node that runs after all of the user's. In the first half it notes
+    the gradients as the user's hooks have changed them. In the second half the user's hooks run
+    again, and it puts the noted gradients in the place of theirs.
 
     Attributes:
-        came: The gradients, by output of the node; None until any came.
-        noting: Whether to note, or to replace.
+        came: The gradients, by output of the node; None until some came.
+        noting: Whether `hook` notes gradients; else it replaces them.
     """
 
     came: list[Tensor | None] | None = None
     noting: bool = True
 
     def hook(self, gradients: Gradients) -> Gradients | None:
-        """Note or replace."""
+        """Note the gradients, or return the noted ones in their place."""
         if self.noting:
             self.came = list(gradients)
             return None
@@ -69,12 +75,12 @@ class _Replay:
 
 @dataclass(frozen=True, slots=True)
 class _OnPath:
-    """A node of P that has weights to serve.
+    """A node of the path that has weights.
 
     Attributes:
         node: The node.
-        edges: Where its gradients for weights go.
-        replay: What comes to it.
+        edges: The edges on which the gradients of its weights leave it.
+        replay: The gradients that came to it.
     """
 
     node: Node
@@ -83,13 +89,15 @@ class _OnPath:
 
 
 class SplitBackward:
-    """One backward of one micro-batch, half by half. Seed the generator alike before both.
+    """One backward of one micro-batch, in two halves.
+
+    The caller seeds the random generator with the same seed before each half.
 
     Args:
-        outputs: Tensors that require a gradient.
-        gradients: Theirs; None for one of a scalar.
-        inputs: Nodes at which the gradients of the stage's input are caught.
-        weights: Leaves that want a gradient.
+        outputs: The output tensors that require a gradient.
+        gradients: The gradient of each output; None stands for 1, the gradient of a scalar.
+        inputs: The nodes at which the gradients of the stage's inputs are caught.
+        weights: The autograd leaves of the weights.
     """
 
     def __init__(
@@ -99,7 +107,7 @@ class SplitBackward:
         inputs: Sequence[Node],
         weights: Sequence[Tensor],
     ) -> None:
-        """Look at the graph."""
+        """Find the path, and whether the graph can be cut."""
         self._roots = [torch.autograd.graph.get_gradient_edge(o) for o in outputs]
         self._gradients = [
             torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)
@@ -117,20 +125,21 @@ class SplitBackward:
         )
 
     def _runs_once(self, node: Node) -> bool:
-        """Whether a node of the path cannot run in both halves, or not within a part of a graph."""
+        """Whether a node of the path may run only once, or only as part of the whole graph."""
         if node in self._inputs or not isinstance(cast(object, node), BackwardCFunction):
             return False
         return bool(self._weights_of(node)) or type(node).__name__ == "CheckpointFunctionBackward"
 
     def _weights_of(self, node: Node) -> list[GradientEdge]:
-        """Where the gradients of a node leave the path."""
+        """Return the edges on which gradients of a node leave the path."""
         return [edge for edge in _edges_of(node) if edge.node not in self._path]
 
     def _has_shared_weights(self, nodes: Sequence[Node]) -> bool:
         """Whether a node off the path has several users, one of them on the path.
 
-        A weight that is used twice, as a bias of a layer that runs twice. To run one of its users
-        alone is not possible then (the other is reached from it), nor to sum in the right order.
+        An example is the bias of a layer that runs twice. Autograd could then not run one user
+        alone, because it reaches the other one from the weight, and the sum would have another
+        order.
         """
         users: Counter[Node] = Counter(edge.node for edge in self._roots)
         used_on_path: set[Node] = set()
@@ -143,7 +152,7 @@ class SplitBackward:
         return any(users[node] > 1 for node in used_on_path)
 
     def first_half(self) -> None:
-        """Find the gradients of the inputs, which autograd brings to the nodes of the inputs."""
+        """Compute the gradients of the inputs, which autograd brings to the nodes of the inputs."""
         seeded = torch.get_rng_state()
         if self._together:
             torch.autograd.backward(self._roots, self._gradients)
@@ -152,7 +161,8 @@ class SplitBackward:
             self._watch_path()
             self._run_path()
         self._drew = not torch.equal(seeded, torch.get_rng_state())
-        # All of them, or what a Function with a backward inside has found.
+        # If the graph cannot be cut, these are the gradients of all weights; else those that an
+        # autograd Function has added by a backward of its own.
         self._found = [weight.grad for weight in self._weights]
         for weight in self._weights:
             weight.grad = None
@@ -160,7 +170,7 @@ class SplitBackward:
     def _run_path(self) -> None:
         """Run the nodes of the path for the inputs alone."""
         on_path = [edge.node in self._path for edge in self._roots]
-        # To the leaves under the nodes of the inputs, so that these nodes themselves run.
+        # The gradients are asked of the leaves below the nodes of the inputs, so that these run.
         leaves = [edge for node in self._inputs for edge in _edges_of(node)]
         torch.autograd.grad(
             [edge for edge, there in zip(self._roots, on_path, strict=True) if there],
@@ -171,7 +181,7 @@ class SplitBackward:
         )
 
     def _watch_path(self) -> None:
-        """Have what comes to the nodes of the path noted, where they have weights."""
+        """Note the gradients that come to those nodes of the path that have weights."""
         for node in self._path:
             weights = self._weights_of(node)
             if weights and node not in self._inputs:
@@ -180,10 +190,10 @@ class SplitBackward:
                 self._handles.append(node.register_prehook(place.replay.hook))
 
     def second_half(self) -> None:
-        """Add the gradients of the weights to the ``grad`` of their leaves; frees the graph.
+        """Add the gradients of the weights to the ``grad`` of their leaves, and free the graph.
 
         Raises:
-            ConfigError: Random numbers are drawn on the path and off it.
+            ConfigError: The backward draws random numbers both on the path and off it.
         """
         for weight, found in zip(self._weights, self._found, strict=True):
             if found is not None:
@@ -197,15 +207,16 @@ class SplitBackward:
             torch.autograd.backward(edges, gradients)
         if self._drew and not torch.equal(seeded, torch.get_rng_state()):
             raise ConfigError(
-                "the backward of this stage draws random numbers for its input and for its weights "
-                "apart, which a split backward would draw in another order; use another schedule"
+                "the backward of this stage draws random numbers both for its input and for its "
+                "weights; cut in two halves it would draw them in another order, so use a schedule "
+                "that does not split the backward"
             )
         for handle in self._handles:
             handle.remove()
         self._roots, self._on_path, self._path = [], [], {}
 
     def _off_path(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the path is left towards weights, and the gradients there."""
+        """Return the edges on which gradients leave the path, with those gradients."""
         edges, gradients = [], []
         for edge, gradient in zip(self._roots, self._gradients, strict=True):
             if edge.node not in self._path:
@@ -231,22 +242,22 @@ class SplitBackward:
         return edges, gradients
 
     def _keep(self, edge: GradientEdge, gradient: Tensor) -> None:
-        """Have a node off the path run with what its hooks have made already, not hooked twice."""
-        if not hasattr(edge.node, "variable"):  # a leaf is ours, and has no hooks
+        """Let a node off the path use a gradient that its hooks have changed already."""
+        if not hasattr(edge.node, "variable"):  # else it is one of our leaves, which have no hooks
             only = [gradient if i == edge.output_nr else None for i in range(edge.output_nr + 1)]
             replay = _Replay(only, noting=False)
             self._handles.append(edge.node.register_prehook(replay.hook))
 
 
 def _edges_of(node: Node) -> list[GradientEdge]:
-    """Where the gradients of a node go."""
+    """Return the edges on which the gradients of a node leave it."""
     return [GradientEdge(n, number) for n, number in node.next_functions if n is not None]
 
 
 def _nodes_under(roots: Sequence[GradientEdge]) -> list[Node]:
-    """Every node under the roots, each after all that it leads to.
+    """Return every node below the roots, each after all nodes that it leads to.
 
-    Without recursion: a graph may be deeper than Python's stack.
+    There is no recursion, because a graph may be deeper than Python's stack.
     """
     order: list[Node] = []
     seen: set[Node] = set()
@@ -263,7 +274,7 @@ def _nodes_under(roots: Sequence[GradientEdge]) -> list[Node]:
 
 
 def _leading_to(nodes: Sequence[Node], targets: set[Node]) -> dict[Node, None]:
-    """The nodes from which a target is reached; ``nodes`` as from `_nodes_under`."""
+    """Return the nodes that lead to a target, and the targets; nodes in `_nodes_under`'s order."""
     leads: dict[Node, None] = {}
     for node in nodes:
         if node in targets or any(n in leads for n, _ in node.next_functions):

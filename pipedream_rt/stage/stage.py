@@ -1,8 +1,8 @@
-"""One stage: what it does with a micro-batch.
+"""One stage: the forward, the backward and the step of a micro-batch, in this order in the file.
 
-Read from top to bottom: `forward`, `backward`, `step`, in the order in which a micro-batch meets
-them; what is no training follows. A stage does no I/O: it takes tensors and returns what is to be
-sent. `stage.loop` says when it acts, waits for what it needs, and sends what it returns.
+A stage does no I/O: its methods take tensors and return what is to be sent. The loop (`loop.py`)
+calls them when the order says so, waits for the messages that they need, and sends what they
+return.
 """
 
 from __future__ import annotations
@@ -28,42 +28,45 @@ from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
 
 Gradients: TypeAlias = list[Tensor | None]
-"""Of the tensors of one value that asked for a gradient, in order; None where there is none."""
+"""The gradients of those tensors of a value that asked for one, in order; None where none came."""
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity at the entrance of a stage, which catches the gradient.
+    """The identity at the entrance of a stage, which catches the gradient of an input tensor.
 
     The module gets a tensor that is no leaf, as inside an unsplit model, so that a first layer may
-    work in place (``ReLU(inplace=True)``). The gradient is taken here, not from the ``grad`` of a
-    leaf: that one has the strides of the leaf, and kernels round differently for other strides.
+    work in place (``ReLU(inplace=True)``). The gradient is caught here rather than read from the
+    ``grad`` of the leaf, which has the strides of the leaf: kernels round differently for other
+    strides.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, caught: list[Tensor]) -> Tensor:
-        """Return a tensor over the same storage that autograd takes for no view of the leaf."""
+        """Return a tensor over the leaf's storage that autograd does not know as a view of it."""
         ctx.caught = caught
         alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        """Keep the gradient; it ends here."""
+        """Keep the gradient, which goes no further."""
         ctx.caught.append(gradients[0])
         return None, None
 
 
 @dataclass(slots=True, kw_only=True)
 class _InFlight:
-    """What the backward of a micro-batch needs of its forward.
+    """What the forward of a micro-batch leaves for its backward.
 
     Attributes:
-        hyper: Hyper-parameters that travelled with the micro-batch.
-        caught: For each input, for each of its tensors that asked for a gradient, the list to which
-            autograd adds that gradient.
+        hyper: The hyper-parameters that travelled with the micro-batch.
+        caught: By input, and by tensor of it that asked for a gradient: a list to which autograd
+            appends that gradient.
         entrances: The autograd nodes at which the gradients are caught.
-        outputs: Output tensors that require a gradient; the weighted loss on the last stage.
-        split: The backward, when its first half is done; None where nothing is left to do.
+        outputs: The output tensors that require a gradient; on the stage that computes the loss,
+            the weighted loss.
+        split: The backward whose first half is done; None before that, and if there is nothing to
+            derive.
     """
 
     hyper: list[Hyper]
@@ -74,26 +77,26 @@ class _InFlight:
 
 
 class Stage:
-    """One stage of the pipeline. Every method runs on the one thread of its worker.
+    """One stage of the pipeline, all of whose methods run on the thread of its worker.
 
-    A stage with several producers takes the tuple of their outputs. A stage with several consumers
-    sends all of them the same output, and adds their gradients in the order of the consumers.
+    The input of a stage with several producers is the tuple of their outputs. All consumers of a
+    stage get the same output, and their gradients are added in the order of the consumers.
 
     Args:
-        spec: What the stage is made of.
+        spec: The specification of the stage.
 
     Attributes:
-        index: 0-based.
-        plan: In which it has its place.
-        module: Its layers.
-        parameters: Its weights, in the versions that micro-batches in flight read.
-        optimizer: Its optimizer; None until one is set.
-        next_forward: The next micro-batch to train on.
-        ended: Micro-batches whose gradients are in an update, pending or done.
+        index: Index of the stage, 0-based.
+        plan: The plan of the pipeline.
+        module: The layers of the stage.
+        parameters: The weights of the stage, in the versions that micro-batches in flight read.
+        optimizer: The optimizer of the stage; None until one is set.
+        next_forward: Number of the next micro-batch to train on.
+        ended: Number of micro-batches whose backward is done.
     """
 
     def __init__(self, spec: StageSpec) -> None:
-        """Do nothing yet."""
+        """Begin at micro-batch 0, with the weights of the specification as version 0."""
         self.index = spec.stage
         self.module: nn.Sequential = spec.layers
         self._spec = spec
@@ -117,22 +120,22 @@ class Stage:
         """Run the forward of one micro-batch with the weight version that the plan names.
 
         Args:
-            micro_batch: The next one, 0-based.
+            micro_batch: Number of the micro-batch, 0-based; it must be the next one.
             inputs: One value from each producer, or the model's input; None for a micro-batch
                 without samples, which changes nothing.
-            hyper: Hyper-parameters of each parameter group, for the update.
-            target: What the loss compares with, on the stage that computes it.
-            share: The micro-batch's samples as a share of its mini-batch's; the loss that is
-                derived is weighted by it.
+            hyper: The hyper-parameters of each parameter group, for the update.
+            target: The target, on the stage that computes the loss; None on others.
+            share: The share of its mini-batch's samples that the micro-batch has, between 0 and 1;
+                it weighs the loss that backward derives.
 
         Returns:
-            The output for the consumers; the plain loss on the stage that computes it; None for a
-            micro-batch without samples.
+            The output for the consumers; on the stage that computes the loss, the loss without the
+            weight; None for a micro-batch without samples.
 
         Raises:
             NonFiniteLoss: The loss is NaN or infinite, unless the pipeline ignores that.
-            ConfigError: The loss is no scalar.
-            VersionError: The version is not kept.
+            ConfigError: The loss is no tensor with one element.
+            VersionError: The version is not kept, or the micro-batch is in flight already.
         """
         self.parameters.begin(micro_batch, self.plan.reads(self.index, micro_batch))
         self.next_forward = micro_batch + 1
@@ -153,7 +156,7 @@ class Stage:
         return reported
 
     def _enter(self, inputs: Sequence[Value], flight: _InFlight) -> Any:
-        """Return the input of the first layer, and note where its gradients will come."""
+        """Return the input of the first layer, behind the nodes that catch its gradients."""
         entered = []
         for structure, received, requires_grad in inputs:
             tensors = list(received)
@@ -164,7 +167,7 @@ class Stage:
                     leaf = tensors[i].requires_grad_()
                     inside: Tensor = _Boundary.apply(leaf, caught[-1])  # type: ignore[no-untyped-call]
                     assert inside.grad_fn is not None
-                    # Before a layer works on it in place and gives it another node.
+                    # Read now: a layer that works in place would give the tensor another node.
                     flight.entrances.append(inside.grad_fn)
                     tensors[i] = inside
             flight.caught.append(caught)
@@ -173,7 +176,7 @@ class Stage:
 
     def _layers(self, value: Any, number: int | str) -> Any:
         """Run the layers one after another, each with its own seed."""
-        # Not named_children, which leaves out a layer that stands there a second time.
+        # named_children would leave out a layer that stands in the sequence a second time.
         for name, layer in self.module._modules.items():
             assert layer is not None
             self._seed(number, name)
@@ -181,14 +184,14 @@ class Stage:
         return value
 
     def _seed(self, number: int | str, name: str) -> None:
-        """Seed torch's generator for what a layer, a backward or an optimizer may draw."""
+        """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
         torch.default_generator.manual_seed(layer_seed(self._spec.seed, number, name))
 
     def _loss(self, output: Any, target: Value) -> Tensor:
         """Compute the loss.
 
         Raises:
-            ConfigError: It is not a scalar tensor.
+            ConfigError: It is no tensor with one element.
         """
         assert self._spec.loss_fn is not None
         loss = self._spec.loss_fn(output, unflatten(target.structure, target.tensors))
@@ -201,7 +204,11 @@ class Stage:
         return loss
 
     def _check_finite(self, reported: float, micro_batch: int) -> None:
-        """Refuse to train on a loss that is NaN or infinite, unless told to."""
+        """Refuse to train on a loss that is NaN or infinite, unless the pipeline ignores that.
+
+        Raises:
+            NonFiniteLoss: The loss is NaN or infinite.
+        """
         if self._spec.on_nan == "raise" and not math.isfinite(reported):
             raise NonFiniteLoss(
                 f"stage {self.index}: the loss of micro-batch {micro_batch} is {reported}; "
@@ -218,9 +225,9 @@ class Stage:
         Gradients are added to the pending update; weights do not change here.
 
         Args:
-            micro_batch: In flight on this stage.
-            gradients: From each consumer, of the output that it was sent; none on the stage that
-                computes the loss.
+            micro_batch: Number of the micro-batch, which is in flight on this stage.
+            gradients: From each consumer, the gradients of the output that it was sent; empty on
+                the stage that computes the loss.
 
         Returns:
             For each input of the forward, the gradients of its tensors that asked for one.
@@ -240,7 +247,19 @@ class Stage:
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Gradients] = ()
     ) -> list[Gradients]:
-        """Run the half of a backward that the producers wait for; see `backward`."""
+        """Run the half of a backward that gives the gradients of the inputs; see `backward`.
+
+        Args:
+            micro_batch: Number of the micro-batch, which is in flight on this stage.
+            gradients: From each consumer, the gradients of the output that it was sent; empty on
+                the stage that computes the loss.
+
+        Returns:
+            For each input of the forward, the gradients of its tensors that asked for one.
+
+        Raises:
+            ScheduleError: The micro-batch is not in flight.
+        """
         flight = self._flight_of(micro_batch)
         outputs, given = _to_derive(flight, gradients)
         with self.parameters.reading(micro_batch):
@@ -253,10 +272,10 @@ class Stage:
         return _found(flight)
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Run the other half: gradients of the weights are added to the pending update.
+        """Run the other half of a backward: add the gradients of the weights to the pending update.
 
         Args:
-            micro_batch: Whose `backward_input` is done.
+            micro_batch: Number of the micro-batch, whose `backward_input` is done.
 
         Raises:
             ScheduleError: The micro-batch is not in flight.
@@ -272,29 +291,33 @@ class Stage:
         """Return the weight version that a micro-batch in flight reads.
 
         Raises:
-            VersionError: It is not in flight.
+            VersionError: The micro-batch is not in flight.
         """
         return self.parameters.ledger.pinned(micro_batch)
 
     def require_in_flight(self, micro_batch: int) -> None:
-        """Refuse a micro-batch whose backward cannot come now.
+        """Refuse the backward of a micro-batch that is not in flight.
 
         Raises:
-            ScheduleError: It is not in flight.
+            ScheduleError: The micro-batch is not in flight.
         """
         if micro_batch not in self._in_flight:
             raise ScheduleError(
-                f"stage {self.index}: the order wants the backward of micro-batch {micro_batch}; "
-                f"in flight are {list(self._in_flight)}"
+                f"stage {self.index}: the order wants the backward of micro-batch {micro_batch}, "
+                f"which is not in flight; the micro-batches in flight are {list(self._in_flight)}"
             )
 
     def _flight_of(self, micro_batch: int) -> _InFlight:
-        """Return what the forward of a micro-batch in flight has left for its backward."""
+        """Return what the forward of a micro-batch has left for its backward.
+
+        Raises:
+            ScheduleError: The micro-batch is not in flight.
+        """
         self.require_in_flight(micro_batch)
         return self._in_flight[micro_batch]
 
     def _end(self, micro_batch: int) -> None:
-        """Note that the gradients of a micro-batch are in the pending update."""
+        """End the flight of a micro-batch whose gradients are in the pending update."""
         self._hyper = self._in_flight.pop(micro_batch).hyper
         self.ended = micro_batch + 1
         self.parameters.ledger.unpin(micro_batch)
@@ -305,10 +328,10 @@ class Stage:
         """Apply the gradients of an update to the newest weight version.
 
         Args:
-            update: Its number; makes version ``update + 1``.
+            update: Number of the update, 0-based, which makes version ``update + 1``.
 
         Raises:
-            ConfigError: There is no optimizer.
+            ConfigError: The stage has no optimizer.
         """
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
@@ -317,18 +340,21 @@ class Stage:
         next_read = self.plan.reads(self.index, self.next_forward)
         self.parameters.step(next_read, lambda: apply(hyper))
 
-    # -- what is no training ------------------------------------------------------------------
+    # -- evaluation and inference -------------------------------------------------------------
 
     def evaluate(self, number: int, inputs: Sequence[Value], target: Value | None) -> Value | float:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
         Args:
-            number: Of the micro-batch, among those that are not trained on.
-            inputs: As of `forward`.
-            target: As of `forward`.
+            number: Number of the micro-batch among those that are not trained on.
+            inputs: One value from each producer, or the model's input.
+            target: The target, on the stage that computes the loss; None on others.
 
         Returns:
-            The output for the consumers, or the loss.
+            The output for the consumers; on the stage that computes the loss, the loss.
+
+        Raises:
+            ConfigError: The loss is no tensor with one element.
         """
         with self._eval_mode():
             output = self._pass(f"evaluate {number}", inputs)
@@ -338,11 +364,11 @@ class Stage:
                 return float(self._loss(output, target).item())
 
     def infer(self, number: int, inputs: Sequence[Value]) -> Value:
-        """Run a forward for inference: newest weights, the mode set last, no gradient.
+        """Run a forward for inference: newest weights, the mode that was set last, no gradient.
 
         Args:
-            number: Of the micro-batch, among those that are not trained on.
-            inputs: As of `forward`.
+            number: Number of the micro-batch among those that are not trained on.
+            inputs: One value from each producer, or the model's input.
 
         Returns:
             The output.
@@ -357,7 +383,7 @@ class Stage:
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Switch every module to eval mode, and back to what each one was."""
+        """Switch every module to eval mode, and afterwards back to the mode that it had."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -370,7 +396,14 @@ class Stage:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Load weights and buffers; versions before the newest are forgotten."""
+        """Load weights and buffers, and forget the versions before the newest.
+
+        Args:
+            state: A state dict with the keys of the unsplit model.
+
+        Raises:
+            VersionError: A micro-batch is in flight.
+        """
         self.parameters.reset(lambda: load_state(self.module, state))
 
     @torch.no_grad()
@@ -381,13 +414,16 @@ class Stage:
         older: dict[int, dict[str, Tensor]],
         buffers: dict[str, Tensor],
     ) -> None:
-        """Go on as of an update. Nothing must be in flight.
+        """Go on with the state after an update, while nothing is in flight.
 
         Args:
-            step: Updates done.
+            step: Number of updates done.
             weights: The newest version, under the keys of the unsplit model.
-            older: Versions before it, of every trainable parameter.
-            buffers: By name.
+            older: The versions before it: by version, the tensor of every trainable parameter.
+            buffers: The buffers of the stage, by name.
+
+        Raises:
+            VersionError: A micro-batch is in flight.
         """
         load_buffers(self.module, buffers)
         self.parameters.restore(step, older, lambda: load_state(self.module, weights))
@@ -399,7 +435,7 @@ class Stage:
         self.optimizer = StageOptimizer(spec, self.parameters.named)
 
     def statistics(self) -> dict[str, int]:
-        """Return counters of this stage, for `Pipeline.statistics`."""
+        """Return the counters of this stage for `Pipeline.statistics`."""
         ledger = self.parameters.ledger
         return {
             "stage": self.index,
@@ -412,10 +448,10 @@ class Stage:
 
 
 def _outgoing(output: Any) -> Value:
-    """Return an output as it is sent: its tensors are not to change until they have left.
+    """Return an output as a value whose tensors do not change until they are sent.
 
-    What requires a gradient is kept by autograd and changed by nobody; anything else may be a
-    buffer or a workspace of the module, which its next forward overwrites.
+    Tensors that require a gradient belong to autograd, and nobody changes them. Other tensors are
+    copied, because they may be a buffer or a workspace that the next forward overwrites.
     """
     structure, tensors = flatten(output)
     return Value(
@@ -426,9 +462,10 @@ def _outgoing(output: Any) -> Value:
 
 
 def _to_derive(flight: _InFlight, gradients: Sequence[Gradients]) -> tuple[list[Tensor], Gradients]:
-    """Return the tensors that a backward starts from, with their gradients.
+    """Return the tensors that a backward starts from, and their gradients.
 
-    They are the outputs that a consumer sent a gradient of, once for each consumer, or the loss.
+    These are the outputs of which a consumer sent a gradient, once for each such consumer; or the
+    loss, without a gradient.
     """
     if not gradients:
         return flight.outputs, [None] * len(flight.outputs)
@@ -442,5 +479,5 @@ def _to_derive(flight: _InFlight, gradients: Sequence[Gradients]) -> tuple[list[
 
 
 def _found(flight: _InFlight) -> list[Gradients]:
-    """Return the gradients that were caught at the entrance of the stage, by input."""
+    """Return the gradients that were caught at the entrance of the stage, for each input."""
     return [[own(c[0]) if c else None for c in caught] for caught in flight.caught]
