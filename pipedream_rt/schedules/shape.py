@@ -90,17 +90,18 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
         ConfigError: A number is negative or no integer, or there are too many or too few.
     """
     hops = num_stages - 1
-    each = [slack] * hops if isinstance(slack, int) else list(slack) or [0] * hops
-    checked = [slack] if isinstance(slack, int) else each
-    for value in checked:
+    given = [slack] if isinstance(slack, str) or not isinstance(slack, Sequence) else list(slack)
+    for value in given:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"slack must be integers of at least 0, not {value!r}")
-    if len(each) != hops:
+    if isinstance(slack, int) or not given:
+        given = (given or [0]) * hops
+    if len(given) != hops:
         raise ConfigError(
-            f"slack has {len(each)} numbers, but {num_stages} stages have {hops} hops between "
+            f"slack has {len(given)} numbers, but {num_stages} stages have {hops} hops between "
             "them; give one number for each hop, or one for all"
         )
-    return tuple(each)
+    return tuple(given)
 
 
 def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
