@@ -1,1 +1,1 @@
-"""What travels between the coordinator and the stages, as values, as bytes, and while it waits."""
+"""Messages between the coordinator and the stages: their values, their bytes, and the inbox."""

@@ -1,4 +1,4 @@
-"""Where messages wait until the one thread that owns the inbox asks for them by key."""
+"""The inbox: messages wait in it until the thread that owns it asks for them by key."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ _log = logging.getLogger(__name__)
 
 
 Reason: TypeAlias = BaseException | Callable[[], BaseException]
-"""Why an inbox was closed: an error, or a function that makes it."""
+"""The reason why an inbox was closed: an error, or a function that returns one."""
 
 
 class Inbox:
-    """Messages by key: put by any thread, taken by one.
+    """A store of messages by key, which any thread fills and one thread, the taker, empties.
 
-    `take` waits for exactly the message that is asked for, so the order in which messages arrive
-    cannot be observed. A message that comes a second time is dropped, whether the first still waits
-    or was taken: the messages of one edge are taken with rising numbers. Two messages with the same
-    number on two edges are two messages.
+    `take` waits for exactly the message that is asked for, so the taker cannot observe the order in
+    which messages arrive. A message that comes a second time is dropped, whether the first still
+    waits or was taken: the messages of one edge are taken with rising numbers. Messages with the
+    same number on two edges are different messages.
 
     Args:
-        owner: Name for messages, as ``"stage 2"``.
-        generation: Messages of another generation are dropped.
+        owner: Name of the owner for messages, as ``"stage 2"``.
+        generation: Number of the generation; messages of others are dropped.
 
     Attributes:
-        awaited: What the taker waits for now.
-        arrived_ns: When what was taken last had arrived, on the clock of ``time.monotonic_ns``.
+        awaited: The keys that the taker waits for now.
+        arrived_ns: When the message that was taken last had arrived, on the clock of
+            ``time.monotonic_ns``.
         recent: The last ten actions of the taker, for a stall report.
     """
 
     def __init__(self, owner: str, generation: int = 0) -> None:
-        """Start open and empty."""
+        """Begin open and empty."""
         self._owner = owner
         self._generation = generation
         self._changed = threading.Condition()
@@ -53,10 +54,11 @@ class Inbox:
         self.recent: deque[str] = deque(maxlen=10)
 
     def put(self, message: Message) -> bool:
-        """Let a message wait. Never blocks.
+        """Keep a message until it is taken. Never blocks.
 
         Returns:
-            Whether it was kept; not if it is a duplicate, of another generation, or too late.
+            Whether the message was kept; not if it is a duplicate, of another generation, or comes
+            after `close`.
         """
         key = message.key
         with self._changed:
@@ -90,17 +92,18 @@ class Inbox:
         """Wait for a message and remove it.
 
         Args:
-            key: Which one.
-            deadline: For the wait.
-            instead: Others, of which one may come in its place; only one of them all ever comes.
-            also: Others that are taken if they are there while those before are not.
-            wanted: Which of ``also``.
+            key: The key of the message.
+            deadline: When to give up.
+            instead: Keys of messages that may come in its place. Of ``key`` and these, only one
+                ever comes.
+            also: Keys of messages to take if they are there and none of those is.
+            wanted: Says of a message under one of the keys ``also`` whether to take it.
 
         Returns:
-            The message. Messages that came before a `close` can still be taken.
+            The message. Messages that came before `close` can still be taken after it.
 
         Raises:
-            MessageTimeout: It did not come in time.
+            MessageTimeout: No message came in time.
             RuntimeError: Another thread is waiting already.
             BaseException: The reason given to `close`.
         """
@@ -122,13 +125,13 @@ class Inbox:
                     return message
             finally:
                 self.awaited, self._taker = (), None
-        # Not while the lock is held: to find the reason out may take a while.
+        # The lock is free here, because to find the reason out may take a while.
         reason = self._reason
         assert reason is not None
         raise reason() if callable(reason) else reason
 
     def _find(self, others: tuple[Key, ...], wanted: Callable[[Message], bool]) -> Key | None:
-        """Return which of the messages to take now: an awaited one, or another that is wanted."""
+        """Return the key of the message to take now; None if there is none."""
         for key in self.awaited:
             if key in self._waiting:
                 return key
@@ -138,7 +141,11 @@ class Inbox:
         return None
 
     def _claim(self) -> None:
-        """Refuse a second taker; two would steal each other's messages."""
+        """Refuse a second taker, since two would take each other's messages.
+
+        Raises:
+            RuntimeError: Another thread is waiting already.
+        """
         if self._taker is not None:
             raise RuntimeError(
                 f"the inbox of {self._owner} is waited on by two threads; a pipeline is used by "
@@ -147,7 +154,7 @@ class Inbox:
         self._taker = threading.get_ident()
 
     def _late(self, deadline: Deadline) -> MessageTimeout:
-        """Say what is missing and what is there."""
+        """Return the error that says which message is missing and which ones are there."""
         there = ", ".join(map(str, self._waiting)) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
@@ -156,7 +163,7 @@ class Inbox:
         )
 
     def holds(self, key: Key) -> bool:
-        """Whether a message waits. For `done()` of a future, never for deciding what to do next."""
+        """Whether a message waits; for `PendingStep.done`, never to decide what to do next."""
         with self._changed:
             return key in self._waiting
 
@@ -164,8 +171,8 @@ class Inbox:
         """Wake the taker with a reason. Safe from any thread; the first reason stays.
 
         Args:
-            reason: What `take` raises from now on, once what has arrived is taken; or a function
-                that makes it, which the taker calls.
+            reason: The error that `take` raises when the message asked for is not there; or a
+                function that returns it, which the taker calls.
         """
         with self._changed:
             if self._reason is None:
@@ -173,13 +180,13 @@ class Inbox:
                 self._changed.notify_all()
 
     def reopen(self, generation: int) -> None:
-        """Begin a new generation after a failure; by the taker.
+        """Open the inbox for a new generation after a failure; the taker calls it.
 
-        What was not taken is dropped, for it comes again. What was taken is still dropped when it
-        comes a second time.
+        Messages that were not taken are dropped, because they come again. Messages that were taken
+        are still dropped when they come a second time.
 
         Args:
-            generation: Messages of another are refused from now on.
+            generation: Number of the new generation; messages of others are dropped from now on.
         """
         with self._changed:
             self._generation = generation
@@ -188,21 +195,21 @@ class Inbox:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a message."""
+        """Whether a thread waits for a message."""
         return self._taker is not None
 
     @property
     def reason(self) -> Reason | None:
-        """Why it was closed, or None while open."""
+        """The reason why the inbox was closed; None while it is open."""
         return self._reason
 
     def story(self) -> str:
-        """What is awaited and the last ten actions, for a stall report. From any thread."""
+        """Return what is awaited and the last ten actions, for a stall report. Any thread."""
         keys = self.awaited
         awaited = f"waiting for {_text_of(keys)}" if keys else "computing"
         return f"{awaited}; last actions: {' '.join(self.recent) or 'none'}"
 
 
 def _text_of(keys: Sequence[Key]) -> str:
-    """Return what is awaited, for people."""
+    """Return keys for people, joined by "or"."""
     return " or ".join(map(str, keys))

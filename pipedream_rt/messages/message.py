@@ -1,10 +1,9 @@
-"""What travels between the coordinator and the stages. There is one frozen class for each kind.
+"""The messages between the coordinator and the stages, with one frozen class for each payload.
 
 The coordinator numbers everything that it feeds into the pipe, micro-batches and commands alike;
-that number is the *position*. Each stage gets the items of the feed one after another; the number
-of items that a stage was given before one is that item's *turn*. A stage takes turn after turn, so
-it sees commands at the same place between the same micro-batches, whatever the timing, and it need
-not see every position.
+that number is the *position*. The *turn* of an item is the number of items of the feed that its
+receiver was given before it. A stage takes its items by rising turn, so it sees every command
+between the same two micro-batches, whatever the timing, and it need not be given every position.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pipedream_rt.schedules.plan import Address, Edge, EdgeKind, name_of
 
 
 class Mode(Enum):
-    """What becomes of a micro-batch."""
+    """What the stages do with a micro-batch."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -29,7 +28,7 @@ class Mode(Enum):
 
 
 class CommandName(Enum):
-    """What a stage can be told to do between two micro-batches."""
+    """The names of the commands that a stage carries out between two micro-batches."""
 
     FLUSH = "flush"
     STATE = "state"
@@ -46,17 +45,18 @@ class CommandName(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Coordinator to stage, first of all: what the stage is made of, as cloudpickle bytes.
+    """Coordinator to stage, as the first message: how to build the stage.
 
-    The bytes are in the message's one tensor. In a later generation the stage takes up the state of
-    a checkpoint and goes on from there.
+    The one tensor of the message holds the pickled `StageSpec`. In a later generation the stage
+    also loads a checkpoint and goes on from there.
 
     Attributes:
-        digest: SHA-256 of those bytes: a transport need not authenticate tensors.
-        optimizer: Pickled `OptimizerSpec`; empty where a command will bring it.
-        training: Mode to set all modules to; None to leave them.
-        restore: Arguments of `restore_stage`; None for a stage as it is.
-        announced: The stage announces each action on a micro-batch with a lower number.
+        digest: The SHA-256 of the pickled specification, because a transport need not authenticate
+            tensors.
+        optimizer: The pickled `OptimizerSpec`; empty if a command will bring it.
+        training: The mode to set all modules to (`Module.train`); None to leave it as it is.
+        restore: The arguments of `restore_stage`; None to load no checkpoint.
+        announced: One past the number of the last micro-batch whose actions the stage announces.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.START
@@ -69,22 +69,23 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Stage to coordinator: the stage is built and has its state. The index is the generation."""
+    """Stage to coordinator: the stage is built. The index of the message is the generation."""
 
     kind: ClassVar[EdgeKind] = EdgeKind.READY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The input of a forward; from the coordinator to the first stages, then from stage to stage.
+    """The input of a forward, from the coordinator to the first stages or from stage to stage.
 
     Attributes:
-        turn: Items of the feed that its receiver was given before.
-        micro_batch: Number among the training micro-batches, or among all others.
-        mode: Train, evaluate or infer.
-        empty: Without samples: fills up a mini-batch that is too small, and changes nothing.
-        hyper: Hyper-parameters of each parameter group at injection; None in other modes.
-        structure: Of the value whose tensors the message carries.
+        turn: The turn of this item of the receiver's feed.
+        micro_batch: Number of the micro-batch among those to train on, or among all others.
+        mode: What the stages do with it.
+        empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.
+        hyper: The hyper-parameters of each parameter group at injection; None unless it is trained
+            on.
+        structure: The structure of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
             and the nanoseconds that it has computed so far.
@@ -103,12 +104,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Coordinator to every stage: do this when its turn comes, then reply.
+    """Coordinator to every stage: a command to carry out at its turn and to reply to.
 
     Attributes:
-        turn: Items of the feed that its receiver was given before.
-        name: What to do.
-        structure: Of the argument whose tensors the message carries; empty for none.
+        turn: The turn of this item of the receiver's feed.
+        name: The name of the command.
+        structure: The structure of the argument whose tensors the message carries; empty for none.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.COMMAND
@@ -119,11 +120,11 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Coordinator to the last stage: what the loss compares with, and the weight of that loss.
+    """Coordinator to the stage that computes the loss: the target, and the weight of the loss.
 
     Attributes:
-        structure: Of the value whose tensors the message carries.
-        share: The micro-batch's samples as a share of its mini-batch's.
+        structure: The structure of the target whose tensors the message carries.
+        share: The share of its mini-batch's samples that the micro-batch has, between 0 and 1.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.TARGET
@@ -133,7 +134,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """Consumer to producer: gradients of the activations that the consumer was sent.
+    """Consumer to producer: the gradients of the activations that the producer sent.
 
     Attributes:
         present: For each tensor that asked for a gradient, whether the message carries one.
@@ -145,12 +146,13 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Last stage to coordinator.
+    """Last stage to coordinator: the loss of a micro-batch, or the output in inference.
 
     Attributes:
-        loss: The plain loss; None for an empty micro-batch and in inference.
-        trail: As of `MicroBatch`.
-        structure: Of the output in inference.
+        loss: The loss without its weight; None for an empty micro-batch and in inference.
+        trail: For each stage, in rising order: its index, the weight version that it read, and the
+            nanoseconds that it has computed so far.
+        structure: The structure of the output in inference; empty otherwise.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.LOSS
@@ -161,7 +163,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Stage to coordinator: the result of a command."""
+    """Stage to coordinator: the result of a command.
+
+    Attributes:
+        structure: The structure of the result whose tensors the message carries.
+    """
 
     kind: ClassVar[EdgeKind] = EdgeKind.REPLY
     structure: Structure
@@ -169,7 +175,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Stage to coordinator: its part of a checkpoint is on the disk; later commands may be done."""
+    """Stage to coordinator: the result of a command to save, which later replies may overtake.
+
+    Attributes:
+        structure: The structure of the result: what `write_stage` returned, or an error's text.
+    """
 
     kind: ClassVar[EdgeKind] = EdgeKind.SAVED
     structure: Structure
@@ -177,7 +187,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Stage to coordinator: an error, as data. No exception crosses a transport."""
+    """Stage to coordinator: an error as data, since no exception crosses a transport.
+
+    Attributes:
+        action: The text form of the action that raised, or the name of a command.
+        type_name: The name of the error's class.
+        text: The text of the error.
+        trace: The traceback on the worker, as text.
+        pickled: The error itself, pickled; empty if it cannot be.
+    """
 
     kind: ClassVar[EdgeKind] = EdgeKind.FAILED
     action: str
@@ -193,22 +211,22 @@ Payload: TypeAlias = (
 
 
 Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
-"""``send(to, index, payload, tensors)``: hands a message to the transport; never blocks."""
+"""``send(to, index, payload, tensors)`` hands a message to the transport and never blocks."""
 
 
 class Key(NamedTuple):
-    """Under which a message waits in an inbox.
+    """The key under which a message waits in an inbox.
 
     Attributes:
-        edge: On which it travels.
-        number: Its turn if it is an item of the feed, else the position of the item it belongs to.
+        edge: The edge on which the message travels.
+        number: The turn of the message if it is an item of the feed; else the index of the message.
     """
 
     edge: Edge
     number: int
 
     def __str__(self) -> str:
-        """For messages, as ``gradient 7 from stage 2``."""
+        """Return the key for people, as ``gradient 7 from stage 2``."""
         return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
 
 
@@ -217,13 +235,14 @@ class Message:
     """One message.
 
     Attributes:
-        to: Address of the receiver.
-        sender: Address of the sender.
-        index: Position in the feed. Not the micro-batch, whose number comes again when a run goes
-            back to a checkpoint.
-        generation: Life of the group that it belongs to; others are refused.
-        payload: What it says.
-        tensors: What it carries. The sender does not change them any more.
+        to: The address of the receiver.
+        sender: The address of the sender.
+        index: The position of the item of the feed that the message belongs to. It is not the
+            number of the micro-batch, which comes again when a run goes back to a checkpoint. A
+            message that belongs to no item has the generation (`Ready`) or 0 (`Start`, `Failed`).
+        generation: Number of the generation; a receiver of another generation drops the message.
+        payload: The content of the message without its tensors.
+        tensors: The tensors that travel with it, which the sender does not change any more.
     """
 
     to: Address
@@ -235,13 +254,13 @@ class Message:
 
     @property
     def key(self) -> Key:
-        """Where it waits."""
+        """The key under which the message waits."""
         payload = self.payload
         fed = isinstance(payload, MicroBatch | Command)
         number = payload.turn if fed else self.index  # type: ignore[union-attr]
         return Key(Edge(payload.kind, self.sender, self.to), number)
 
     def __str__(self) -> str:
-        """For logs, as ``gradient 7 from stage 2 to stage 1``."""
+        """Return the message for logs, as ``gradient 7 from stage 2 to stage 1``."""
         ends = f"from {name_of(self.sender)} to {name_of(self.to)}"
         return f"{self.payload.kind.value} {self.index} {ends}"

@@ -1,7 +1,8 @@
 """Values that cross stages: tensors inside tuples, lists, dicts, dataclasses and plain values.
 
-`flatten` parts a value into its tensors, which travel out of band, and its structure, which is
-plain data that msgpack can write. `unflatten` puts them together again on the other side.
+`flatten` takes a value apart into its tensors, which travel beside the bytes of a message, and its
+structure, which is plain data that msgpack can write. `unflatten` puts them together again on the
+other side.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from torch import Tensor
 from pipedream_rt.errors import ConfigError
 
 Structure: TypeAlias = list[Any]
-"""Tagged plain data: ``["T", i]`` for tensor i, ``["P", value]``, ``["t", items]`` and so on."""
+"""Tagged plain data: ``["T", i]`` for tensor i, ``["P", value]`` for a plain value, and so on."""
 
 
 class Value(NamedTuple):
-    """A value that crosses stages, parted into what a message carries.
+    """A flattened value that crosses stages.
 
     Attributes:
-        structure: Plain data.
-        tensors: In the order of their numbers in it.
+        structure: The structure of the value.
+        tensors: The tensors, in the order of their numbers in the structure.
         requires_grad: For each tensor, whether a gradient is expected back.
     """
 
@@ -38,19 +39,19 @@ class Value(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _dump_class(cls: type) -> bytes:
-    """A class as bytes: by reference where it can be imported, else by value (``__main__``)."""
+    """Return a class as bytes: its name if it can be imported, else its code (``__main__``)."""
     return bytes(cloudpickle.dumps(cls))
 
 
 @functools.lru_cache(maxsize=256)
 def _load_class(data: bytes) -> type:
-    """The class that `_dump_class` wrote; equal bytes give the same class."""
+    """Return the class that `_dump_class` wrote; equal bytes give the same class."""
     cls: type = cloudpickle.loads(data)
     return cls
 
 
 def flatten(value: object) -> tuple[Structure, list[Tensor]]:
-    """Part a value into structure and tensors.
+    """Take a value apart into its structure and its tensors.
 
     Args:
         value: Tensors in tuples, named tuples, lists, dicts and dataclasses, nested at will, with
@@ -60,7 +61,7 @@ def flatten(value: object) -> tuple[Structure, list[Tensor]]:
         The structure, and the tensors in the order of their numbers in it.
 
     Raises:
-        ConfigError: Something else is in it; the message says what and where.
+        ConfigError: The value holds an object of another type; the message says what and where.
     """
     tensors: dict[int, tuple[int, Tensor]] = {}
     structure = _flatten(value, tensors, "value")
@@ -68,10 +69,18 @@ def flatten(value: object) -> tuple[Structure, list[Tensor]]:
 
 
 def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> Structure:
-    """Flatten one node; ``path`` is how a person would write it.
+    """Flatten one node of a value.
 
     A tensor that occurs twice is sent once and is one tensor again on the other side, so that its
     gradients are summed there, in the order in which the unsplit model sums them.
+
+    Args:
+        value: The node.
+        tensors: The tensors found so far, by ``id``, with their numbers; this call adds its own.
+        path: The expression for the node, as ``value[0].x``, for error messages.
+
+    Raises:
+        ConfigError: The node cannot cross stages.
     """
     if isinstance(value, Tensor):
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
@@ -110,14 +119,18 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _key(key: object, path: str) -> str | int:
-    """Check the key of a dict."""
+    """Return the key of a dict, which must be a str or an int.
+
+    Raises:
+        ConfigError: The key is something else.
+    """
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
     raise ConfigError(f"{path} has the key {key!r}; only str and int keys can cross stages")
 
 
 def flat_copy(value: object) -> tuple[Structure, tuple[Tensor, ...]]:
-    """Flatten a value, in copies: the caller may change its tensors afterwards."""
+    """Flatten a value and copy its tensors, so that the caller may change its own afterwards."""
     structure, tensors = flatten(value)
     return structure, tuple(own(t, copy=True) for t in tensors)
 
@@ -126,8 +139,8 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     """Put a value together again.
 
     Args:
-        structure: From `flatten`, perhaps after a trip through msgpack.
-        tensors: In the same order.
+        structure: The structure from `flatten`, which may have gone through msgpack.
+        tensors: The tensors from `flatten`, in the same order.
 
     Returns:
         A value equal to the one that was flattened.
@@ -153,13 +166,13 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Return the tensor detached, in a storage that holds its elements and nothing else.
 
-    A view of a large tensor would drag the whole storage along. The strides of a dense tensor are
-    kept (transposed, channels last), and so are expanded dimensions (the gradient of a sum):
-    kernels round differently for another layout, so making it contiguous would let the result
-    depend on where the model was cut.
+    With a view of a large tensor, the whole storage would be sent. The strides of a dense tensor
+    are kept (transposed, channels last), and so are expanded dimensions (the gradient of a sum):
+    kernels round differently for another layout, so with contiguous copies the result would depend
+    on where the model is cut.
 
     Args:
-        tensor: Any.
+        tensor: Any tensor.
         copy: Whether the storage must be a new one.
     """
     tensor = tensor.detach()
@@ -176,7 +189,7 @@ def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
 
 
 def batch_size(value: object) -> int | None:
-    """Return the length of the first dimension of the first tensor that has one, else None."""
+    """Return the first dimension's length of the first tensor that has dimensions; else None."""
     _, tensors = flatten(value)
     return next((t.size(0) for t in tensors if t.dim()), None)
 
@@ -188,13 +201,13 @@ def split(value: object, sizes: Sequence[int]) -> list[Any]:
 
     Args:
         value: The mini-batch.
-        sizes: Samples of each micro-batch; 0 gives an empty one.
+        sizes: The number of samples of each micro-batch; 0 gives an empty one.
 
     Returns:
-        One value per size. Its tensors are views.
+        One value for each size, whose tensors are views.
 
     Raises:
-        ConfigError: Two tensors disagree about the number of samples.
+        ConfigError: The first dimension of a tensor is not the sum of the sizes.
     """
     structure, tensors = flatten(value)
     total = sum(sizes)
@@ -209,14 +222,14 @@ def split(value: object, sizes: Sequence[int]) -> list[Any]:
 
 
 def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
-    """How many samples each micro-batch gets: as `torch.chunk`, short ones last, then empty ones.
+    """Return the number of samples of each micro-batch: equal ones, then a short one, then 0.
 
     Args:
-        samples: Of the mini-batch, at least 1.
-        micro_batches: k.
+        samples: The number of samples in the mini-batch, at least 1.
+        micro_batches: The number of micro-batches, k.
 
     Returns:
-        k sizes: 30 samples in 4 give 8, 8, 8, 6; 5 in 4 give 2, 2, 1, 0.
+        The k sizes: 30 samples in 4 micro-batches give 8, 8, 8, 6; 5 samples give 2, 2, 1, 0.
     """
     size = -(-samples // micro_batches)
     return [max(0, min(size, samples - i * size)) for i in range(micro_batches)]

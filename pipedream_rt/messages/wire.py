@@ -1,4 +1,4 @@
-"""The bytes of a message: everything but the tensors, as msgpack."""
+"""The bytes of a message: everything but its tensors, as msgpack."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipedream_rt.messages.message import (
 )
 
 FORMAT = 3
-"""First element of every message; a peer of another format is refused, not misread."""
+"""The first element of every message, by which a peer with another format is refused."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (
     Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed,
@@ -43,10 +43,10 @@ _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _PAYLO
 
 
 def encode(message: Message) -> bytes:
-    """Write a message without its tensors.
+    """Return the bytes of a message without its tensors.
 
     Raises:
-        TransportError: A value in it has no msgpack form, as an integer of more than 64 bits.
+        TransportError: A value has no msgpack form, as an integer of more than 64 bits.
     """
     payload = message.payload
     cls = type(payload)
@@ -60,10 +60,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
-    """Read what `encode` wrote.
+    """Return the message of which `encode` returned the bytes.
 
     Args:
-        data: The bytes.
+        data: The bytes of the message.
         tensors: The tensors that came with them.
 
     Returns:
@@ -77,7 +77,10 @@ def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
             data, strict_map_key=False, unicode_errors="surrogatepass"
         )
         if found != FORMAT:
-            raise TransportError(f"a message of format {found}; this version reads {FORMAT}")
+            raise TransportError(
+                f"a message has format {found}, but this version of pipedream-rt reads format "
+                f"{FORMAT}; install the same version on all machines"
+            )
         cls = _PAYLOADS[number]
         fields = dict(zip(_FIELDS[cls], values, strict=True))
         for name, value in fields.items():

@@ -1,1 +1,1 @@
-"""Moves messages into inboxes. Two implementations behind one interface, held to one contract."""
+"""Transports, which move messages into inboxes: two implementations of one interface."""

@@ -1,4 +1,4 @@
-"""The interface of a transport."""
+"""The interface of a transport, and its contract."""
 
 from __future__ import annotations
 
@@ -11,33 +11,43 @@ from pipedream_rt.errors import PipelineError
 from pipedream_rt.messages.message import Message, Payload, Send
 
 Receive = Callable[[Message], object]
-"""Takes a message that has arrived: an inbox's ``put``. Called from any thread; never blocks."""
+"""``receive(message)`` takes a message that has arrived. Any thread calls it; it never blocks."""
 
 Lost = Callable[[PipelineError], object]
-"""Told that a message could not be handed over. Called from any thread; never blocks."""
+"""``lost(error)`` is told of a message that cannot be handed over. Any thread; never blocks."""
 
 
 class Transport(Protocol):
-    """Moves messages between addresses: stage indices and `COORDINATOR`.
+    """A mover of messages between addresses: indices of stages, and `COORDINATOR`.
 
-    Contract: a message that was sent to an open address is received once or more, in any order
-    with others; its tensors are the receiver's own, in storage that holds nothing else; the sender
-    may change its own tensors no earlier than it changes the version or generation they belong to.
-    What cannot be handed over is told to the sender's ``lost``, not raised.
+    The contract:
+
+    - A message that was sent to an open address is received once or several times, before or after
+      any other message.
+    - The receiver owns the tensors of a message, in storage that holds nothing else.
+    - The sender does not change the tensors of a message any more.
+    - When a message cannot be handed over, the transport calls the sender's ``lost`` and raises
+      nothing.
     """
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """Start to receive for an address of this process."""
+        """Begin to receive for an address of this process.
+
+        Args:
+            address: The address.
+            receive: Called with each message to the address.
+            lost: Called when a message from the address cannot be handed over.
+        """
 
     def send(self, message: Message) -> None:
-        """Hand a message over. Never blocks, whoever is slow or dead."""
+        """Hand a message over. Never blocks, even if the receiver is slow or dead."""
 
     def close(self) -> None:
-        """Stop. Idempotent, from any thread. Sends after it do nothing."""
+        """Stop moving messages. Idempotent, from any thread; later calls of `send` do nothing."""
 
 
 def sender(transport: Transport, address: int, generation: int) -> Send:
-    """Return what an address sends with: it makes the message and hands it to the transport."""
+    """Return the function that an address sends with: it makes a message and hands it over."""
 
     def send(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
         transport.send(

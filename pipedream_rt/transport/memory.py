@@ -1,4 +1,4 @@
-"""Transport between threads of one process; with a seed, in random order and at random times."""
+"""The transport between threads of one process, with a mode for tests that delivers at random."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pipedream_rt.transport.base import Lost, Receive
 
 
 class MemoryTransport:
-    """Hands messages over within the process, through the same bytes as any other transport.
+    """The transport within one process. Messages are encoded and decoded as on any other.
 
     Args:
-        shuffle_seed: With a number, a thread of its own delivers messages in random order, after
-            random pauses, now and then twice: what a bad network may do, for tests.
+        shuffle_seed: If given, a thread of the transport delivers the messages in random order,
+            after random pauses, and some of them twice, as the contract allows. For tests.
     """
 
     def __init__(self, shuffle_seed: int | None = None) -> None:
-        """Start the delivering thread if there is to be one."""
+        """Start the delivering thread, if a seed is given."""
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._life = Lifecycle("the transport")
         self._pending: list[Message] = []
@@ -44,7 +44,7 @@ class MemoryTransport:
         if not self._life.is_open:
             return
         if message.to not in self._open:
-            error = PeerLost(f"{message}: nobody receives there", peer=f"stage {message.to}")
+            error = PeerLost(f"{message}: no receiver is open there", peer=f"stage {message.to}")
             self._open[message.sender][1](error)
             return
         copy = decode(encode(message), [own(t, copy=True) for t in message.tensors])
@@ -56,7 +56,7 @@ class MemoryTransport:
             self._changed.notify_all()
 
     def deliver(self, message: Message) -> None:
-        """Let a message arrive; a transport that takes its time does so later."""
+        """Call the receiver with a message; a subclass may do so later."""
         self._open[message.to][0](message)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class MemoryTransport:
             self._thread.join()
 
     def _deliver_shuffled(self) -> None:
-        """Deliver whatever pends in random order, giving more messages a random time to come."""
+        """Deliver messages in random order, and before each wait a random time for others."""
         while True:
             with self._changed:
                 while not self._pending and self._life.is_open:

@@ -1,13 +1,15 @@
-"""What torch RPC pickles, signed, and unpickled by an allow-list.
+"""The pickler of torch RPC, replaced by one that signs, checks signatures, and has an allow-list.
 
 torch RPC calls functions of a peer by pickling them, and unpickles whatever reaches its port. Its
-pickler can be replaced by private names (the same in torch 2.6 to 2.13): here by one that signs
-what it writes, checks a signature before it reads a byte, and lets a *request* name nothing but
-the functions below. A *value*, which comes back for a request of ours, may be of any class, since
-a stage's module is; only a member of the group can have signed it.
+pickler can be replaced through private names, which are the same in torch 2.6 to 2.13. The one
+here signs what it writes and checks the signature before it reads a byte. A *request*, which calls
+a function, may name only the functions that `allow` marks. A *value*, which a request of this
+process returns, may be of any class, because a stage's module is; only a member of the group can
+have signed it.
 
-Not through this: TensorPipe's own framing, calls of built-in operators, RRef bookkeeping (see
-SECURITY.md). Tensors are described in what is signed; their contents are not signed.
+TensorPipe's own framing, calls of built-in operators and the bookkeeping of RRefs do not pass
+through the pickler (see SECURITY.md). The dtypes and shapes of tensors are signed, their contents
+are not.
 """
 
 from __future__ import annotations
@@ -40,16 +42,20 @@ _reading = threading.local()
 
 
 def allow(function: F) -> F:
-    """Decorator of a module-level function that peers may call."""
+    """Let peers call a module-level function. A decorator."""
     _ALLOWED.add((function.__module__, function.__qualname__))
     return function
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds nothing but what a request may name."""
+    """An unpickler that looks up only the names that a request may use."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Look a global up, if it is allowed."""
+        """Return a global that is allowed.
+
+        Raises:
+            TransportError: It is not allowed.
+        """
         if (module, name) not in _ALLOWED:
             raise TransportError(f"a request names {module}.{name}, which is not allowed")
         return super().find_class(module, name)
@@ -67,24 +73,24 @@ def _rref_of(fork: Any) -> Any:
 
 
 def _shape(tensors: list[Tensor]) -> bytes:
-    """What of the tensors is signed."""
+    """Return the dtypes and shapes of tensors as bytes, which are signed."""
     return repr([(t.dtype, tuple(t.shape)) for t in tensors]).encode()
 
 
 class SignedPickler(internal._InternalRPCPickler):
-    """Writes and reads for one generation of a group.
+    """The pickler of torch RPC for one generation of a group.
 
     Args:
-        signer: Of this process in it.
+        signer: The signer of this process in the generation.
     """
 
     def __init__(self, signer: Signer) -> None:
-        """Install nothing; see `install`."""
+        """Leave torch's own pickler in its place; see `install`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._signer = signer
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Pickle and sign."""
+        """Return an object as signed bytes, and its tensors."""
         tensors: list[Tensor] = []
 
         def reduce_tensor(tensor: Tensor) -> Any:
@@ -109,10 +115,11 @@ class SignedPickler(internal._InternalRPCPickler):
         return self._signer.sign(data, kind), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
-        """Check and unpickle.
+        """Return the object that signed bytes and tensors hold.
 
         Raises:
-            TransportError: It is not signed, or names what it may not.
+            TransportError: The signature is wrong, the tensors are not those that were signed, or a
+                request names something that is not allowed.
         """
         _, kind, data = self._signer.open(binary_data)
         length = int.from_bytes(data[:4], "big")
@@ -124,7 +131,7 @@ class SignedPickler(internal._InternalRPCPickler):
         try:
             unpickler = _Unpickler(stream) if kind == _REQUEST else pickle.Unpickler(stream)
             return unpickler.load()
-        except AttributeError as error:  # as torch's own has it: the caller raises it
+        except AttributeError as error:  # returned, as torch's pickler does: the caller raises it
             return error
         finally:
             _reading.tensors = before
@@ -134,7 +141,7 @@ _TORCHS_OWN = internal._internal_rpc_pickler
 
 
 def install(signer: Signer | None) -> None:
-    """Let torch RPC of this process write and read with a signer; None gives back torch's own."""
+    """Let torch RPC in this process sign with a signer; None puts torch's own pickler back."""
     pickler = _TORCHS_OWN if signer is None else SignedPickler(signer)
     internal._internal_rpc_pickler = pickler
     api._internal_rpc_pickler = pickler

@@ -1,25 +1,26 @@
-"""Transport over torch.distributed.rpc. The only file that imports it.
+"""The transport over torch.distributed.rpc. No other file imports torch RPC but `pickling.py`.
 
 How torch RPC is used, and why (measured; ``benchmarks/transports.py`` prints the figures):
 
-- A hand-off is one ``rpc_async`` to `_deliver`, worker to worker. `_deliver` decodes, puts into an
-  inbox and returns. It never waits, never calls, never raises: handlers, completions and timeouts
-  share one small thread pool, and a blocked handler stops them all.
-- TensorPipe's ``uv`` transport. The shared-memory one (``shm``) is quicker between idle processes
-  but polls: its threads take a core per process from the compute threads, even with nothing to
-  send. Two processes, 2 cores, 256 KiB, medians of 3::
+- A hand-over is one ``rpc_async`` to `_deliver`, from worker to worker. `_deliver` decodes the
+  message, puts it into an inbox and returns. It never waits, never makes a call and never raises,
+  because handlers, completions and timeouts share one small thread pool, which a blocked handler
+  would stop.
+- The messages go over TensorPipe's ``uv`` transport. Its shared-memory transport (``shm``) is
+  quicker between idle processes but polls: its threads take a core per process from the compute
+  threads, even with nothing to send. Two processes, 2 cores, 256 KiB, medians of 3::
 
                     one hop, idle   one hop beside compute   processor seconds per idle second
       uv                  0.49 ms                  0.75 ms                              0.0002
       shm                 0.38 ms                  3.1 ms                               1.99
       shm + cma           0.41 ms                  4.9 ms                               1.99
 - The group is formed without ``init_rpc``, which can neither be interrupted nor given a deadline,
-  pickles over unsigned sockets, and needs a store that listens for whoever comes. The agent is
-  built over a `Directory` instead: the coordinator knows all names, gathers the addresses over the
+  pickles over unsigned sockets, and needs a store that accepts any connection. The agent is built
+  over a `Directory` instead: the coordinator knows all names, gathers the addresses over the
   control connections and hands them out.
-- When every process has called every other, nobody has to connect any more and the port closes
-  (`RpcTransport.shield`). TensorPipe dies of bytes that it does not understand.
-- Never a graceful shutdown: it waits without a deadline for peers that may be gone.
+- When every process has called every other one, no process has to connect any more, and the port
+  closes (`RpcTransport.shield`), because TensorPipe dies of bytes that it does not understand.
+- A shutdown is never graceful, since that waits without a deadline for peers that may be gone.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ from pipedream_rt.transport.signing import Signer
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-"""Of the RPC pool. Handlers only fill inboxes; 1 to 16 made no difference to the latency."""
+"""Number of threads of the RPC pool. Latency was the same with 1 to 16, as handlers do not wait."""
 
 _current: RpcTransport | None = None
-"""Where `_deliver` finds the inboxes: torch allows one RPC agent in a process."""
+"""The open transport, for `_deliver`; there is at most one, as torch allows one agent a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +72,13 @@ class RpcGroup:
     """One generation of the RPC group.
 
     Attributes:
-        generation: Counts the groups of this coordinator.
-        rank: Of this process; the coordinator has 0.
-        names: RPC names by rank, the coordinator's first.
-        hosts: By stage, the index of the worker that hosts it, whose rank is one higher.
-        interface: Network interface to listen on, as ``"lo"``.
-        timeout: After which a hand-over counts as lost.
-        key: With which the members sign what they send; nobody else knows it.
+        generation: Number of the generation in the coordinator's process.
+        rank: The rank of this process; the coordinator has rank 0.
+        names: The RPC name of each rank.
+        hosts: By stage, the index of the worker that hosts it, which is its rank less one.
+        interface: The network interface to listen on, as ``"lo"``.
+        timeout: The time after which a hand-over counts as lost.
+        key: The key with which the members sign, and which nobody else knows.
     """
 
     generation: int
@@ -94,15 +95,16 @@ class RpcGroup:
 
 
 class Directory(dist.Store):
-    """Stands where torch wants a store: names and addresses of a group, nothing that listens.
+    """The store that torch's agent asks for names and addresses of the group; it does not listen.
 
     Args:
-        names: RPC names by rank.
-        publish: Takes the address of this process.
-        gather: Waits for the addresses of all, by name; raises to give up joining.
+        names: The RPC name of each rank.
+        publish: Called with the address of this process.
+        gather: Waits for the addresses of all processes and returns them by name; raises to end
+            the attempt to join.
 
     Attributes:
-        port: At which this process listens, once its address is published.
+        port: The port at which this process listens; 0 until its address is published.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Directory(dist.Store):
         publish: Callable[[str], None],
         gather: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Nothing is known but the names."""
+        """Begin with the names, and no address."""
         super().__init__()
         self._names = {f"names/{rank}": name for rank, name in enumerate(names)}
         self._publish = publish
@@ -120,14 +122,14 @@ class Directory(dist.Store):
         self.port = 0
 
     def set(self, key: str, value: Any) -> None:
-        """Take a name, which is known, or the address."""
+        """Publish the address of this process; ignore its name, which is known."""
         if key.startswith("addrs/"):
             address = bytes(value).decode()
             self.port = int(address.rpartition(":")[2])
             self._publish(address)
 
     def get(self, key: str) -> bytes:
-        """Return a name or an address, when it is known."""
+        """Return a name, or an address once all are known."""
         if key in self._names:
             return self._names[key].encode()
         if self._addresses is None:
@@ -135,35 +137,35 @@ class Directory(dist.Store):
         return self._addresses[key.removeprefix("addrs/")].encode()
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        """Whether the group is static; it is."""
+        """Agree to what the agent sets: that the group is static."""
         return desired
 
 
 def refuse_second() -> None:
-    """Refuse a second transport while one is open; to be asked before anything is started.
+    """Refuse a second transport in this process; callers ask before they start a worker.
 
     Raises:
-        ConfigError: One is open.
+        ConfigError: A transport is open.
     """
     if _current is not None:
         raise ConfigError(
-            "this process has an open pipeline on worker processes already, and torch RPC "
-            'allows one; close it first, or use workers="in-process" for one of the two'
+            "this process has an open pipeline on worker processes already, and torch RPC allows "
+            'only one; close it first, or use workers="in-process" for one of the two'
         )
 
 
 class RpcTransport:
-    """Hands messages over by RPC. One per process at a time.
+    """The transport over torch RPC, of which a process has one at a time.
 
     Args:
         group: The generation to join.
 
     Raises:
-        ConfigError: This process has an open one.
+        ConfigError: This process has an open transport.
     """
 
     def __init__(self, group: RpcGroup) -> None:
-        """Register for incoming messages; `join` connects."""
+        """Become the transport of this process; `join` connects it."""
         global _current
         refuse_second()
         _current = self
@@ -179,24 +181,24 @@ class RpcTransport:
         self._open[address] = (receive, lost)
 
     def expose(self, address: int, part: Callable[[str], Any]) -> None:
-        """Let peers refer to parts of what runs here.
+        """Let peers make references to parts of a stage of this process.
 
         Args:
-            address: Of the stage.
-            part: Returns its ``"module"`` or its ``"optimizer"``.
+            address: Address of the stage.
+            part: Returns the stage's ``"module"`` or ``"optimizer"``.
         """
         self._parts[address] = part
 
     def join(self, directory: Directory, deadline: Deadline) -> None:
-        """Connect to the group; returns when this process has called every other.
+        """Connect to the group, and return when this process has called every other one.
 
         Args:
-            directory: Where the ranks find each other.
-            deadline: For all of it.
+            directory: The names and addresses of the group.
+            deadline: When to give up.
 
         Raises:
-            RendezvousTimeout: A peer did not answer.
-            PipelineError: The directory was abandoned.
+            RendezvousTimeout: A peer does not answer in time.
+            PipelineError: The transport was closed meanwhile.
         """
         group = self._group
         options = rpc.TensorPipeRpcBackendOptions(
@@ -208,22 +210,26 @@ class RpcTransport:
         )
         world = len(group.names)
         install(Signer(group.key, group.generation, group.rank))
-        # torch's engine asks it for a context of every hand-over.
+        # torch's engine asks distributed autograd for a context at every hand-over.
         dist_autograd._init(group.rank)
         with _listening_on(group.interface):
             agent = rpc.TensorPipeAgent(
                 directory, group.names[group.rank], group.rank, world, options, {}, []
             )
         with self._lock:
-            if not self._life.is_open:  # given up meanwhile: leave nothing behind
-                raise PipelineError("joining was given up")
-            # The agent calls into it for as long as it lives.
+            if not self._life.is_open:  # `close` was called meanwhile: no agent may stay behind
+                raise PipelineError("the transport was closed while it joined the group")
+            # The reference is kept because the agent calls the directory as long as it lives.
             self._directory = directory
             rpc.api._init_rpc_states(agent)
         self._call_everybody(deadline)
 
     def _call_everybody(self, deadline: Deadline) -> None:
-        """Open the pipes to all peers."""
+        """Call every peer once, which opens the connections.
+
+        Raises:
+            RendezvousTimeout: A peer does not answer in time.
+        """
         names, mine = self._group.names, self._group.names[self._group.rank]
         seconds = max(0.01, deadline.remaining_s() or 0.0)
         calls = [
@@ -240,11 +246,12 @@ class RpcTransport:
                 ) from error
 
     def shield(self) -> None:
-        """Stop listening: every peer has connected. Existing connections stay.
+        """Stop listening, once every peer has connected. Connections stay open.
 
-        The listening socket is inside TensorPipe, which has no call for this. Another file takes
-        its number, whereupon the kernel closes it and polls it no more. (``shutdown`` would close
-        the port too, but leaves a descriptor that is ready for ever, which costs a whole core.)
+        TensorPipe owns the listening socket and has no call to close it. So the descriptor of the
+        socket is given to another file, whereupon the kernel closes the socket and polls it no
+        more. (``shutdown`` would close the port too, but leave a descriptor that is always ready,
+        which costs a whole core.)
         """
         with self._lock:
             if not self._life.is_open or self._directory is None:
@@ -274,7 +281,7 @@ class RpcTransport:
         future.add_done_callback(lambda done: self._check(message, peer, done))
 
     def _check(self, message: Message, peer: str, done: Any) -> None:
-        """Look at the outcome of a hand-over; runs in the RPC pool."""
+        """Look at the result of a hand-over; runs on a thread of the RPC pool."""
         try:
             problem = done.value()
         except RuntimeError as error:
@@ -283,7 +290,7 @@ class RpcTransport:
             self._tell_lost(message, peer, problem)
 
     def _tell_lost(self, message: Message, peer: str, problem: str) -> None:
-        """Report a hand-over that failed, unless everything is closing."""
+        """Tell the sender of a message that was not handed over, unless the transport closes."""
         if not self._life.is_open:
             return
         error = PeerLost(
@@ -293,10 +300,14 @@ class RpcTransport:
         self._open[message.sender][1](error)
 
     def receive(self, data: bytes, tensors: list[Tensor]) -> str | None:
-        """Put an incoming message into its inbox.
+        """Give an incoming message to its receiver.
+
+        Args:
+            data: The bytes of the message.
+            tensors: The tensors of the message.
 
         Returns:
-            What is wrong with it, or None.
+            What is wrong with the message, as a text; None if nothing is.
         """
         try:
             message = decode(data, tensors)
@@ -304,12 +315,17 @@ class RpcTransport:
             _log.warning("%s", error)
             return str(error)
         if message.to not in self._open:
-            return f"no stage {message.to} here"
+            return f"no stage {message.to} is open in this process"
         self._open[message.to][0](message)
         return None
 
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
-        """Return an RRef to a part of a stage; its worker owns it."""
+        """Return an RRef to a part of a stage, which the stage's worker owns.
+
+        Args:
+            address: Address of the stage.
+            part: ``"module"`` or ``"optimizer"``.
+        """
         reference: rpc.RRef[Any] = rpc.remote(
             self._group.name_of(address), _part, args=(address, part)
         )
@@ -319,7 +335,7 @@ class RpcTransport:
         """Return RRefs to the trainable parameters of a stage, in the order of the module.
 
         Raises:
-            PeerLost: The worker does not answer.
+            PeerLost: The worker does not answer in time.
         """
         timeout_s = self._group.timeout.total_seconds()
         name = self._group.name_of(address)
@@ -332,11 +348,11 @@ class RpcTransport:
         return references
 
     def part(self, address: int, part: str) -> Any:
-        """Return what `expose` offers."""
+        """Return a part of a stage of this process, which `expose` offers."""
         return self._parts[address](part)
 
     def close(self) -> None:
-        """See `Transport.close`. RRefs die with it."""
+        """See `Transport.close`. RRefs cannot be used afterwards."""
         global _current
         with self._lock:
             if not self._life.begin_closing():
@@ -356,7 +372,7 @@ class RpcTransport:
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Tell torch where to listen; it takes that from the environment alone."""
+    """Let torch listen on an interface while the body runs; it reads only the environment."""
     names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, interface))
@@ -372,10 +388,10 @@ def _listening_on(interface: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's C++ warnings off the screen while the agent closes its own pipes.
+    """Keep torch's C++ warnings off the screen while the agent closes its own connections.
 
-    torch 2.13 logs each of them as an error of the peer. Its log level is a plain exported
-    variable; a build without it stays as it is.
+    torch 2.13 logs each closed connection as an error of the peer. Its log level is an exported
+    variable; a build of torch without that variable logs on.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     try:
@@ -391,7 +407,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _listeners_at(port: int) -> list[int]:
-    """Descriptors of this process that listen at a TCP port, from the kernel's tables."""
+    """Return this process's descriptors that listen at a TCP port, by the kernel's tables."""
     listening = "0A"
     sockets = set()
     for table in ("tcp", "tcp6"):
@@ -405,7 +421,7 @@ def _listeners_at(port: int) -> list[int]:
                 sockets.add(f"socket:[{fields[9]}]")
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it may have been closed meanwhile
+        with suppress(OSError):  # the descriptor may have been closed meanwhile
             if os.readlink(f"/proc/self/fd/{fd}") in sockets:
                 found.append(int(fd))
     return found
@@ -413,19 +429,23 @@ def _listeners_at(port: int) -> list[int]:
 
 @allow
 def _answer() -> None:
-    """Called by peers to open their pipe."""
+    """Answer a peer's first call, which opens its connection."""
 
 
 @allow
 def _deliver(data: bytes, tensors: list[Tensor]) -> str | None:
-    """Receive a message; called by peers. Errors are data: torch loses the types of exceptions."""
+    """Receive a message; peers call it. An error is returned, as torch loses exceptions' types."""
     transport = _current
     return "no transport is open" if transport is None else transport.receive(data, tensors)
 
 
 @allow
 def _part(address: int, part: str) -> Any:
-    """Return a part of a stage; called by peers through ``rpc.remote``, which keeps it here."""
+    """Return a part of a stage; peers call it by ``rpc.remote``, which leaves the part here.
+
+    Raises:
+        PipelineError: No transport is open.
+    """
     if _current is None:
         raise PipelineError("no transport is open")
     return _current.part(address, part)
@@ -433,5 +453,5 @@ def _part(address: int, part: str) -> Any:
 
 @allow
 def _parameters(address: int) -> list[rpc.RRef[nn.Parameter]]:
-    """Return RRefs to the trainable parameters of a stage; called by peers."""
+    """Return RRefs to the trainable parameters of a stage; peers call it."""
     return [rpc.RRef(p) for p in _part(address, "module").parameters() if p.requires_grad]

@@ -1,10 +1,10 @@
-"""Proof that bytes come from somebody who knows a key, and come for the first time.
+"""Signatures: the proof that bytes come from a member of the group, and come for the first time.
 
-HMAC-SHA256 over generation, sender, a number that counts up and the bytes. Nothing that fails here
-is parsed any further.
+A signature is the HMAC-SHA256 of everything behind it. Bytes whose signature is wrong are not
+parsed any further.
 
     32 bytes   signature of all that follows
-    16 bytes   generation, sender, number (see `_HEAD`)
+    16 bytes   generation, sender, number of the sender's message (see `_HEAD`)
     1 byte     kind
     ...        the bytes themselves
 """
@@ -23,17 +23,23 @@ from pipedream_rt.errors import TransportError
 _HEAD = struct.Struct("!IIQB")
 DIGEST = hashlib.sha256().digest_size
 _WINDOW = 4096
-"""How far behind the newest number of a sender an older one may come: messages overtake others."""
+"""How far a number may be below the newest of its sender, since messages overtake each other."""
 
 
 def proof(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 of parts that cannot run into each other."""
+    """Return the HMAC-SHA256 of several parts, each with its length in front of it."""
     text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
     return hmac.digest(key, text, hashlib.sha256)
 
 
 class Signed(NamedTuple):
-    """What `Signer.open` found: who sent it, of which kind it is, and the bytes."""
+    """Bytes whose signature is right.
+
+    Attributes:
+        sender: Number of the member that signed them.
+        kind: The kind that the sender gave.
+        data: The bytes without the signature.
+    """
 
     sender: int
     kind: int
@@ -41,17 +47,17 @@ class Signed(NamedTuple):
 
 
 class _Seen:
-    """Numbers of one sender that have come."""
+    """The numbers of one sender's messages that have come."""
 
     __slots__ = ("_newest", "_recent")
 
     def __init__(self) -> None:
-        """None has."""
+        """Begin with no number."""
         self._newest = -1
         self._recent: set[int] = set()
 
     def is_new(self, number: int) -> bool:
-        """Note a number; False if it has come before, or is too old to say."""
+        """Note a number; return False if it came before, or is too old to know."""
         if number in self._recent or number <= self._newest - _WINDOW:
             return False
         self._recent.add(number)
@@ -63,16 +69,16 @@ class _Seen:
 
 
 class Signer:
-    """Signs what one member of a group sends, and opens what the others have sent.
+    """The signer of one member of a group, which also checks the signatures of the others.
 
     Args:
-        key: Of this generation of the group, and of nothing else.
-        generation: Number.
-        sender: Of this member.
+        key: The key of this generation of the group, which signs nothing else.
+        generation: Number of the generation.
+        sender: Number of this member.
     """
 
     def __init__(self, key: bytes, generation: int, sender: int) -> None:
-        """Nothing was sent."""
+        """Begin to count at 0."""
         self._key = key
         self._generation = generation & 0xFFFFFFFF
         self._sender = sender
@@ -81,16 +87,16 @@ class Signer:
         self._lock = threading.Lock()
 
     def sign(self, data: bytes, kind: int) -> bytes:
-        """Put a signature in front of bytes. From any thread."""
+        """Return bytes with a signature in front of them. Any thread may call it."""
         head = _HEAD.pack(self._generation, self._sender, next(self._numbers), kind)
         return hmac.digest(self._key, head + data, hashlib.sha256) + head + data
 
     def open(self, signed: bytes) -> Signed:
-        """Check bytes that have come. From any thread.
+        """Check the signature of bytes that have come. Any thread may call it.
 
         Raises:
-            TransportError: They are cut, not signed with the key, of another generation, or come a
-                second time.
+            TransportError: The bytes are cut, not signed with the key, of another generation, or
+                come a second time.
         """
         body = memoryview(signed)[DIGEST:]
         if len(body) < _HEAD.size:
