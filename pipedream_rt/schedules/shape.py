@@ -90,7 +90,7 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
         ConfigError: A number is negative or no integer, or there are too many or too few.
     """
     hops = num_stages - 1
-    given = [slack] if isinstance(slack, str) or not isinstance(slack, Sequence) else list(slack)
+    given = list(slack) if isinstance(slack, Sequence) else [slack]
     for value in given:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"slack must be integers of at least 0, not {value!r}")
