@@ -25,3 +25,27 @@ def test_an_unknown_schedule_lists_the_known_ones(call):
         output = call(*words, code=1)
         assert "unknown schedule 'zigzag'" in output
         assert "zero-bubble" in output
+
+
+def test_slack_is_drawn(call):
+    """One more forward ahead before the hop that has slack, and before all hops after it."""
+    output = call("schedule", "async-1f1b", "--stages", 3, "--updates", 4, "--slack", "1,0")
+    assert output.splitlines()[1:] == [
+        "stage 0  F0 F1 F2 F3 .  B0 .  B1 .  B2 .  B3",
+        "stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .",
+        "stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("async-1f1b", "--slack", "1,0"), "slack has 2 numbers, but 4 stages have 3 hops"),
+        (("async-1f1b", "--slack", "more"), "slack must be integers of at least 0, not 'more'"),
+        (("async-1f1b", "--slack", "-1"), "slack must be integers of at least 0, not '-1'"),
+        (("gpipe", "--slack", "1"), "gpipe has no warm-up that slack could lengthen"),
+        (("2bw", "--slack", "1", "--micro-batches", "4"), "a slack of 3 in all need 7"),
+    ],
+)
+def test_slack_that_cannot_be_is_refused(call, words, text):
+    assert text in call("schedule", *words, code=1)

@@ -65,3 +65,31 @@ def test_costs_come_from_one_place(call, tmp_path, trace):
     output = call("simulate", "--profile", trace, "--from-trace", trace, code=1)
     assert "not from both" in output
     assert "costs cannot be read" in call("simulate", "--profile", trace, code=1)
+
+
+def rate_of(output):
+    """Micro-batches per second in the first line of a summary."""
+    return float(output.split("steady state ")[1].split()[0])
+
+
+def test_slack_hides_the_latency_of_a_hop(call):
+    """The period of two neighbours is at least (2 P + 2 hops) / (2 + e), P being 30 ms."""
+    options = ("--stages", 4, "--updates", 100, "--hop-latency", "0,25ms,0")
+    without = rate_of(call("simulate", *options))
+    assert without == pytest.approx(2 / (2 * 0.030 + 2 * 0.025), rel=0.02)
+    one = rate_of(call("simulate", *options, "--slack", "0,1,0"))
+    assert one == pytest.approx(3 / (2 * 0.030 + 2 * 0.025), rel=0.02)
+    assert rate_of(call("simulate", *options, "--slack", "0,2,0")) == pytest.approx(1 / 0.030, 0.01)
+    assert "costs: hop_latency has 2 entries, there are 3 hops" in call(
+        "simulate", "--hop-latency", "0,1ms", code=1
+    )
+
+
+def test_a_trace_keeps_its_slack(call, tmp_path):
+    path = tmp_path / "slack.trace"
+    call("simulate", "--stages", 3, "--slack", "0,2", "--output", path)
+    assert rate_of(call("simulate", "--from-trace", path)) > 0
+    again = call("simulate", "--from-trace", path, "--replay")
+    table = [line for line in again.splitlines() if line.startswith("0 ")]
+    assert table[0].split()[-2] == "5"  # in flight on the first stage: w(0) + 1
+    assert "if slack=0:0" in call("timeline", path, "--what-if", "slack=0:0")

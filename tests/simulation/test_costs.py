@@ -121,3 +121,20 @@ def test_a_stage_cut_in_two_costs_the_same():
     assert cut.forward == ((0.5,), (0.5,), (1.0,), (1.0,))
     assert cut.weight_bytes == (3.0,) * 4
     assert cut.activation_bytes == (3.0,) * 4
+
+
+def test_the_latency_of_each_hop():
+    costs = Costs(forward=((1.0,),), backward=((1.0,),), hop_latency=(0.0, 0.5, 0.0))
+    assert costs.for_stages(4, 4).hop_latency == (0.0, 0.5, 0.0)
+    with pytest.raises(ConfigError, match="hop_latency has 3 entries, there are 2 hops"):
+        costs.for_stages(3, 3)
+    with pytest.raises(ConfigError, match="stages that are cut have other hops"):
+        costs.cut(2)
+    one = Costs(forward=((1.0,),), backward=((1.0,),), hop_latency=(0.5,))
+    assert one.for_stages(2, 2).cut(2).for_stages(4, 2).hop_latency == (0.5,) * 3
+    with pytest.raises(ConfigError, match="hop_latency must be a number of at least 0"):
+        Costs(forward=((1.0,),), backward=((1.0,),), hop_latency=(-1.0,))
+    assert costs_of({"forward": 1, "backward": 1, "hop_latency": ["25ms", 0]}).hop_latency == (
+        0.025,
+        0.0,
+    )

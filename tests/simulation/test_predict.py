@@ -83,6 +83,8 @@ def test_what_if():
     assert rate("bandwidth=100Mbit") < 0.7 * base
     assert rate("latency=50ms") < 0.8 * base
     assert rate("speed=2") > 1.8 * base
+    assert rate("latency=50ms,slack=2") > 1.1 * rate("latency=50ms")
+    assert rate("latency=50ms,slack=2:2:2") == rate("latency=50ms,slack=2")
     assert rate("speed=1:1:0.5:1") < 0.7 * base
     assert rate("schedule=interleaved-1f1b,micro_batches=8") > 1.1 * base
     # The workers stay as many.
