@@ -1,0 +1,1097 @@
+"""The loop of a worker on the calling thread, by its inbox and a list of what it sends."""
+
+import copy
+import dataclasses
+import random
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from support import diamond
+from support.models import mlp, regression
+from support.oracle import assert_same, layer_seed, oracle
+from torch import nn
+
+from pipedream_rt.errors import MessageTimeout, PipelineClosed, ScheduleError, VersionError
+from pipedream_rt.messages import inbox as inbox_module
+from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.message import (
+    Command,
+    CommandName,
+    Gradient,
+    Message,
+    MicroBatch,
+    Mode,
+    Target,
+)
+from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
+from pipedream_rt.observe.spans import NOBODY, SPAN, Recorder
+from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_named
+from pipedream_rt.schedules.policies import Flushed
+from pipedream_rt.schedules.written import plan_written
+from pipedream_rt.stage import loop as loop_module
+from pipedream_rt.stage.loop import Loop, LoopOptions
+from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
+from pipedream_rt.stage.spec import StageSpec
+from pipedream_rt.stage.stage import Stage
+
+ONE = plan_named("async-1f1b", num_stages=1)
+TWO = plan_named("async-1f1b", num_stages=2)
+THREE = plan_named("async-1f1b", num_stages=3)
+
+ANY_ORDER = pytest.mark.parametrize("seed", [None, 1, 2, 3])
+"""Of arrival: as it was sent, or at random."""
+
+
+class Worker:
+    """A worker whose stages have one linear layer each, or what it is given.
+
+    Attributes:
+        sent: The messages that its stages have sent. Those for stages of its own arrive at once.
+    """
+
+    def __init__(
+        self, plan, worker=0, layers=None, loss_fn=F.mse_loss, rate=0.1, generation=0, **options
+    ):
+        self.plan, self.sent, self.generation = plan, [], generation
+        self.inbox = Inbox("the worker", generation)
+        self.stages = {}
+        for index in plan.stages_of(worker):
+            torch.manual_seed(index)
+            module = nn.Sequential()
+            made = layers[index] if layers else {str(index): nn.Linear(2, 2)}
+            for name, layer in made.items():
+                module.add_module(name, layer)
+            stage = Stage(
+                StageSpec(
+                    stage=index,
+                    layers=module,
+                    loss_fn=loss_fn if index in plan.exits else None,
+                    plan=plan,
+                    seed=0,
+                    on_nan="raise",
+                )
+            )
+            stage.set_optimizer(an_optimizer(module, rate))
+            self.stages[index] = stage
+        options = LoopOptions(**{"timeout": timedelta(0), **options})
+        self.loop = Loop(
+            list(self.stages.values()), worker, self.inbox, lambda s: self._sender(s), options
+        )
+
+    def _sender(self, stage):
+        def send(to, index, payload, tensors):
+            message = Message(
+                to=to,
+                sender=stage,
+                index=index,
+                generation=self.generation,
+                payload=payload,
+                tensors=tensors,
+            )
+            self.sent.append(message)
+            if to in self.stages:
+                copies = tuple(own(t, copy=True) for t in tensors)
+                # It arrives, though the inbox was told already what comes after the last message.
+                reason, self.inbox._reason = self.inbox._reason, None
+                assert self.inbox.put(dataclasses.replace(message, tensors=copies))
+                self.inbox._reason = reason
+
+        return send
+
+    def put(self, *messages, seed=None):
+        """Let messages arrive, with a seed in random order."""
+        arriving = list(messages)
+        if seed is not None:
+            random.Random(seed).shuffle(arriving)
+        for message in arriving:
+            assert self.inbox.put(message)
+        return self
+
+    def run(self):
+        """Do all that can be done with what has arrived; return what was sent, as text."""
+        end = PipelineClosed("the end")
+        self.inbox.close(end)
+        with pytest.raises(PipelineClosed) as e:
+            self.loop.run()
+        assert e.value is end
+        self.loop.close()
+        assert not self.inbox._waiting, "came, and was never needed"
+        return self.lines()
+
+    def stops_with(self, error, match=None):
+        """Require that it stops with an error, and return that."""
+        self.inbox.close(PipelineClosed("the end"))
+        with pytest.raises(error, match=match) as e:
+            self.loop.run()
+        return e.value
+
+    def lines(self):
+        return [line(message) for message in self.sent]
+
+    def state(self):
+        return {k: t for s in self.stages.values() for k, t in s.module.state_dict().items()}
+
+
+def an_optimizer(module, rate):
+    names = tuple(name for name, _ in module.named_parameters())
+    spec = OptimizerSpec(
+        optimizer_class=torch.optim.SGD, kwargs={"lr": rate}, groups=(GroupSpec(names=names),)
+    )
+    return cloudpickle.dumps(spec)
+
+
+def line(message):
+    """As ``gradient 7 2>1``: kind, number of its key, ends; the coordinator is a star."""
+    edge, number = message.key
+    return f"{edge.kind.value} {number} {edge.source}>{edge.target}".replace("-1", "*")
+
+
+# -- what arrives -----------------------------------------------------------------------------
+
+
+def of(payload, to, position, tensors=(), sender=COORDINATOR):
+    return Message(
+        to=to, sender=sender, index=position, generation=0, payload=payload, tensors=tensors
+    )
+
+
+def rows(number=0):
+    return torch.randn(3, 2, generator=torch.Generator().manual_seed(number))
+
+
+def activation(
+    to, m, *, position=None, turn=None, sender=None, mode=Mode.TRAIN, empty=False, trail=()
+):
+    """From the producer of a chain, at the position and the turn of its number."""
+    position = m if position is None else position
+    sender = to - 1 if sender is None else sender
+    structure, tensors = flatten(None if empty else rows(position))
+    head = MicroBatch(
+        turn=position if turn is None else turn,
+        micro_batch=m,
+        mode=mode,
+        empty=empty,
+        hyper=[{}] if mode is Mode.TRAIN else None,
+        structure=structure,
+        requires_grad=[sender != COORDINATOR] * len(tensors),
+        trail=list(trail),
+    )
+    return of(head, to, position, tuple(tensors), sender)
+
+
+def target(to, position, share=1.0):
+    structure, tensors = flatten(rows(position + 100))
+    return of(Target(structure=structure, share=share), to, position, tuple(tensors))
+
+
+def gradient(to, position, sender=None, present=True):
+    tensors = (rows(position + 200),) if present else ()
+    return of(
+        Gradient(present=[present]), to, position, tensors, to + 1 if sender is None else sender
+    )
+
+
+def command(to, position, name, argument=None, turn=None):
+    structure, tensors = flat_copy(argument)
+    head = Command(turn=position if turn is None else turn, name=name, structure=structure)
+    return of(head, to, position, tensors)
+
+
+def flush(to, position, turn=None):
+    return command(to, position, CommandName.FLUSH, turn=turn)
+
+
+def replied(worker, position):
+    """What was replied to the command at a position."""
+    (message,) = [m for m in worker.sent if line(m).startswith(f"reply {position} ")]
+    return unflatten(message.payload.structure, message.tensors)
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+@ANY_ORDER
+def test_a_stage_in_the_middle_follows_its_order_whatever_comes_first(seed):
+    """F0 F1 B0 S0 F2 B1 S1 F3 B2 S2, and for the flush B3 S3."""
+    worker = Worker(THREE, 1)
+    worker.put(
+        *(activation(1, m) for m in range(4)),
+        flush(1, 4),
+        *(gradient(1, m) for m in range(4)),
+        seed=seed,
+    )
+    assert worker.run() == [
+        "activation 0 1>2",
+        "activation 1 1>2",
+        "gradient 0 1>0",
+        "activation 2 1>2",
+        "gradient 1 1>0",
+        "activation 3 1>2",
+        "gradient 2 1>0",
+        "gradient 3 1>0",
+        "reply 4 1>*",
+    ]
+    stage = worker.stages[1]
+    assert (stage.next_forward, stage.ended, stage.parameters.ledger.newest) == (4, 4, 4)
+
+
+@ANY_ORDER
+def test_what_it_computes_does_not_depend_on_arrival(seed):
+    def sent(seed):
+        worker = Worker(THREE, 1)
+        worker.put(
+            *(activation(1, m) for m in range(6)),
+            *(gradient(1, m) for m in range(6)),
+            flush(1, 6),
+            seed=seed,
+        )
+        worker.run()
+        return [t for message in worker.sent for t in message.tensors], worker.state()
+
+    (tensors, state), (expected, expected_state) = sent(seed), sent(None)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert_same(state, expected_state)
+
+
+def test_it_waits_for_what_its_next_action_needs_and_for_nothing_else():
+    """Gradient 0 is missing: F2 and F3 may not go before B0, though all for them is there."""
+    worker = Worker(THREE, 1)
+    worker.put(*(activation(1, m) for m in range(4)), gradient(1, 1))
+    worker.stops_with(PipelineClosed)
+    assert worker.lines() == ["activation 0 1>2", "activation 1 1>2"]
+    assert worker.loop.doing.action == "B0"
+
+
+def test_the_first_stage_sends_no_gradient_and_the_last_needs_none():
+    first = Worker(TWO, 0).put(
+        activation(0, 0, sender=COORDINATOR),
+        activation(0, 1, sender=COORDINATOR),
+        flush(0, 2),
+        gradient(0, 0),
+        gradient(0, 1),
+    )
+    assert first.run() == ["activation 0 0>1", "activation 1 0>1", "reply 2 0>*"]
+    last = Worker(TWO, 1).put(
+        activation(1, 0), activation(1, 1), flush(1, 2), target(1, 0), target(1, 1)
+    )
+    assert last.run() == [
+        "loss 0 1>*",
+        "gradient 0 1>0",
+        "loss 1 1>*",
+        "gradient 1 1>0",
+        "reply 2 1>*",
+    ]
+
+
+def test_a_micro_batch_carries_what_the_next_stage_needs():
+    """Its turn, number, mode and hyper-parameters, and a trail of the stages it has passed."""
+    worker = Worker(THREE, 1)
+    worker.put(activation(1, 0, position=4, turn=0, trail=[[0, 7, 123]])).run()
+    (message,) = worker.sent
+    head = message.payload
+    assert (message.index, head.turn, head.micro_batch, head.mode) == (4, 0, 0, Mode.TRAIN)
+    assert (head.empty, head.hyper, head.requires_grad) == (False, [{}], [True])
+    assert head.trail[0] == [0, 7, 123]
+    ((stage, version, busy_ns),) = head.trail[1:]
+    assert (stage, version) == (1, 0)
+    assert busy_ns > 0
+    expected = worker.stages[1].module(rows(4))
+    assert torch.equal(unflatten(head.structure, message.tensors), expected)
+
+
+def test_a_loss_tells_which_versions_were_read():
+    worker = Worker(TWO, 1)
+    worker.put(
+        *(activation(1, m, trail=[[0, max(0, m - 1), 5]]) for m in range(3)),
+        *(target(1, m) for m in range(3)),
+    ).run()
+    losses = [m.payload for m in worker.sent if line(m).startswith("loss")]
+    assert [[of_stage[:2] for of_stage in loss.trail] for loss in losses] == [
+        [[0, 0], [1, 0]],
+        [[0, 0], [1, 1]],
+        [[0, 1], [1, 2]],
+    ]
+    assert all(type(loss.loss) is float and loss.structure == [] for loss in losses)
+
+
+def test_a_gradient_that_is_none_is_not_sent_and_none_is_taken_for_it():
+    """The message comes all the same: who waits for it must not wait for ever."""
+    worker = Worker(THREE, 1)
+    worker.put(activation(1, 0), activation(1, 1), gradient(1, 0, present=False)).run()
+    (message,) = [m for m in worker.sent if line(m) == "gradient 0 1>0"]
+    assert message.payload == Gradient(present=[False])
+    assert message.tensors == ()
+
+
+@ANY_ORDER
+def test_positions_may_jump_where_turns_count(seed):
+    """Feed items for other stages are not this stage's turns: positions 0, 3, 7 are turns 0, 1, 2.
+
+    What belongs to an item has its position.
+    """
+    places = list(enumerate((0, 3, 7)))
+    middle = Worker(THREE, 1)
+    middle.put(
+        *(activation(1, m, position=p, turn=m) for m, p in places),
+        flush(1, 12, turn=3),
+        *(gradient(1, p) for _, p in places),
+        seed=seed,
+    )
+    assert middle.run() == [
+        "activation 0 1>2",
+        "activation 1 1>2",
+        "gradient 0 1>0",
+        "activation 2 1>2",
+        "gradient 3 1>0",
+        "gradient 7 1>0",
+        "reply 12 1>*",
+    ]
+    assert [m.index for m in middle.sent] == [0, 3, 0, 7, 3, 7, 12]
+    last = Worker(THREE, 2)
+    last.put(
+        *(activation(2, m, position=p, turn=m) for m, p in places),
+        flush(2, 12, turn=3),
+        *(target(2, p) for _, p in places),
+        seed=seed,
+    )
+    assert last.run() == [
+        f"{kind} {p} {ends}"
+        for p in (0, 3, 7)
+        for kind, ends in (("loss", "2>*"), ("gradient", "2>1"))
+    ] + ["reply 12 2>*"]
+
+
+@ANY_ORDER
+def test_a_flush_empties_the_stage_and_training_goes_on_after_it(seed):
+    worker = Worker(THREE, 0)
+    worker.put(
+        *(activation(0, m, sender=COORDINATOR) for m in range(2)),
+        flush(0, 2),
+        flush(0, 3),  # with nothing in flight
+        *(activation(0, m, position=m + 2, sender=COORDINATOR) for m in range(2, 4)),
+        flush(0, 6),
+        *(gradient(0, p) for p in (0, 1, 4, 5)),
+        seed=seed,
+    )
+    assert worker.run() == [
+        "activation 0 0>1",
+        "activation 1 0>1",
+        "reply 2 0>*",
+        "reply 3 0>*",
+        "activation 4 0>1",
+        "activation 5 0>1",
+        "reply 6 0>*",
+    ]
+    assert worker.stages[0].parameters.ledger.newest == 4
+
+
+@ANY_ORDER
+def test_a_join_takes_both_producers_outputs_whatever_comes_first(seed):
+    """In the order of the producers; each gets its own gradient."""
+    worker = Worker(diamond.plan(), 3, {3: {"3": diamond.Join(2)}})
+    worker.put(
+        *(activation(3, m, sender=s, trail=[[0, m, 0], [s, m, 0]]) for m in (0, 1) for s in (1, 2)),
+        target(3, 0),
+        target(3, 1),
+        flush(3, 2),
+        seed=seed,
+    )
+    assert worker.run() == [
+        "loss 0 3>*",
+        "gradient 0 3>1",
+        "gradient 0 3>2",
+        "loss 1 3>*",
+        "gradient 1 3>1",
+        "gradient 1 3>2",
+        "reply 2 3>*",
+    ]
+    trail = worker.sent[0].payload.trail
+    assert [of_stage[:2] for of_stage in trail] == [[0, 0], [1, 0], [2, 0], [3, 0]]
+
+
+@ANY_ORDER
+def test_a_fork_sends_one_output_to_both_consumers_and_waits_for_both_gradients(seed):
+    worker = Worker(diamond.plan(), 0)
+    worker.put(
+        *(activation(0, m, sender=COORDINATOR) for m in range(3)),
+        gradient(0, 0, sender=1),
+        gradient(0, 0, sender=2),
+        seed=seed,
+    )
+    assert worker.run() == [f"activation {m} 0>{s}" for m in range(3) for s in (1, 2)]
+    assert torch.equal(worker.sent[0].tensors[0], worker.sent[1].tensors[0])
+    assert worker.stages[0].ended == 1
+
+
+# -- several stages on a worker ---------------------------------------------------------------
+
+
+@ANY_ORDER
+def test_two_stages_on_one_worker_take_turns_as_their_order_says(seed):
+    """Worker 0 of 2: stages 0 and 2 of 4."""
+    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    assert " ".join(map(str, plan.order(0, 0, 2))) == (
+        "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1 0:S0 2:S0"
+    )
+    worker = Worker(plan, 0)
+    worker.put(
+        *(activation(0, m, sender=COORDINATOR) for m in range(2)),
+        *(activation(2, m) for m in range(2)),
+        *(gradient(s, m) for s in (0, 2) for m in range(2)),
+        flush(0, 2),
+        flush(2, 2),
+        seed=seed,
+    )
+    assert worker.run() == [
+        "activation 0 0>1",
+        "activation 1 0>1",
+        "activation 0 2>3",
+        "activation 1 2>3",
+        "gradient 0 2>1",
+        "gradient 1 2>1",
+        "reply 2 0>*",
+        "reply 2 2>*",
+    ]
+
+
+@ANY_ORDER
+def test_a_worker_that_hosts_all_stages_trains_the_unsplit_model(seed):
+    """All that is sent comes back to it; on one thread, equal to the oracle to the bit."""
+    plan = plan_named("interleaved-1f1b", num_stages=2, per_update=2, stages_per_worker=2)
+    model, data = mlp(layers=4), regression(3, samples=4)
+    layers = list(model.named_children())
+    weights, losses = oracle(
+        model, [0], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), k=2, reads="flushed"
+    )
+    worker = Worker(plan, 0, [dict(layers[:2]), dict(layers[2:])])
+    messages = []
+    for m, (x, y) in enumerate((x, y) for t in data for x, y in zip(*(v.chunk(2) for v in t))):
+        structure, tensors = flatten(x)
+        head = MicroBatch(
+            turn=m,
+            micro_batch=m,
+            mode=Mode.TRAIN,
+            hyper=[{}],
+            structure=structure,
+            requires_grad=[False],
+        )
+        messages.append(of(head, 0, m, tuple(tensors)))
+        structure, tensors = flatten(y)
+        messages.append(of(Target(structure=structure, share=0.5), 1, m, tuple(tensors)))
+    worker.put(*messages, flush(0, 6), flush(1, 6), seed=seed).run()
+    assert_same(worker.state(), weights)
+    assert [m.payload.loss for m in worker.sent if line(m).startswith("loss")] == losses
+
+
+class AllOnOne:
+    """All stages of a diamond on worker 0: forwards, backwards the other way, steps."""
+
+    def order(self, worker, shape, start):
+        for m in range(start, 1000):
+            for kind, stages in (("F", range(4)), ("B", range(3, -1, -1)), ("S", range(4))):
+                yield from (Action.parse(f"{s}:{kind}{m}") for s in stages)
+
+
+def test_a_diamond_on_one_worker_is_the_plain_model():
+    recipe = Recipe(order=AllOnOne(), versions=Flushed(), flushes=True, summary="")
+    plan = Plan(
+        name="all", shape=Shape(workers=4), recipe=recipe, links=diamond.LINKS, hosts=(0, 0, 0, 0)
+    )
+    model = diamond.model(2)
+    worker = Worker(plan, 0, [{n: copy.deepcopy(layer)} for n, layer in model.named_children()])
+    for m in range(3):
+        worker.put(activation(0, m, sender=COORDINATOR), target(3, m))
+    worker.run()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for m in range(3):
+        optimizer.zero_grad()
+        hidden = model[0](rows(m))
+        torch.manual_seed(layer_seed(0, m, "1"))  # its dropout
+        pair = model[1](hidden), model[2](hidden)
+        F.mse_loss(model[3](pair), rows(m + 100)).backward()
+        optimizer.step()
+    assert_same(worker.state(), model.state_dict())
+
+
+# -- a micro-batch without samples ------------------------------------------------------------
+
+
+@ANY_ORDER
+def test_an_empty_micro_batch_goes_all_the_way_and_back_and_has_no_target(seed):
+    plan = plan_named("gpipe", num_stages=2, per_update=2)
+    last = Worker(plan, 1)
+    last.put(activation(1, 0), activation(1, 1, empty=True), target(1, 0), flush(1, 2), seed=seed)
+    assert last.run() == [
+        "loss 0 1>*",
+        "loss 1 1>*",
+        "gradient 0 1>0",
+        "gradient 1 1>0",
+        "reply 2 1>*",
+    ]
+    assert [m.payload.loss is None for m in last.sent[:2]] == [False, True]
+    assert last.sent[3].payload == Gradient(present=[])
+    first = Worker(plan, 0)
+    first.put(
+        activation(0, 0, sender=COORDINATOR),
+        activation(0, 1, sender=COORDINATOR, empty=True),
+        gradient(0, 0),
+        of(Gradient(present=[]), 0, 1, sender=1),
+        flush(0, 2),
+        seed=seed,
+    )
+    assert first.run() == ["activation 0 0>1", "activation 1 0>1", "reply 2 0>*"]
+    head = first.sent[1].payload
+    assert (head.empty, head.requires_grad, first.sent[1].tensors) == (True, [], ())
+
+
+def test_the_halves_of_a_backward_send_once():
+    """I sends; W does not, and ends the micro-batch."""
+    plan = plan_named("zero-bubble", num_stages=2, per_update=2)
+    assert " ".join(map(str, plan.order(1, 0, 2))) == "F0 I0 F1 I1 W0 W1 S0"
+    worker = Worker(plan, 1)
+    worker.put(activation(1, 0), activation(1, 1, empty=True), target(1, 0), flush(1, 2))
+    assert worker.run() == [
+        "loss 0 1>*",
+        "gradient 0 1>0",
+        "loss 1 1>*",
+        "gradient 1 1>0",
+        "reply 2 1>*",
+    ]
+    whole = Worker(plan_named("gpipe", num_stages=2, per_update=2), 1)
+    whole.put(activation(1, 0), activation(1, 1, empty=True), target(1, 0), flush(1, 2)).run()
+    assert_same(worker.state(), whole.state())
+
+
+# -- what is no training ----------------------------------------------------------------------
+
+
+@ANY_ORDER
+def test_a_command_is_carried_out_at_its_turn_between_two_micro_batches(seed):
+    """After F1, with both in flight; the weights are those of before the first update."""
+    worker = Worker(TWO, 0)
+    before = worker.state()["0.weight"].clone()
+    worker.put(
+        activation(0, 0, sender=COORDINATOR),
+        activation(0, 1, sender=COORDINATOR),
+        command(0, 2, CommandName.STATE),
+        activation(0, 2, position=3, sender=COORDINATOR),
+        command(0, 4, CommandName.STATE),
+        flush(0, 5),
+        gradient(0, 0),
+        gradient(0, 1),
+        gradient(0, 3),
+        seed=seed,
+    )
+    assert worker.run() == [
+        "activation 0 0>1",
+        "activation 1 0>1",
+        "reply 2 0>*",
+        "activation 3 0>1",
+        "reply 4 0>*",
+        "reply 5 0>*",
+    ]
+    assert not torch.equal(replied(worker, 2)["0.weight"], before)  # B0 and S0 come before F2
+    assert not torch.equal(replied(worker, 4)["0.weight"], replied(worker, 2)["0.weight"])
+    assert not torch.equal(worker.state()["0.weight"], replied(worker, 4)["0.weight"])
+    assert replied(worker, 5) is None
+
+
+def test_what_was_replied_does_not_change_with_the_next_update():
+    """It is a copy; a transport may take its time to send it."""
+    worker = Worker(ONE)
+    before = worker.state()["0.weight"].clone()
+    worker.put(
+        command(0, 0, CommandName.STATE),
+        activation(0, 0, position=1, sender=COORDINATOR),
+        target(0, 1),
+    ).run()
+    assert torch.equal(replied(worker, 0)["0.weight"], before)
+    assert not torch.equal(worker.state()["0.weight"], before)
+
+
+def test_commands_change_what_they_say_and_reply():
+    worker = Worker(ONE)
+    stage = worker.stages[0]
+    loaded = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
+    moments = {"0.weight": {"momentum_buffer": torch.full((2, 2), 3.0)}}
+    worker.put(
+        command(0, 0, CommandName.TRAINING, False),
+        command(0, 1, CommandName.LOAD_STATE, loaded),
+        command(0, 2, CommandName.OPTIMIZER, an_optimizer(stage.module, 0.5)),
+        command(0, 3, CommandName.LOAD_OPTIMIZER_STATE, moments),
+        command(0, 4, CommandName.OPTIMIZER_STATE),
+        command(0, 5, CommandName.STATISTICS),
+    )
+    assert worker.run() == [f"reply {p} 0>*" for p in range(6)]
+    assert [replied(worker, p) for p in range(4)] == [None] * 4
+    assert not stage.module.training
+    assert stage.module[0].weight.tolist() == [[1, 1], [1, 1]]
+    assert stage.optimizer.torch_optimizer.param_groups[0]["lr"] == 0.5
+    momentum = replied(worker, 4)["0.weight"]["momentum_buffer"]
+    assert momentum.tolist() == [[3, 3], [3, 3]]
+    statistics = replied(worker, 5)
+    assert statistics.items() >= stage.statistics().items()
+    assert statistics["busy_ns"] > 0
+    assert statistics["peak_memory_bytes"] > 0
+
+
+@pytest.mark.threads
+def test_a_save_is_told_of_when_it_is_written_and_other_commands_do_not_wait(tmp_path):
+    """It is due after an update that comes later; `close` waits for the writing."""
+    worker = Worker(ONE)
+    worker.put(
+        command(0, 0, CommandName.SAVE, {"folder": str(tmp_path), "step": 1}),
+        command(0, 1, CommandName.STATE),
+        activation(0, 0, position=2, sender=COORDINATOR),
+        target(0, 2),
+    )
+    lines = worker.run()
+    assert lines[0] == "reply 1 0>*"
+    assert sorted(lines) == sorted(["reply 1 0>*", "loss 2 0>*", "saved 0 0>*"])
+    (saved,) = [m for m in worker.sent if line(m).startswith("saved")]
+    files, _, _ = unflatten(saved.payload.structure, saved.tensors)
+    assert files.keys() == {path.name for path in tmp_path.iterdir()}
+    again = Worker(ONE, rate=0.3)
+    restore = {"folder": str(tmp_path), "step": 1, "plain": {}, "floor": 0}
+    again.put(command(0, 0, CommandName.LOAD, restore)).run()
+    assert replied(again, 0) is True
+    assert_same(again.state(), worker.state())
+    assert again.stages[0].next_forward == 1
+
+
+@ANY_ORDER
+def test_an_evaluation_passes_through_a_stage_at_its_turn(seed):
+    """It is numbered apart, and reads the newest weights; nothing comes back."""
+    worker = Worker(THREE, 1)
+    worker.put(
+        activation(1, 0),
+        activation(1, 0, position=1, mode=Mode.EVALUATE),
+        activation(1, 1, position=2),
+        activation(1, 1, position=3, mode=Mode.INFER),
+        gradient(1, 0),
+        seed=seed,
+    )
+    assert worker.run() == [
+        "activation 0 1>2",
+        "activation 1 1>2",
+        "activation 2 1>2",
+        "gradient 0 1>0",
+        "activation 3 1>2",
+    ]
+    heads = [m.payload for m in worker.sent if isinstance(m.payload, MicroBatch)]
+    assert [(h.mode, h.micro_batch) for h in heads] == [
+        (Mode.TRAIN, 0),
+        (Mode.EVALUATE, 0),
+        (Mode.TRAIN, 1),
+        (Mode.INFER, 1),
+    ]
+    assert [h.requires_grad for h in heads] == [[True], [False], [True], [False]]
+    assert [h.trail[-1][1] for h in heads] == [0, 0, 0, 1]
+    assert [h.hyper for h in heads] == [[{}], None, [{}], None]
+    newest = worker.stages[1].module(rows(3))
+    assert torch.equal(worker.sent[-1].tensors[0], newest)
+
+
+@ANY_ORDER
+def test_a_target_is_taken_only_where_there_is_a_loss(seed):
+    """Evaluation has one, inference has none and gives the output."""
+    worker = Worker(TWO, 1)
+    worker.put(
+        activation(1, 0, mode=Mode.EVALUATE),
+        target(1, 0),
+        activation(1, 1, mode=Mode.INFER),
+        activation(1, 0, position=2),
+        target(1, 2),
+        seed=seed,
+    )
+    assert worker.run() == ["loss 0 1>*", "loss 1 1>*", "loss 2 1>*", "gradient 2 1>0"]
+    evaluated, inferred, trained = worker.sent[:3]
+    assert evaluated.payload.loss is not None
+    assert evaluated.payload.structure == []
+    assert inferred.payload.loss is None
+    assert unflatten(inferred.payload.structure, inferred.tensors).shape == (3, 2)
+    assert trained.payload.loss is not None
+
+
+@ANY_ORDER
+def test_passes_take_both_producers_outputs_too(seed):
+    worker = Worker(diamond.plan(), 3, {3: {"3": diamond.Join(2)}})
+    worker.put(
+        *(activation(3, 0, sender=s, mode=Mode.EVALUATE) for s in (1, 2)),
+        target(3, 0),
+        *(activation(3, 1, sender=s, mode=Mode.INFER) for s in (1, 2)),
+        seed=seed,
+    )
+    assert worker.run() == ["loss 0 3>*", "loss 1 3>*"]
+    join = worker.stages[3].module[0]
+    assert torch.equal(worker.sent[1].tensors[0], join((rows(1), rows(1))))
+
+
+@ANY_ORDER
+def test_what_does_not_train_is_served_for_every_stage_of_a_worker(seed):
+    """While the first stage has nothing to do: a pass must come through all of them."""
+    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    worker = Worker(plan, 0)
+    worker.put(
+        activation(0, 0, sender=COORDINATOR, mode=Mode.EVALUATE),
+        activation(2, 0, mode=Mode.EVALUATE),
+        command(2, 1, CommandName.STATE),
+        seed=seed,
+    )
+    assert sorted(worker.run()) == ["activation 0 0>1", "activation 0 2>3", "reply 1 2>*"]
+    assert worker.loop.doing.stage == 0
+
+
+def test_a_micro_batch_to_train_on_is_not_taken_for_another_stage():
+    """Stage 2 has one; it is the order that says when."""
+    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    worker = Worker(plan, 0)
+    worker.put(activation(2, 0))
+    worker.stops_with(PipelineClosed)
+    assert worker.sent == []
+    assert worker.inbox.holds(activation(2, 0).key)
+
+
+@ANY_ORDER
+def test_a_flush_of_two_stages_comes_after_what_was_fed_to_each_before_it(seed):
+    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    worker = Worker(plan, 0)
+    worker.put(
+        flush(0, 0),
+        activation(2, 0, mode=Mode.INFER),
+        flush(2, 1),
+        seed=seed,
+    )
+    assert sorted(worker.run()) == ["activation 0 2>3", "reply 0 0>*", "reply 1 2>*"]
+
+
+# -- what is reported -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [0, 1, 2])
+def test_actions_are_announced_before_they_are_done_and_called_off_after(announced):
+    """For micro-batches, and updates, with lower numbers alone."""
+    told = []
+    worker = Worker(TWO, 1, announce=told.append, announced=announced)
+    worker.put(*(activation(1, m) for m in range(3)), *(target(1, m) for m in range(3))).run()
+    expected = [f"1:{kind}{m}" for m in range(announced) for kind in "FBS"]
+    assert told == [text for action in expected for text in (action, "")]
+
+
+class Raises(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        raise ZeroDivisionError
+
+
+def test_an_action_that_fails_stays_announced_and_is_what_the_worker_does():
+    told = []
+    worker = Worker(TWO, 1, {1: {"1": Raises()}}, announce=told.append, announced=5)
+    worker.put(activation(1, 0), target(1, 0)).stops_with(ZeroDivisionError)
+    assert told == ["1:F0"]
+    assert (worker.loop.doing.stage, worker.loop.doing.action) == (1, "F0")
+
+
+def test_the_last_actions_are_remembered_for_a_report():
+    worker = Worker(TWO, 1)
+    worker.put(
+        command(1, 0, CommandName.STATE),
+        activation(1, 0, position=1, mode=Mode.INFER),
+        activation(1, 0, position=2),
+        target(1, 2),
+    ).run()
+    assert list(worker.inbox.recent) == ["state", "infer 1", "F0", "B0", "S0"]
+
+
+class Clock:
+    """Stands still, but for what is told to take its time."""
+
+    def __init__(self):
+        self.now = 1000
+
+    def monotonic_ns(self):
+        return self.now
+
+    perf_counter_ns = monotonic_ns
+
+    @contextmanager
+    def held_up(self):
+        self.now += 30
+        yield
+
+
+class TakesTime(nn.Module):
+    def __init__(self, clock, ns):
+        super().__init__()
+        self.linear, self.clock, self.ns = nn.Linear(2, 2), clock, ns
+
+    def forward(self, x):
+        self.clock.now += self.ns
+        return self.linear(x)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(loop_module, "time", made)
+    monkeypatch.setattr(inbox_module, "time", made)
+    return made
+
+
+def table(recorder, *fields):
+    return [
+        (chr(span["kind"]), *(int(span[field]) for field in fields)) for span in recorder.spans()
+    ]
+
+
+def test_a_span_says_what_was_done_with_which_version_and_how_much_was_sent(clock):
+    recorder = Recorder(50)
+    worker = Worker(THREE, 1, recorder=recorder)
+    worker.put(
+        command(1, 0, CommandName.STATE),
+        activation(1, 0, position=1),
+        activation(1, 1, position=2),
+        activation(1, 0, position=3, mode=Mode.INFER),
+        flush(1, 4),
+        gradient(1, 1),
+        gradient(1, 2),
+    ).run()
+    sent = 3 * 2 * 4
+    weights = (4 + 2) * 4
+    assert table(recorder, "stage", "index", "version", "kept", "in_flight", "bytes") == [
+        ("C", 1, 0, 0, 1, 0, weights),
+        ("F", 1, 0, 0, 1, 1, sent),
+        ("F", 1, 1, 0, 1, 2, sent),
+        ("B", 1, 0, 0, 1, 1, sent),
+        ("S", 1, 0, 1, 2, 1, 0),
+        ("E", 1, 3, 1, 2, 1, sent),
+        ("B", 1, 1, 0, 2, 0, sent),
+        ("S", 1, 1, 2, 2, 0, 0),
+        ("D", 1, 4, 0, 2, 0, 0),
+    ]
+
+
+def test_a_span_says_whom_it_waited_for_and_when_that_came(clock):
+    """A step waits for nobody; a flush for the coordinator."""
+    recorder = Recorder(50)
+    worker = Worker(THREE, 1, recorder=recorder)
+    for now, message in (
+        (10, gradient(1, 0)),
+        (20, activation(1, 1)),
+        (30, activation(1, 0)),
+        (40, flush(1, 2)),
+        (50, gradient(1, 1)),
+    ):
+        clock.now = now
+        worker.put(message)
+    worker.run()
+    assert table(recorder, "waited_for", "arrived") == [
+        ("F", 0, 30),
+        ("F", 0, 20),
+        ("B", 2, 10),
+        ("S", NOBODY, 0),
+        ("B", 2, 50),
+        ("S", NOBODY, 0),
+        ("D", COORDINATOR, 50),
+    ]
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_join_has_waited_for_the_later_of_its_producers(clock, later):
+    recorder = Recorder(50)
+    worker = Worker(diamond.plan(), 3, {3: {"3": diamond.Join(2)}}, recorder=recorder)
+    for now, sender in ((10, 3 - later), (20, later)):
+        clock.now = now
+        worker.put(activation(3, 0, sender=sender))
+    clock.now = 30
+    worker.put(target(3, 0)).run()  # the coordinator sends it along; nobody waits for it
+    assert table(recorder, "waited_for", "arrived")[0] == ("F", later, 20)
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_fork_has_waited_for_the_later_of_its_consumers(clock, later):
+    recorder = Recorder(50)
+    worker = Worker(diamond.plan(), 0, recorder=recorder)
+    worker.put(*(activation(0, m, sender=COORDINATOR) for m in range(3)))
+    for now, sender in ((10, 3 - later), (20, later)):
+        clock.now = now
+        worker.put(gradient(0, 0, sender=sender))
+    worker.run()
+    assert table(recorder, "waited_for", "arrived")[3] == ("B", later, 20)
+
+
+def test_time_held_up_by_other_stages_of_the_process_is_no_work(clock):
+    """ready: when it was free. start: when it might compute. busy: what it computed."""
+    recorder = Recorder(50)
+    layers = {1: {"1": TakesTime(clock, 7)}}
+    worker = Worker(TWO, 1, layers, recorder=recorder, computing=clock.held_up)
+    worker.put(activation(1, 0), target(1, 0), command(1, 1, CommandName.STATISTICS)).run()
+    assert table(recorder, "ready", "arrived", "start", "end") == [
+        ("F", 1000, 1000, 1030, 1037),
+        ("B", 1037, 0, 1067, 1067),
+        ("S", 1067, 0, 1097, 1097),
+        ("C", 1097, 1000, 1097, 1097),
+    ]
+    assert replied(worker, 1)["busy_ns"] == 7
+    assert worker.sent[0].payload.trail == [[1, 0, 7]]
+
+
+def test_a_trace_is_asked_for_stage_by_stage(clock):
+    """Of a worker with two: each gets its own spans, and how many of the worker's were lost."""
+    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    worker = Worker(plan, 0, recorder=Recorder(3))
+    worker.put(
+        *(activation(2, m, mode=Mode.INFER) for m in range(2)),
+        *(activation(0, m, mode=Mode.INFER, sender=COORDINATOR) for m in range(2)),
+        command(0, 2, CommandName.TRACE),
+        command(2, 2, CommandName.TRACE),
+    ).run()
+    for stage, dropped in ((0, 0), (2, 2)):
+        (message,) = [m for m in worker.sent if line(m) == f"reply 2 {stage}>*"]
+        reply = unflatten(message.payload.structure, message.tensors)
+        spans = reply["spans"].numpy().view(SPAN)
+        assert [(chr(s["kind"]), s["stage"], s["index"]) for s in spans] == [
+            ("E", stage, 0),
+            ("E", stage, 1),
+        ]
+        assert reply["dropped"] == dropped
+        assert reply["parameter_bytes"] == 24
+        assert reply["peak_memory_bytes"] > 0
+
+
+def test_without_a_recorder_there_is_no_trace():
+    worker = Worker(ONE)
+    worker.put(command(0, 0, CommandName.TRACE)).run()
+    assert replied(worker, 0) == {}
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+def written(texts, **kwargs):
+    """A user's schedule for one stage, which does these actions and no more."""
+
+    class Written:
+        def order(self, worker, shape, start):
+            return map(Action.parse, texts.split())
+
+    return plan_written(Written(), num_stages=1, **kwargs)
+
+
+def fed(plan, count=4):
+    """The worker of a one-stage plan, to which so many micro-batches were fed."""
+    made = Worker(plan)
+    for m in range(count):
+        made.put(activation(0, m, sender=COORDINATOR), target(0, m))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ("F0 F1 B1 B0", "stage 0: .*B1.* before B0"),
+        ("F0 F1 I0 I1 W1 W0", "stage 0: .*W1.* before W0"),
+        ("F0 B0 S1", "stage 0: .*S1.* before S0"),
+    ],
+)
+def test_a_written_schedule_that_comes_out_of_turn_is_refused(texts, words):
+    """Gradients would be summed in another order: other bits, without a word."""
+    worker = fed(written(texts, per_update=2))
+    worker.stops_with(ScheduleError, words)
+    assert worker.loop.doing.action in words
+
+
+def test_an_order_and_a_feed_that_disagree_are_both_named():
+    error = fed(written("F0 F2", per_update=2)).stops_with(ScheduleError)
+    for words in ("stage 0", "F2", "activation 1 from the coordinator to stage 0"):
+        assert words in str(error)
+
+
+class EarlyBackward:
+    def order(self, worker, shape, start):
+        return map(Action.parse, ("F0", "B3"))
+
+
+def test_a_backward_of_what_is_not_in_flight_is_refused():
+    """Before its gradient is waited for, which would never come."""
+    worker = Worker(plan_written(EarlyBackward(), num_stages=2, per_update=2), 0)
+    worker.put(activation(0, 0, sender=COORDINATOR))
+    worker.stops_with(ScheduleError, r"stage 0: .*micro-batch 3.*\[0\]")
+
+
+@pytest.mark.parametrize(("texts", "words"), [("F0 B1", "B1"), ("F0 B0 B0", "B0")])
+def test_so_is_one_that_needs_no_gradient(texts, words):
+    fed(written(texts, per_update=2)).stops_with((ScheduleError, VersionError), words)
+
+
+def test_a_schedule_that_ends_wants_a_flush_then():
+    """As a replay does; flushes after it find nothing to do."""
+    worker = Worker(written("F0 B0 S0 F1 B1 S1"))
+    for m in range(2):
+        worker.put(activation(0, m, sender=COORDINATOR), target(0, m))
+    worker.put(command(0, 2, CommandName.STATE), flush(0, 3))
+    assert worker.run() == ["loss 0 0>*", "loss 1 0>*", "reply 2 0>*", "reply 3 0>*"]
+
+
+def test_a_schedule_that_ends_refuses_what_it_has_no_action_for():
+    worker = fed(written("F0 B0 S0 F1 B1 S1"), 3)
+    error = worker.stops_with(ScheduleError)
+    for words in ("Written", "micro-batch 1"):
+        assert words in str(error)
+    assert worker.stages[0].ended == 2
+
+
+def test_a_message_that_is_sure_to_come_is_waited_for_until_the_timeout():
+    """The error tells what is there instead, and what was done before."""
+    worker = Worker(THREE, 1)
+    worker.put(activation(1, 0), activation(1, 1), gradient(1, 1))
+    with pytest.raises(MessageTimeout) as e:
+        worker.loop.run()
+    for words in ("the worker", "gradient 0 from stage 2", "gradient 1 from stage 2", "F0 F1 B0"):
+        assert words in str(e.value)
+
+
+def test_so_is_a_target():
+    worker = Worker(TWO, 1)
+    worker.put(activation(1, 0))
+    with pytest.raises(MessageTimeout, match="target 0 from the coordinator"):
+        worker.loop.run()
+
+
+def test_the_reason_why_the_inbox_was_closed_ends_the_loop():
+    worker = Worker(ONE)
+    worker.inbox.close(KeyError("a peer is lost"))
+    with pytest.raises(KeyError, match="a peer is lost"):
+        worker.loop.run()
+
+
+def test_every_computation_is_in_the_context_that_keeps_stages_apart():
+    entered = []
+
+    @contextmanager
+    def computing():
+        entered.append(worker.loop.doing.action)
+        yield
+
+    worker = Worker(TWO, 1, computing=computing)
+    worker.put(
+        activation(1, 0),
+        target(1, 0),
+        activation(1, 0, position=1, mode=Mode.INFER),
+        command(1, 2, CommandName.STATE),
+    ).run()
+    assert entered == ["F0", "B0", "S0", "infer 1", "state"]
+
+
+def test_options_say_nothing_by_themselves():
+    options = LoopOptions(timeout=timedelta(0))
+    assert options.computing is nullcontext
+    assert options.announce("F0") is None
+    assert dataclasses.replace(options, announced=3).announced == 3
