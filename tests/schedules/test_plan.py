@@ -332,7 +332,7 @@ def test_a_schedule_that_a_user_wrote_is_known_by_name_only_after_the_trip_and_s
     assert (again.name, again.shape) == ("LaterBackward", plan.shape)
     for kind in Kind:
         assert table(again, kind) == table(plan, kind)
-    with pytest.raises(ScheduleError, match=r"'LaterBackward'.*name"):
+    with pytest.raises(ScheduleError, match="'LaterBackward'"):
         ask(again)
 
 
