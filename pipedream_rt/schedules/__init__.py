@@ -1,4 +1,7 @@
-"""What each stage does, in which order, reading which weight version. Pure: integers only."""
+"""Schedules: the order of each worker's actions, and the weight version that each one reads.
+
+Everything here is pure: integers, without clocks, messages, tensors or threads.
+"""
 
 from pipedream_rt.schedules.actions import Action, Kind
 from pipedream_rt.schedules.checker import check, plan_for

@@ -1,8 +1,8 @@
-"""What a stage can do: ``F3``, ``B3`` or its halves ``I3`` and ``W3``, ``S3``; or ``2:F3``.
+"""Actions: forward ``F3``, backward ``B3`` or its halves ``I3`` and ``W3``, step ``S3``.
 
-Forward, backward, step. A backward may be split (zero bubble): the half ``I`` finds the gradient of
-the stage's input, which the stage before waits for; the half ``W`` finds the gradients of the
-weights, which nobody waits for until the step.
+With its stage an action is written ``2:F3``. A backward may be split, as for a zero bubble: the
+half ``I`` computes the gradient of the stage's input, which the stage before waits for; the half
+``W`` computes the gradients of the weights, which no stage waits for until the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipedream_rt.errors import ScheduleError
 
 
 class Kind(Enum):
-    """The letter of an action."""
+    """The kinds of actions, by their letters."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -26,21 +26,21 @@ class Kind(Enum):
 
 
 SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
-"""What takes a gradient from the stage after and gives one to the stage before."""
+"""The kinds that take gradients from the consumers and give gradients to the producers."""
 
 ENDS = (Kind.BACKWARD, Kind.WEIGHT)
-"""What ends a micro-batch on a stage: its gradients are in the pending update."""
+"""The kinds after which a micro-batch is not in flight: its gradients are in the pending update."""
 
 _TEXT = re.compile(r"(?:(\d+):)?([FBIWS])(\d+)")
 
 
 class Action(NamedTuple):
-    """One thing that a stage does.
+    """One action of a stage.
 
     Attributes:
-        kind: Forward, backward or a half of it, or step.
-        index: Number of the update of a step, of the micro-batch otherwise; both 0-based.
-        stage: The stage that does it; None for the only stage of a worker.
+        kind: The kind of the action.
+        index: Number of the update for a step, of the micro-batch otherwise; both 0-based.
+        stage: The stage that does the action; None for the only stage of a worker.
     """
 
     kind: Kind
@@ -48,16 +48,16 @@ class Action(NamedTuple):
     stage: int | None = None
 
     def __str__(self) -> str:
-        """The text form, which `parse` reads back."""
+        """Return the text form, which `parse` reads back."""
         where = "" if self.stage is None else f"{self.stage}:"
         return f"{where}{self.kind.value}{self.index}"
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read the text form.
+        """Return the action of a text form.
 
         Args:
-            text: As ``"F3"`` or ``"2:F3"``.
+            text: The text form, as ``"F3"`` or ``"2:F3"``.
 
         Returns:
             The action whose ``str`` is ``text``.
@@ -75,55 +75,55 @@ class Action(NamedTuple):
         return Action(Kind(letter), int(index), None if stage is None else int(stage))
 
 
-# The members by themselves: to look them up in their class takes longer than to make an action.
+# Names of their own, because to look a member up in its class takes longer than to make an action.
 _F, _B, _I, _W, _S = Kind
 
 
 def forward(micro_batch: int, stage: int | None = None) -> Action:
-    """``F<micro_batch>``."""
+    """Return the forward ``F<micro_batch>``."""
     return Action(_F, micro_batch, stage)
 
 
 def backward(micro_batch: int, stage: int | None = None) -> Action:
-    """``B<micro_batch>``: both halves at once."""
+    """Return the whole backward ``B<micro_batch>``."""
     return Action(_B, micro_batch, stage)
 
 
 def input_gradient(micro_batch: int, stage: int | None = None) -> Action:
-    """``I<micro_batch>``: the half of the backward that the stage before waits for."""
+    """Return ``I<micro_batch>``, the half of a backward that the stage before waits for."""
     return Action(_I, micro_batch, stage)
 
 
 def weight_gradient(micro_batch: int, stage: int | None = None) -> Action:
-    """``W<micro_batch>``: the other half; any time between ``I<micro_batch>`` and the step."""
+    """Return ``W<micro_batch>``, the half of a backward between ``I<micro_batch>`` and the step."""
     return Action(_W, micro_batch, stage)
 
 
 def step(update: int, stage: int | None = None) -> Action:
-    """``S<update>``: makes weight version ``update + 1`` of ``update``."""
+    """Return the step ``S<update>``, which makes weight version ``update + 1``."""
     return Action(_S, update, stage)
 
 
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
-    """What is left of an endless order when the micro-batches end at ``stop``: the drain.
+    """Yield the rest of an endless order when the micro-batches end at ``stop``: the drain.
 
-    Leaves out whatever belongs to micro-batches that do not exist, and ends with the last action
-    of those that do::
+    Actions on micro-batches from ``stop`` on are left out, and the rest ends with the last action
+    on a micro-batch before it::
 
         endless, two warm-up forwards    F0 F1 F2 B0 S0 F3 B1 S1 F4 B2 S2 F5 B3 ...
         until(stop=3), nothing done      F0 F1 F2 B0 S0    B1 S1    B2 S2
 
     Args:
-        order: The endless order, from where it stands.
+        order: The rest of the endless order.
         stop: One past the last micro-batch, a multiple of ``per_update``.
-        per_update: Micro-batches per update.
-        left: How many ends of micro-batches (``B`` or ``W``) and steps are still to do.
+        per_update: Number of micro-batches per update.
+        left: Number of steps and ends of micro-batches (``B`` or ``W``) that are still to do.
 
     Yields:
         The actions that remain.
 
     Raises:
-        ScheduleError: The order ends before, or goes on without ever ending these micro-batches.
+        ScheduleError: The order ends too early, or goes on without ever ending these micro-batches.
     """
     updates = stop // per_update
     patience = most_left_out = 1000 + 8 * stop

@@ -1,9 +1,15 @@
-"""Runs the orders of all workers against each other, without time, and proves that they obey.
+"""The checker, which proves that a plan's schedule obeys the rules.
 
-What is proved for a finite number of micro-batches: every forward once and before its backward,
-every update once and after the backwards that it sums, everything in the order of the micro-batches
-(so that gradients are summed as in plain accumulation), no deadlock, no more in flight than stated,
-no version read that is not kept, no more versions kept than stated.
+It executes the orders of all workers against each other, without a clock, for a finite number of
+micro-batches. The rules are:
+
+- Every stage does each forward once, and before the backward of that micro-batch.
+- Every stage does each update once, after the backwards that it sums and before any later one.
+- Every stage does all of this in the order of the micro-batches, so that gradients are summed as in
+  plain gradient accumulation.
+- There is no deadlock.
+- Every forward reads a version that is kept.
+- No stage has more micro-batches in flight, or keeps more versions, than the schedule states.
 """
 
 from __future__ import annotations
@@ -23,23 +29,39 @@ from pipedream_rt.schedules.written import plan_written, proof_length
 
 
 class Checkable(Executable, Protocol):
-    """What the checker needs to know of a plan."""
+    """The part of a plan that the checker uses."""
 
     def reads(self, stage: int, micro_batch: int) -> int:
-        """Return the version that a micro-batch reads."""
+        """Return the weight version that a micro-batch reads at a stage."""
 
     def kept(self, stage: int) -> int:
-        """Return the most versions that the stage holds."""
+        """Return the largest number of weight versions that a stage keeps at a time."""
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches in flight."""
+        """Return the largest number of micro-batches in flight on a stage."""
 
 
 class _StageState:
-    """How far one stage has come: so many forwards, backwards or input halves, ends, steps."""
+    """The progress of one stage.
+
+    Args:
+        stage: Index of the stage.
+        in_flight: The number of micro-batches in flight that the schedule allows.
+        kept: The number of versions kept that the schedule allows.
+
+    Attributes:
+        most_in_flight: The number of micro-batches in flight that the schedule allows.
+        most_kept: The number of versions kept that the schedule allows.
+        ledger: The list of which micro-batch reads which version.
+        forwards: The number of forwards done.
+        backs: The number of backwards, or of their input halves, done.
+        ends: The number of backwards, or of their weight halves, done.
+        steps: The number of updates done.
+        split: Whether backwards are split.
+    """
 
     def __init__(self, stage: int, in_flight: int, kept: int) -> None:
-        """Nothing done yet; the two bounds are the schedule's."""
+        """Begin with no action done."""
         self.most_in_flight, self.most_kept = in_flight, kept
         self.ledger = VersionLedger(stage)
         self.forwards = self.backs = self.ends = self.steps = 0
@@ -47,7 +69,7 @@ class _StageState:
 
 
 class _Checker:
-    """The rules, asked of one execution."""
+    """The check of one execution against the rules."""
 
     def __init__(
         self,
@@ -56,7 +78,7 @@ class _Checker:
         flushes: Sequence[int],
         credits: int | None,
     ) -> None:
-        """Take the plan."""
+        """Check nothing yet; the arguments are those of `check`."""
         self._plan = plan
         self._micro_batches = micro_batches
         self._credits = credits
@@ -65,12 +87,12 @@ class _Checker:
             _StageState(s, plan.in_flight(s), plan.kept(s)) for s in range(plan.num_stages)
         ]
         self._clocks = [0] * plan.workers
-        # When a message was sent, by its edge and number, until it is asked for.
+        # The time at which a message was sent, by edge and number, until an action needs it.
         self._sent: dict[tuple[Edge, int], int] = {}
         self.grid = Grid([plan.name_of(worker) for worker in range(plan.workers)])
 
     def run(self) -> None:
-        """Check everything.
+        """Execute all actions and check the rules.
 
         Raises:
             ScheduleError: A rule is broken; the message names it and shows the grid.
@@ -85,7 +107,7 @@ class _Checker:
         self._finish()
 
     def _place(self, worker: int, stage: int, action: Action) -> None:
-        """Draw an action of unit length as early as it can be, and note when it is done."""
+        """Draw an action, of unit length, at the earliest time, and note when it is done."""
         m = action.index
         came = [self._sent.pop((edge, m), 0) for edge in self._plan.needs(action, stage)]
         start = max(self._clocks[worker], *came, 0)
@@ -96,7 +118,12 @@ class _Checker:
                 self._sent[(edge, m)] = start + 1
 
     def _apply(self, stage: int, action: Action) -> None:
-        """Check the rules of one action and note what it does."""
+        """Check the rules for one action, and count it.
+
+        Raises:
+            _RuleBroken: The action breaks a rule.
+            VersionError: The action reads a version that is not kept.
+        """
         state, m = self._stages[stage], action.index
         match action.kind:
             case Kind.FORWARD:
@@ -140,7 +167,11 @@ class _Checker:
             raise _RuleBroken(f"{kept} versions kept, the schedule states {state.most_kept}")
 
     def _apply_step(self, state: _StageState, stage: int, action: Action) -> None:
-        """Check that an update comes in turn and has all its gradients."""
+        """Check that an update is the next one, and sums the gradients that it must, and no others.
+
+        Raises:
+            _RuleBroken: It does not.
+        """
         if action.index != state.steps:
             raise _RuleBroken(f"the next update should be S{state.steps}")
         letter = "W" if state.split else "B"
@@ -157,7 +188,11 @@ class _Checker:
         state.steps += 1
 
     def _finish(self) -> None:
-        """Check that nothing is left: neither a worker that waits nor an action never done."""
+        """Check that no worker waits for ever, and that every action was done.
+
+        Raises:
+            ScheduleError: A worker waits for ever, or an action was not done.
+        """
         name_of = self._plan.name_of
         waiting = self._execution.waiting
         if waiting:
@@ -176,17 +211,17 @@ class _Checker:
                 raise self._error(f"stage {s}", f"stage {s} never does S{state.steps}")
 
     def _broken(self, worker: int, stage: int, action: Action, rule: str) -> ScheduleError:
-        """Make the error for an action, which the grid shows between > and <."""
+        """Return the error about an action, which the grid shows between > and <."""
         self.grid.place(worker, self._clocks[worker], f">{action}<")
         return self._error(f"stage {stage}, {action}", rule)
 
     def _error(self, where: str, rule: str) -> ScheduleError:
-        """Make the error: where, which rule, and the end of the grid."""
+        """Return the error with the place, the rule, and the end of the grid."""
         return ScheduleError(f"{where}: {rule}\n{self.grid.render(last=24)}")
 
 
 class _RuleBroken(Exception):
-    """A rule, in words; the place is added where it is known."""
+    """The rule that an action breaks, as a text without the place."""
 
 
 def check(
@@ -195,19 +230,20 @@ def check(
     flushes: Sequence[int] = (),
     credits: int | None = None,
 ) -> Grid:
-    """Prove that a plan's schedule obeys the rules for so many micro-batches.
+    """Prove that a plan's schedule obeys the rules for a number of micro-batches.
 
     Args:
-        plan: What to check.
-        micro_batches: How many, a multiple of k.
-        flushes: Multiples of k at which the pipe is flushed on the way.
-        credits: Mini-batches injected before the first loss is waited for; None for no limit.
+        plan: The plan to check.
+        micro_batches: The number of micro-batches, a multiple of k.
+        flushes: The micro-batches before which the pipe is flushed, multiples of k.
+        credits: The number of mini-batches that the coordinator injects before it waits for the
+            first loss; None for no limit.
 
     Returns:
-        The drawing of the execution, unit time per action.
+        The drawing of the execution, with one unit of time for each action.
 
     Raises:
-        ScheduleError: A rule is broken; the message shows the grid with the culprit marked.
+        ScheduleError: A rule is broken; the message shows the grid with the action marked.
     """
     checker = _Checker(plan, micro_batches, flushes, credits)
     checker.run()
@@ -224,22 +260,24 @@ def plan_for(
     slack: int | Sequence[int] = 0,
     credits: int | None = None,
 ) -> Plan:
-    """Make the plan of a chain of stages with a schedule.
+    """Return the plan of a chain of stages with a schedule.
 
     Args:
-        schedule: A name, or an object that a user wrote (see `WrittenSchedule`), which is checked.
+        schedule: The name of a schedule; or an object that a user wrote (see `WrittenSchedule`),
+            which is then checked.
         num_stages: Number of stages.
-        per_update: Micro-batches per update.
-        stages_per_worker: Stages on each worker; None for what the schedule has by itself.
-        vertical_sync: An option of async-1f1b.
+        per_update: Number of micro-batches per update.
+        stages_per_worker: Number of stages on each worker; None for what the schedule says.
+        vertical_sync: Whether every stage reads the version that the first one reads, which is an
+            option of async-1f1b.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
-        credits: With which a written schedule is checked too; None for its own.
+        credits: The credits with which a user's schedule is checked; None for `Plan.credits`.
 
     Returns:
-        The plan.
+        The plan, without names of layers.
 
     Raises:
-        ConfigError: There is no such schedule.
+        ConfigError: A number is out of range, or there is no such schedule for these numbers.
         ScheduleError: The user's order breaks a rule; the message shows where.
     """
     if isinstance(schedule, str):
@@ -265,7 +303,16 @@ def plan_for(
 
 
 def _prove(plan: Plan, length: int, credits: int | None) -> None:
-    """Check warm-up, steady state and drain, with the credits, and with a flush on the way."""
+    """Check a plan without a limit of credits, with its credits, and with a flush on the way.
+
+    Args:
+        plan: The plan to check.
+        length: The number of micro-batches.
+        credits: The credits; None for those of the plan.
+
+    Raises:
+        ScheduleError: A rule is broken.
+    """
     check(plan, length)
     check(plan, length, credits=credits or plan.credits())
     k = plan.per_update

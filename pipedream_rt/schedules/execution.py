@@ -1,7 +1,7 @@
-"""Executes the orders of all workers against each other: who can go on, and who waits for whom.
+"""The execution of the orders of all workers against each other, without a clock.
 
-No clock here: what is executed, and in which order on each worker, does not depend on time. The
-checker puts rules on top of it, the simulator puts times on top of it.
+Which actions are executed, and in which order on each worker, does not depend on time. The checker
+adds rules to an execution, and the simulator adds times.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pipedream_rt.schedules.plan import Edge
 
 
 class Executable(Protocol):
-    """What is needed of a plan to execute it; see `Plan`."""
+    """The part of a plan that an execution uses; see `Plan`."""
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """The number of stages."""
 
     @property
     def workers(self) -> int:
-        """Workers that are needed."""
+        """The number of workers."""
 
     @property
     def per_update(self) -> int:
-        """Micro-batches per update."""
+        """The number of micro-batches per update."""
 
     @property
     def entries(self) -> tuple[int, ...]:
@@ -38,60 +38,64 @@ class Executable(Protocol):
         """The stages that compute the loss."""
 
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
-        """Yield what a worker does."""
+        """Return an iterator over the actions of a worker, in order."""
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
-        """Return the stages that a worker hosts."""
+        """Return the stages that a worker hosts, in the order of the model."""
 
     def name_of(self, worker: int) -> str:
-        """Return what people call a worker."""
+        """Return a worker's name for people."""
 
     def needs(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
-        """Return the edges whose message an action waits for."""
+        """Return the edges whose messages an action needs."""
 
     def gives(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
-        """Return the edges on which an action sends."""
+        """Return the edges on which an action sends messages."""
 
     def neighbours(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        """Return, by stage, the stages whose message an action of a kind waits for."""
+        """Return, by stage, the stages whose messages an action of a kind needs."""
 
 
 Done: TypeAlias = tuple[int, int, Action]
-"""One action, executed: worker, stage, what. A plain tuple, since there are millions."""
+"""An executed action: worker, stage and action, in a plain tuple because there are millions."""
 
 
 class _Progress:
-    """How far the stages have come with one direction, and who waits for them there.
+    """The progress of all stages in one direction, forward or backward.
+
+    Args:
+        needed: By stage, the stages whose messages it needs.
 
     Attributes:
-        done: By stage, one past the last micro-batch.
-        needed: By stage, the stages whose message it waits for.
+        done: By stage, one past the last micro-batch that it has done.
+        needed: By stage, the stages whose messages it needs.
         sleepers: By stage, the workers that wait for its next message.
     """
 
     __slots__ = ("done", "needed", "sleepers")
 
     def __init__(self, needed: tuple[tuple[int, ...], ...]) -> None:
-        """Nothing is done."""
+        """Begin with no action done."""
         self.needed = needed
         self.done = [0] * len(needed)
         self.sleepers: list[list[int]] = [[] for _ in needed]
 
 
 class Execution:
-    """Iterates over all actions of a run in an order in which they can happen.
+    """An iterable over all actions of a run, in an order in which they can happen.
 
-    Each worker follows its order as far as the messages that it needs have been sent; then the next
-    worker that can go on does. What an action waits for is what the plan says it needs.
+    Each worker follows its order until an action needs a message that is not sent yet; then another
+    worker, one that can go on, does so.
 
     Args:
-        plan: What to execute.
-        micro_batches: How many there are, a multiple of k.
-        flushes: Multiples of k at which the pipe is flushed on the way.
-        credits: Mini-batches injected before the first loss is waited for; None for no limit.
+        plan: The plan to execute.
+        micro_batches: The number of micro-batches, a multiple of k.
+        flushes: The micro-batches before which the pipe is flushed, multiples of k.
+        credits: The number of mini-batches that the coordinator injects before it waits for the
+            first loss; None for no limit.
 
     Attributes:
-        waiting: After the iteration, the workers that wait for ever, with what they wait to do.
+        waiting: After the iteration, each worker that waits for ever, with its next action.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Execution:
         flushes: Sequence[int] = (),
         credits: int | None = None,
     ) -> None:
-        """Take nothing yet."""
+        """Execute no action yet."""
         self._plan = plan
         bounds = list(pairwise((0, *flushes, micro_batches)))
         self._orders = [
@@ -112,7 +116,7 @@ class Execution:
         self.waiting: list[tuple[int, Action]] = []
 
     def __iter__(self) -> Iterator[Done]:
-        """Execute; constant time for each action."""
+        """Yield the actions, each in constant time."""
         plan, orders = self._plan, self._orders
         forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
@@ -135,7 +139,7 @@ class Execution:
                     yield worker, stage, action
                     continue
                 done = way.done
-                # What is out of turn does not wait: the rules are the checker's business.
+                # An action that is not the next one does not wait; the checker refuses it.
                 if done[stage] == m:
                     for source in way.needed[stage]:
                         if done[source] <= m:
@@ -154,7 +158,7 @@ class Execution:
         self.waiting = [(worker, action) for worker, action in enumerate(held) if action]
 
     def _unpaid(self, forwards: list[int], micro_batch: int) -> int:
-        """Return the stage whose loss the injection of a micro-batch waits for; -1 for none."""
+        """Return the stage whose loss must come before a micro-batch is injected; -1 if none."""
         k, credits = self._plan.per_update, self._credits or 0
         (exit_stage,) = self._plan.exits
         awaited = (micro_batch // k - credits + 1) * k

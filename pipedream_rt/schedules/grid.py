@@ -1,4 +1,4 @@
-"""The drawing that shows an execution, and where it breaks a rule."""
+"""The drawing of an execution, in which the checker marks an action that breaks a rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Grid:
-    """Worker x time drawing of what was executed; one column per action of unit length.
+    """A drawing of an execution: a row for each worker, a column for each unit of time.
 
     With three stages and async-1f1b::
 
@@ -15,23 +15,24 @@ class Grid:
         stage 2  .. .. F0 B0 F1 B1 ..
 
     Args:
-        names: What people call each worker.
+        names: The name of each worker.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Start empty."""
+        """Begin with an empty drawing."""
         self._names = names
         self._rows: list[dict[int, str]] = [{} for _ in names]
 
     def place(self, worker: int, time: int, text: str) -> None:
-        """Draw one action at a column."""
+        """Draw the text of an action in the row of a worker and the column of a time."""
         self._rows[worker][time] = text
 
     def render(self, last: int | None = None) -> str:
         """Return the drawing.
 
         Args:
-            last: Draw only so many of the last columns, to keep a message short.
+            last: The number of columns to draw, from the end; None for all. It keeps messages
+                short.
         """
         end = max((max(row, default=-1) for row in self._rows), default=-1) + 1
         begin = 0 if last is None else max(0, end - last)

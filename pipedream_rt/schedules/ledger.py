@@ -1,4 +1,7 @@
-"""The bookkeeping of weight versions: integers only, shared by the stage and the simulator."""
+"""The ledger: which micro-batch reads which weight version, in integers, without tensors.
+
+Stages, the checker and the simulator use it.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +11,59 @@ from pipedream_rt.errors import VersionError
 
 
 class VersionLedger:
-    """Who reads which version, and which versions must be kept.
+    """The list of which micro-batch reads which version, and of the versions to keep.
 
-    A version is kept while a micro-batch in flight has it pinned, while a forward to come may read
-    it, or while it is the newest. Every method takes constant time, over a run. Not thread-safe:
-    owned by the thread that runs the stage.
+    A version is kept while a micro-batch in flight reads it, while a forward to come may read it,
+    and while it is the newest. Over a run every method takes constant time on average. The thread
+    that runs the stage owns the ledger.
 
     Args:
-        stage: Index used in messages.
-        floor: Number of the first version; forwards never read below it.
+        stage: Index of the stage, for messages.
+        floor: Number of the first version; no forward reads an older one.
+
+    Attributes:
+        floor: The oldest version that a forward may read.
+        newest: The newest version.
+        kept_most: The largest number of versions that were kept at a time.
     """
 
     def __init__(self, stage: int, floor: int = 0) -> None:
-        """Start with one version, which nobody reads."""
+        """Begin with one version, which no micro-batch reads."""
         self._stage = stage
         self.floor = floor
         self.newest = floor
         self.kept_most = 1
         self._pins: dict[int, int] = {}
         self._readers = {floor: 0}
-        # `release` has looked at every version older than this one. Those that had readers then
-        # wait here until their last reader ends.
+        # No forward to come reads a version older than `_swept`. `release` has dropped those
+        # without a reader; `unpin` puts each of the others into `_to_drop` when its last reader
+        # ends.
         self._swept = floor
         self._to_drop: list[int] = []
 
     @property
     def kept(self) -> Set[int]:
-        """The versions held now."""
+        """The versions that are kept."""
         return self._readers.keys()
 
     @property
     def in_flight(self) -> Set[int]:
-        """The micro-batches that have a version pinned, oldest first."""
+        """The micro-batches that read a version, in the order of their forwards."""
         return self._pins.keys()
 
     def read(self, micro_batch: int, version: int) -> list[int]:
-        """Begin the forward of a micro-batch: release what is older than it reads, and pin that.
+        """Begin the forward of a micro-batch: pin its version, and release the older ones.
 
         Args:
-            micro_batch: Its number.
-            version: What the policy says; the floor is read in the place of an older one.
+            micro_batch: Number of the micro-batch.
+            version: The version that the policy names. If it is below the floor, the micro-batch
+                reads the floor.
 
         Returns:
             The versions dropped, oldest first.
 
         Raises:
-            VersionError: As `pin`.
+            VersionError: The version is not kept, or the micro-batch is in flight already.
         """
         version = max(self.floor, version)
         dropped = self.release(version)
@@ -61,10 +71,10 @@ class VersionLedger:
         return dropped
 
     def update(self, next_read: int) -> tuple[list[int], bool]:
-        """Do an update: release what the next forward does not read, and advance.
+        """Do an update: release the versions that no forward to come reads, and advance.
 
         Args:
-            next_read: The version that the policy says the next forward reads.
+            next_read: The version that the policy names for the next forward.
 
         Returns:
             The versions dropped, oldest first; and whether the new version takes the place of the
@@ -74,7 +84,7 @@ class VersionLedger:
         return self.release(next_read), self.advance(next_read)
 
     def pin(self, micro_batch: int, version: int) -> None:
-        """Note that a micro-batch reads a version until `unpin`.
+        """Let a micro-batch read a version until `unpin`.
 
         Raises:
             VersionError: The version is not kept, or the micro-batch is in flight already.
@@ -93,20 +103,23 @@ class VersionLedger:
         """Return the version that a micro-batch in flight reads.
 
         Raises:
-            VersionError: It is not in flight.
+            VersionError: The micro-batch is not in flight.
         """
         if micro_batch not in self._pins:
             raise VersionError(
-                f"stage {self._stage}: B{micro_batch} without a forward in flight; "
+                f"stage {self._stage}: B{micro_batch} has no forward before it; the micro-batches "
                 f"in flight are {list(self._pins)}"
             )
         return self._pins[micro_batch]
 
     def unpin(self, micro_batch: int) -> int:
-        """End the reading that `pin` began.
+        """Let a micro-batch read its version no more.
 
         Returns:
-            The version that was read.
+            The version that it read.
+
+        Raises:
+            VersionError: The micro-batch is not in flight.
         """
         version = self.pinned(micro_batch)
         del self._pins[micro_batch]
@@ -125,17 +138,20 @@ class VersionLedger:
         return next_read > self.newest and not self._readers[self.newest]
 
     def release(self, next_read: int) -> list[int]:
-        """Drop the versions that nobody reads and no forward to come will read.
+        """Drop the versions that no micro-batch reads, now or in a forward to come.
+
+        Args:
+            next_read: The version that the next forward reads; later ones read no older one.
 
         Returns:
-            Their numbers, oldest first.
+            The versions dropped, oldest first.
         """
         if next_read <= self._swept and not self._to_drop:
             return []  # most calls: one for each forward, one for each step
         dropped, self._to_drop = self._to_drop, []
         readers, end = self._readers, min(next_read, self.newest)
         for version in range(self._swept, end):
-            # A version that was changed in place is not there any more.
+            # A version that an update has overwritten is not in the list any more.
             if readers.get(version) == 0:
                 dropped.append(version)
         self._swept = max(self._swept, end)
@@ -145,10 +161,13 @@ class VersionLedger:
         return dropped
 
     def advance(self, next_read: int) -> bool:
-        """Make the next version the newest.
+        """Add a version, which becomes the newest.
+
+        Args:
+            next_read: The version that the next forward reads; later ones read no older one.
 
         Returns:
-            Whether it takes the place of the old newest one; else that one is kept beside it.
+            Whether the new version overwrites the one before it; else both are kept.
         """
         in_place = self.can_overwrite(next_read)
         if in_place:
@@ -159,11 +178,11 @@ class VersionLedger:
         return in_place
 
     def restore(self, newest: int, older: Iterable[int]) -> None:
-        """Begin with versions that were kept before, as when a run goes on from a checkpoint.
+        """Begin with the versions of a checkpoint.
 
         Args:
-            newest: Updates done.
-            older: Versions before it that are there.
+            newest: The newest version, which is the number of updates done.
+            older: The versions before it that are there.
 
         Raises:
             VersionError: A micro-batch is in flight.
@@ -176,10 +195,10 @@ class VersionLedger:
         self.kept_most = max(self.kept_most, len(kept))
 
     def reset(self) -> list[int]:
-        """Forget every version but the newest, which becomes the floor (weights were loaded).
+        """Forget every version but the newest, which becomes the floor, since weights are loaded.
 
         Returns:
-            The versions dropped.
+            The versions dropped, oldest first.
 
         Raises:
             VersionError: A micro-batch is in flight.

@@ -1,7 +1,8 @@
-"""The orders: which actions a worker does, one after another. Endless, pure, one function each.
+"""The orders: the endless sequences of actions that the workers do, one class for each.
 
-Letters as in the papers: n workers, v stages on each, s a stage, k micro-batches per update, m a
-micro-batch, w(s) the warm-up forwards of a stage: n-1-s, and the slack of the hops after it.
+The letters are those of the papers: n workers, v stages on each, s a stage, k micro-batches per
+update, m a micro-batch, and w(s) the warm-up forwards of a stage: n-1-s, plus the slack of the
+hops after it.
 """
 
 from __future__ import annotations
@@ -27,20 +28,30 @@ from pipedream_rt.schedules.shape import Shape
 
 
 class Order(Protocol):
-    """Says what each worker does next; knows no version, clock, message or tensor."""
+    """The sequence of actions of each worker, without versions, clocks, messages or tensors."""
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield the endless order of a worker from ``start``, where nothing is in flight."""
+        """Yield a worker's endless sequence of actions.
+
+        Args:
+            worker: Index of the worker.
+            shape: The numbers of the schedule.
+            start: The first micro-batch; nothing is in flight before it.
+        """
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return the most micro-batches that have gone forward on a stage and have not ended."""
+        """Return the largest number of micro-batches in flight on a stage."""
 
     def require(self, shape: Shape) -> None:
-        """Raise ConfigError if there is no such order for a shape."""
+        """Refuse a shape for which there is no such order.
+
+        Raises:
+            ConfigError: There is no such order for the shape.
+        """
 
 
 def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Iterator[Action]:
-    """Warm-up forwards, then forward and backward in turn, a step after each k-th backward.
+    """Yield warm-up forwards, then forwards and backwards in turn, with a step after k backwards.
 
     One stage with two warm-up forwards and k = 1::
 
@@ -56,7 +67,11 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
 
 
 def refuse_slack(name: str, shape: Shape) -> None:
-    """Refuse slack where an order does not use it.
+    """Refuse slack for an order that does not use it.
+
+    Args:
+        name: Name of the schedule, for the message.
+        shape: The numbers of the schedule.
 
     Raises:
         ConfigError: The shape has slack.
@@ -69,7 +84,7 @@ def refuse_slack(name: str, shape: Shape) -> None:
 
 
 class _OneStageEach:
-    """What the orders have in common that put one stage on each worker."""
+    """The base of orders that put one stage on each worker."""
 
     __slots__ = ()
 
@@ -84,7 +99,7 @@ class _OneStageEach:
 
 @dataclass(frozen=True, slots=True)
 class Async1F1B(_OneStageEach):
-    """No flush, ever: mini-batches and epochs follow each other without a bubble.
+    """1F1B without a flush: mini-batches and epochs follow each other without a bubble.
 
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training
     (SOSP 2019), section 3.2 (1F1B).
@@ -95,13 +110,13 @@ class Async1F1B(_OneStageEach):
         return one_forward_one_backward(shape.warm_up(worker), shape.per_update, start)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """See `Order.in_flight`: w(s) + 1."""
+        """Return w(s) + 1."""
         return shape.warm_up(stage) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed1F1B(_OneStageEach):
-    """1F1B that drains before every update.
+    """1F1B with a flush at every update.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021),
     PipeDream-Flush.
@@ -115,7 +130,7 @@ class Flushed1F1B(_OneStageEach):
             yield from until(one_forward_one_backward(warm_up, k, first), first + k, k, k + 1)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """See `Order.in_flight`: min(w(s) + 1, k)."""
+        """Return min(w(s) + 1, k)."""
         return min(shape.warm_up(stage) + 1, shape.per_update)
 
 
@@ -123,8 +138,8 @@ class Flushed1F1B(_OneStageEach):
 class GPipe(_OneStageEach):
     """All forwards of a mini-batch, then all its backwards, then the update.
 
-    Departure from the paper: backwards run in the order of the forwards, not against it, so that
-    gradients are summed in the order in which plain gradient accumulation sums them.
+    It departs from the paper in one point: backwards run in the order of the forwards, not in the
+    reverse order, so that gradients are summed in the order of plain gradient accumulation.
 
     Source: Huang et al., GPipe (NeurIPS 2019).
     """
@@ -138,7 +153,7 @@ class GPipe(_OneStageEach):
             yield step(first // shape.per_update)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """See `Order.in_flight`: k."""
+        """Return k."""
         return shape.per_update
 
     def require(self, shape: Shape) -> None:
@@ -151,8 +166,9 @@ class GPipe(_OneStageEach):
 class Interleaved1F1B:
     """1F1B over v stages on each worker, which makes the bubble v times shorter.
 
-    The v k forwards of a worker's mini-batch go in groups of n micro-batches, through its first
-    stage, its second, and so on, before the next n; backwards the same, last stage first::
+    A worker does the v k forwards of a mini-batch in groups of n micro-batches: a group goes
+    through its first stage, then its second, and so on, before the next group. The backwards go
+    in the same groups, through its last stage first::
 
         worker 0 of 2, stages 0 and 2, k = 4
         0:F0 0:F1 2:F0 2:F1 | 0:F2 2:B0 | 0:F3 2:B1 | 2:F2 0:B0 | 2:F3 0:B1 | 2:B2 2:B3 0:B2 0:B3
@@ -165,11 +181,11 @@ class Interleaved1F1B:
         """See `Order.order`."""
         n, k, v = shape.workers, shape.per_update, shape.stages_per_worker
         stages = shape.stages_of(worker)
-        # With one stage there is nothing to go round for: plain 1F1B.
+        # With one stage on each worker this is plain 1F1B, whose warm-up is shorter.
         warm_up = min(2 * (n - 1 - worker) + (v - 1) * n if v > 1 else n - 1 - worker, v * k)
 
         def place(i: int) -> tuple[int, int]:
-            """Micro-batch and stage of the i-th forward of a mini-batch."""
+            """Return the micro-batch of the i-th forward, and the number of its stage here."""
             group, rest = divmod(i, n * v)
             return group * n + rest % n, rest // n
 
@@ -185,13 +201,17 @@ class Interleaved1F1B:
                 yield step(first // k, stage)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """See `Order.in_flight`: counted over one mini-batch, for there is no shorter formula."""
+        """Return the number counted over one mini-batch, since there is no simple formula."""
         order = self.order(shape.worker_of(stage), shape, 0)
         left = shape.stages_per_worker * (shape.per_update + 1)
         return most_in_flight(until(order, shape.per_update, shape.per_update, left), stage)
 
     def require(self, shape: Shape) -> None:
-        """See `Order.require`: the micro-batches, k, must be a multiple of the workers, n."""
+        """Refuse slack, and a number of micro-batches k that is no multiple of the workers n.
+
+        Raises:
+            ConfigError: There is no such order for the shape.
+        """
         refuse_slack("interleaved-1f1b", shape)
         if shape.per_update % shape.workers:
             raise ConfigError(
@@ -202,7 +222,7 @@ class Interleaved1F1B:
 
 
 def most_in_flight(actions: Iterator[Action], stage: int) -> int:
-    """Return the most micro-batches in flight on a stage during a finite order."""
+    """Return the largest number of micro-batches in flight on a stage during a finite order."""
     now = most = 0
     for action in actions:
         if action.stage in (None, stage):
@@ -213,11 +233,12 @@ def most_in_flight(actions: Iterator[Action], stage: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ZeroBubbleH1(_OneStageEach):
-    """1F1B whose backward is split: weight halves fill what would be bubble, in the same memory.
+    """1F1B with split backwards, whose weight halves fill the bubble without more memory.
 
-    Stage s puts off the weight halves by s micro-batches: w(s) + 1 + s = n are in flight, as many
-    as on the first stage of 1F1B. In the drain an input half is followed by a weight half as long
-    as there are some of both. With F = I = W the bubble is a third of that of 1F1B::
+    Stage s does each weight half s micro-batches late, so that w(s) + 1 + s = n micro-batches are
+    in flight, as many as on the first stage of 1F1B. In the drain a weight half follows each input
+    half as long as there are input halves. If F, I and W take the same time, the bubble is a third
+    of that of 1F1B::
 
         worker 2 of 3, k = 4    F0 I0 F1 I1 | F2 I2 W0 | F3 I3 W1 | W2 W3 S0
 
@@ -241,7 +262,7 @@ class ZeroBubbleH1(_OneStageEach):
             yield step(first // k)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """See `Order.in_flight`: min(n, k)."""
+        """Return min(n, k)."""
         return min(shape.workers, shape.per_update)
 
     def require(self, shape: Shape) -> None:

@@ -1,16 +1,17 @@
-"""The plan: which stages there are, where they run, what flows between them, and in which order.
+"""The plan: the stages, the workers that host them, the edges between them, and the schedule.
 
 A plan is a pure value. It alone knows which stages come first and last, which worker hosts a stage,
-what an action waits for and what it gives. The worker's loop, the checker, the simulator, the
-summary and the drawings read that here. A chain of three stages has these edges for micro-batches::
+which messages an action needs, and which ones it gives. The worker's loop, the checker, the
+simulator, the summary and the drawings read that here. A chain of three stages has these edges for
+micro-batches::
 
     coordinator ──activation──► 0 ──activation──► 1 ──activation──► 2 ──loss──► coordinator
     coordinator ──────────────────────target──────────────────────► 2
                                 0 ◄───gradient─── 1 ◄───gradient─── 2
 
 An edge is a directed way for one kind of message from one address to another. Address, stage and
-worker are three things: messages go to addresses, a plan says which stage has which address (its
-own index, as long as each stage has one replica) and which worker hosts it.
+worker are three things: a message goes to an address; the plan says which address a stage has,
+namely its own index as long as each stage has one replica, and which worker hosts it.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from pipedream_rt.schedules.shape import Shape, slack_of
 T = TypeVar("T")
 
 Address: TypeAlias = int
-"""Where a message goes: a stage's index, or `COORDINATOR`."""
+"""The place that a message goes to: the index of a stage, or `COORDINATOR`."""
 
 COORDINATOR: Address = -1
 """The address of the coordinator."""
 
 
 class EdgeKind(Enum):
-    """What an edge carries."""
+    """The kinds of messages, of which each edge carries one."""
 
     ACTIVATION = "activation"  # the input of a forward, from the coordinator or another stage
     TARGET = "target"
     GRADIENT = "gradient"
     LOSS = "loss"
-    START = "start"  # what a stage is made of
+    START = "start"  # the specification of a stage
     READY = "ready"
     COMMAND = "command"
     REPLY = "reply"
     SAVED = "saved"
     FAILED = "failed"
 
-    # By identity: the default, which hashes the name in Python, is slow, and keys are hashed often.
+    # Keys are hashed often, and the default, which hashes the name in Python, is slow.
     __hash__ = object.__hash__
 
 
@@ -57,8 +58,9 @@ class Edge(NamedTuple):
     """A directed way for one kind of message.
 
     Attributes:
-        kind: What it carries.
-        source, target: Addresses of its two ends.
+        kind: The kind of its messages.
+        source: The address of the sender.
+        target: The address of the receiver.
     """
 
     kind: EdgeKind
@@ -66,12 +68,12 @@ class Edge(NamedTuple):
     target: Address
 
     def __str__(self) -> str:
-        """For messages, as ``gradient from stage 2 to stage 1``."""
+        """Return the edge for people, as ``gradient from stage 2 to stage 1``."""
         return f"{self.kind.value} from {name_of(self.source)} to {name_of(self.target)}"
 
 
 def name_of(address: Address) -> str:
-    """Return what people call an address: ``the coordinator`` or ``stage 2``."""
+    """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
     return "the coordinator" if address == COORDINATOR else f"stage {address}"
 
 
@@ -79,24 +81,24 @@ _TO_STAGES = (EdgeKind.START, EdgeKind.COMMAND)
 _FROM_STAGES = (EdgeKind.READY, EdgeKind.REPLY, EdgeKind.SAVED, EdgeKind.FAILED)
 
 _Edges: TypeAlias = dict[Kind, tuple[tuple[Edge, ...], ...]]
-"""For each kind of action, by stage."""
+"""The edges of each kind of action, by stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The stages, their places, the edges between them, and the schedule, for one generation.
+    """The stages, the workers that host them, the edges and the schedule of one generation.
 
     Attributes:
-        name: Of the schedule.
-        shape: Workers, stages, micro-batches per update, slack.
-        recipe: Order and version policy; None where a schedule that a user wrote is known by its
-            name only, as in a trace that was read from a file.
-        layers: By stage, the names of its layers in the unsplit model; empty where there is no
-            model, as for a simulation.
-        hosts: By stage, the worker that hosts it; as `Shape.worker_of` deals them if not given.
-        links: Pairs of stages, producer and consumer, of activations; a chain if not given. A
+        name: The name of the schedule.
+        shape: The numbers of workers, stages and micro-batches per update, and the slack.
+        recipe: The order and the version policy; None if a user wrote the schedule and only its
+            name is known, as in a trace that was read from a file.
+        layers: By stage, the names of its layers in the unsplit model; empty if there is no model,
+            as in a simulation.
+        hosts: By stage, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
+        links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
             producer has a lower index than its consumers.
-        replicas: By stage, how many copies of it there are; 1 each, more are not supported yet.
+        replicas: By stage, the number of its replicas, which must be 1.
 
     Raises:
         ConfigError: The parts do not fit each other.
@@ -117,7 +119,7 @@ class Plan:
     _gives: _Edges = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Fill in what was not given, and look every edge up once."""
+        """Fill in the attributes that are not given, check all, and compute the edges."""
         stages, put = range(self.shape.num_stages), object.__setattr__
         put(self, "hosts", self.hosts or tuple(map(self.shape.worker_of, stages)))
         put(self, "links", tuple(pairwise(stages)) if self.links is None else self.links)
@@ -134,7 +136,8 @@ class Plan:
         put(self, "_exits", tuple(s for s in stages if not consumers[s]))
         if len(self.exits) != 1:
             raise ConfigError(
-                f"one stage must compute the loss, but stages {list(self.exits)} send nothing on"
+                "one stage must compute the loss, and have no consumer; the stages without a "
+                f"consumer are {list(self.exits)}"
             )
         into, out_of = self._edges_into(), self._edges_out_of()
         nothing: tuple[tuple[Edge, ...], ...] = ((),) * len(stages)
@@ -147,7 +150,11 @@ class Plan:
             self._gives[kind] = tuple(_reversed_edges(edges) for edges in into)
 
     def _refuse_misfits(self) -> None:
-        """Refuse parts that do not fit each other."""
+        """Refuse parts that do not fit each other.
+
+        Raises:
+            ConfigError: They do not.
+        """
         assert self.links is not None
         count, workers = self.num_stages, self.shape.workers
         for what, values in (("hosts", self.hosts), ("replicas", self.replicas)):
@@ -162,12 +169,12 @@ class Plan:
         for link in self.links:
             producer, consumer = link
             if not 0 <= producer < consumer < count:
-                raise ConfigError(f"a link goes from a stage to a later one, {link} does not")
+                raise ConfigError(f"a link must go from a stage to a later one; {link} does not")
         if len(set(self.links)) < len(self.links):
-            raise ConfigError("a link is there twice; a stage sends its output once to another")
+            raise ConfigError("a link is given twice; a stage sends its output once to a consumer")
 
     def _edges_into(self) -> tuple[tuple[Edge, ...], ...]:
-        """By stage, what a forward needs: activations by producer, then the target."""
+        """Return, by stage, the edges that a forward needs: activations, and then the target."""
         return tuple(
             (
                 *(Edge(EdgeKind.ACTIVATION, p, s) for p in self.producers(s) or (COORDINATOR,)),
@@ -177,7 +184,7 @@ class Plan:
         )
 
     def _edges_out_of(self) -> tuple[tuple[Edge, ...], ...]:
-        """By stage, what a forward gives: activations by consumer, or the loss."""
+        """Return, by stage, the edges that a forward gives: activations, or the loss."""
         return tuple(
             tuple(Edge(EdgeKind.ACTIVATION, s, c) for c in self.consumers(s))
             or (Edge(EdgeKind.LOSS, s, COORDINATOR),)
@@ -188,25 +195,25 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """The number of stages."""
         return self.shape.num_stages
 
     @property
     def workers(self) -> int:
-        """Workers that are needed."""
+        """The number of workers, n."""
         return self.shape.workers
 
     @property
     def per_update(self) -> int:
-        """Micro-batches per update, k."""
+        """The number of micro-batches per update, k."""
         return self.shape.per_update
 
     def producers(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose activations a stage takes, in rising order."""
+        """Return the stages whose activations a stage needs, in rising order."""
         return self._producers[stage]
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that take a stage's activations, in rising order."""
+        """Return the stages that need a stage's activations, in rising order."""
         return self._consumers[stage]
 
     @property
@@ -216,7 +223,7 @@ class Plan:
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """The stages that give the model's output and compute the loss: one."""
+        """The stages that give the model's output and compute the loss: always one."""
         return self._exits
 
     def worker_of(self, stage: int) -> int:
@@ -228,15 +235,15 @@ class Plan:
         return tuple(s for s, host in enumerate(self.hosts) if host == worker)
 
     def name_of(self, worker: int) -> str:
-        """Return ``"stage 2"`` for the worker that hosts it alone, else ``"worker 1"``."""
+        """Return a worker's name: ``"stage 2"`` if it hosts one stage, else ``"worker 1"``."""
         stages = self.stages_of(worker)
         return f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
 
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
-        """Return, by stage, the entries whose names are of the stage's layers.
+        """Return, by stage, the entries of a dictionary whose keys are names in its layers.
 
         Args:
-            named: By name in the unsplit model, as ``"3.weight"``.
+            named: The entries, by name in the unsplit model, as ``"3.weight"``.
         """
         prefixes = [tuple(f"{layer}." for layer in layers) for layers in self.layers]
         return [{k: v for k, v in named.items() if k.startswith(own)} for own in prefixes]
@@ -244,31 +251,36 @@ class Plan:
     # -- edges ----------------------------------------------------------------------------------
 
     def needs(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
-        """Return the edges whose message an action waits for.
+        """Return the edges whose messages an action needs.
 
         Args:
-            action: What is to be done; the number of the messages is its micro-batch.
-            stage: That does it; None where the action names it.
+            action: The action, which needs the messages about its own micro-batch.
+            stage: The stage that does it; None if the action names its stage.
         """
         doer = action.stage if stage is None else stage
         assert doer is not None
         return self._needs[action.kind][doer]
 
     def gives(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
-        """Return the edges on which an action sends; see `needs`."""
+        """Return the edges on which an action sends messages.
+
+        Args:
+            action: The action.
+            stage: The stage that does it; None if the action names its stage.
+        """
         doer = action.stage if stage is None else stage
         assert doer is not None
         return self._gives[action.kind][doer]
 
     def neighbours(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        """Return, by stage, the stages whose message an action of a kind waits for."""
+        """Return, by stage, the stages whose messages an action of a kind needs."""
         return tuple(
             tuple(edge.source for edge in edges if edge.source != COORDINATOR)
             for edges in self._needs[kind]
         )
 
     def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
-        """Return all edges of a kind, by stage: as many as messages are to be expected."""
+        """Return all edges of a kind, in the order of the stages."""
         stages = range(self.num_stages)
         if kind in _TO_STAGES:
             return tuple(Edge(kind, COORDINATOR, s) for s in stages)
@@ -282,11 +294,15 @@ class Plan:
 
     @property
     def _known(self) -> Recipe:
-        """Order and versions, or an error that says that they are not known."""
+        """The recipe.
+
+        Raises:
+            ScheduleError: Only the name of the schedule is known.
+        """
         if self.recipe is None:
             raise ScheduleError(
-                f"the schedule {self.name!r} is known by name only: it was written by a user, and "
-                "its class is not here; give the schedule itself, or a Replay of the trace"
+                f"of the schedule {self.name!r}, which a user wrote, only the name is known; give "
+                "the schedule itself, or a Replay of the trace"
             )
         return self.recipe
 
@@ -296,15 +312,16 @@ class Plan:
         return self._known.flushes
 
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
-        """Yield what a worker does, in order.
+        """Return an iterator over the actions of a worker, in order.
 
         Args:
-            worker: Index, 0-based.
-            start: First micro-batch, a multiple of ``per_update``; nothing is in flight before it.
+            worker: Index of the worker, 0-based.
+            start: The first micro-batch, a multiple of ``per_update``; nothing is in flight before
+                it.
             stop: One past the last micro-batch, a multiple of ``per_update``; None for no end.
 
-        Returns:
-            The actions, lazily.
+        Raises:
+            ScheduleError: Only the name of the schedule is known.
         """
         endless = self._known.order.order(worker, self.shape, start)
         if stop is None:
@@ -318,19 +335,19 @@ class Plan:
         return self._known.versions.reads(stage, self.shape, micro_batch)
 
     def kept(self, stage: int) -> int:
-        """Return the most weight versions that a stage holds."""
+        """Return the largest number of weight versions that a stage keeps at a time."""
         return self._known.versions.kept(stage, self.shape)
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches in flight on a stage."""
+        """Return the largest number of micro-batches in flight on a stage."""
         return self._known.order.in_flight(stage, self.shape)
 
     def credits(self) -> int:
-        """Return how many mini-batches to inject before the first result is waited for.
+        """Return the number of mini-batches to inject before waiting for the first result.
 
-        Enough that the first stage never waits for the coordinator, and one where the pipe is
-        flushed anyway: then a learning rate set after a result applies to the very next
-        mini-batch, as in a plain training loop.
+        In asynchronous schedules there are so many that the first stage never waits for the
+        coordinator. In schedules that flush there is one, so that a learning rate that is set after
+        a result applies to the next mini-batch, as in a plain training loop.
         """
         if self.flushes:
             return 1
@@ -355,13 +372,15 @@ class Plan:
 
     @staticmethod
     def unpacked(data: Mapping[str, Any]) -> Plan:
-        """Return the plan that `packed` was asked of.
+        """Return the plan of which `packed` returned the data.
 
-        A schedule that a user wrote is then known by its name alone.
+        Of a schedule that a user wrote, only the name is known then.
 
         Raises:
-            KeyError, TypeError, ValueError: The data are no plan.
-            ConfigError: Its parts do not fit each other.
+            KeyError: The data are no plan.
+            TypeError: The data are no plan.
+            ValueError: The data are no plan.
+            ConfigError: The parts of the plan do not fit each other.
         """
         return Plan(
             name=data["name"],
@@ -380,7 +399,7 @@ class Plan:
 
 
 def _reversed_edges(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
-    """Return the gradients that answer the activations among some edges."""
+    """Return the edges of the gradients that answer the activations of stages among some edges."""
     return tuple(
         Edge(EdgeKind.GRADIENT, edge.target, edge.source)
         for edge in edges
@@ -397,25 +416,26 @@ def plan_named(
     vertical_sync: bool = False,
     slack: int | Sequence[int] = 0,
 ) -> Plan:
-    """Look a schedule up by its name and make the plan of a chain of stages with it.
+    """Return the plan of a chain of stages with a built-in schedule.
 
     Args:
-        name: A key of `RECIPES`.
+        name: Name of the schedule, a key of `RECIPES`.
         num_stages: Number of stages, at least 1.
-        per_update: Micro-batches per update, at least 1.
-        stages_per_worker: For interleaved-1f1b, 2 if None.
-        vertical_sync: Means ``name + "+vertical-sync"``, for async-1f1b: every stage reads the
-            version that the first one reads.
+        per_update: Number of micro-batches per update, at least 1.
+        stages_per_worker: Number of stages on each worker; None for what the recipe says.
+        vertical_sync: Whether every stage reads the version that the first one reads, which is the
+            schedule ``async-1f1b+vertical-sync``.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
 
     Returns:
         The plan, without names of layers.
 
     Raises:
-        ConfigError: Unknown name, a number out of range, or no such schedule for these numbers.
+        ConfigError: The name is unknown, a number is out of range, or the recipe has no schedule
+            for these numbers.
     """
     if name not in RECIPES:
-        raise ConfigError(f"unknown schedule {name!r}; the known ones are\n{describe_schedules()}")
+        raise ConfigError(f"unknown schedule {name!r}; the schedules are\n{describe_schedules()}")
     if vertical_sync and not name.endswith(VERTICAL_SYNC):
         if name + VERTICAL_SYNC not in RECIPES:
             raise ConfigError(f"vertical_sync is an option of async-1f1b, not of {name}")
@@ -431,10 +451,18 @@ def chain(
     stages_per_worker: int | None,
     slack: int | Sequence[int],
 ) -> Plan:
-    """Make the plan of a chain of stages, if the recipe has a schedule for these numbers.
+    """Return the plan of a chain of stages with a recipe.
+
+    Args:
+        name: Name of the schedule.
+        recipe: The order and the version policy.
+        num_stages: Number of stages.
+        per_update: Number of micro-batches per update.
+        stages_per_worker: Number of stages on each worker; None for what the recipe says.
+        slack: Extra warm-up forwards before each hop: one number for all, or one for each.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: A number is out of range, or the recipe has no schedule for these numbers.
     """
     each = recipe.stages_per_worker if stages_per_worker is None else stages_per_worker
     if isinstance(each, int) and each > 1 and num_stages % each:
@@ -442,7 +470,8 @@ def chain(
             f"{num_stages} stages cannot be dealt to workers with {each} each; choose a multiple "
             f"of {each}, or another stages_per_worker"
         )
-    Shape(workers=num_stages, stages_per_worker=each)  # both numbers, in words of the caller
+    # Checks both numbers, under the names that the caller gave them.
+    Shape(workers=num_stages, stages_per_worker=each)
     shape = Shape(
         workers=num_stages // each,
         per_update=per_update,

@@ -1,7 +1,7 @@
-"""The version policies: which weight version the forward of a micro-batch reads.
+"""The version policies: the formulas for the weight version that a forward reads.
 
-Apart from the orders, so that a schedule is one order with one policy and no class per pair.
-A version is the number of updates applied; the backward reads what its own forward read.
+The backward of a micro-batch reads the version that its forward read. Policies are separate from
+orders, so that a schedule is an order with a policy and needs no class for each pair.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from pipedream_rt.schedules.shape import Shape
 
 
 class VersionPolicy(Protocol):
-    """Says which version to read and how many are kept for that."""
+    """A formula for the version that a forward reads, and for the number of versions kept."""
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """Return the version that a micro-batch reads; never falls from one to the next."""
+        """Return the version that a micro-batch reads, no older than that of the one before."""
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """Return the most versions that a stage holds at once."""
+        """Return the largest number of versions that a stage keeps at a time."""
 
     def require(self, shape: Shape) -> None:
-        """Raise ConfigError if the policy makes no sense for a shape."""
+        """Refuse a shape for which the policy makes no sense.
+
+        Raises:
+            ConfigError: The policy makes no sense for the shape.
+        """
 
 
 class _AnyShape:
-    """A policy for every shape."""
+    """The base of policies that make sense for every shape."""
 
     __slots__ = ()
 
@@ -37,11 +41,11 @@ class _AnyShape:
 
 @dataclass(frozen=True, slots=True)
 class WeightStashing(_AnyShape):
-    """The newest version there is when the stage's own 1F1B order reaches the forward.
+    """The newest version that the stage's own 1F1B order has made by the time of the forward.
 
-    max(0, (m - w(s)) // k), with w(s) as `Shape.warm_up` returns it: when the forward of m comes in
-    steady state, the backwards of all micro-batches before m - w(s) are done. The version depends
-    on m alone, not on when the pipe was flushed.
+    Micro-batch m reads version max(0, (m - w(s)) // k), with w(s) as `Shape.warm_up` returns it:
+    when its forward comes in the steady phase, the backwards of all micro-batches before m - w(s)
+    are done. The version depends on m alone, not on when the pipe was flushed.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (weight stashing).
     """
@@ -51,15 +55,16 @@ class WeightStashing(_AnyShape):
         return max(0, (micro_batch - shape.warm_up(stage)) // shape.per_update)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """See `VersionPolicy.kept`: the updates that w(s) micro-batches span, and the newest."""
+        """Return ceil(w(s)/k) + 1: the updates that w(s) micro-batches span, and the newest."""
         return -(-shape.warm_up(stage) // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class VerticalSync(_AnyShape):
-    """The version that the first stage reads, at every stage: one model for each micro-batch.
+    """The version that the first stage reads, at every stage, so that one model sees a micro-batch.
 
-    max(0, (m - w(0)) // k). All stages keep as many versions as the first.
+    Micro-batch m reads version max(0, (m - w(0)) // k). All stages keep as many versions as the
+    first.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (vertical sync).
     """
@@ -69,13 +74,13 @@ class VerticalSync(_AnyShape):
         return max(0, (micro_batch - shape.warm_up(0)) // shape.per_update)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """See `VersionPolicy.kept`: as many as the first stage keeps."""
+        """Return ceil(w(0)/k) + 1, the number of versions that the first stage keeps."""
         return -(-shape.warm_up(0) // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class TwoVersions:
-    """Mini-batch t reads version max(0, t-1) at every stage; two versions are kept.
+    """The version before the newest: mini-batch t reads max(0, t-1) at every stage.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021),
     PipeDream-2BW (double-buffered weights).
@@ -86,11 +91,15 @@ class TwoVersions:
         return max(0, micro_batch // shape.per_update - 1)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """Two."""
+        """Return 2."""
         return 2
 
     def require(self, shape: Shape) -> None:
-        """With k < w(0) + 1 more than two versions would be read at a time."""
+        """Refuse k < w(0) + 1, with which more than two versions would be read at a time.
+
+        Raises:
+            ConfigError: There are too few micro-batches per update.
+        """
         needed = shape.warm_up(0) + 1
         if shape.per_update < needed:
             slack = f" with a slack of {sum(shape.slack)} in all" if shape.slack else ""
@@ -103,12 +112,12 @@ class TwoVersions:
 
 @dataclass(frozen=True, slots=True)
 class Flushed(_AnyShape):
-    """Every micro-batch of mini-batch t reads version t; one version is kept."""
+    """The newest version after a flush: every micro-batch of mini-batch t reads version t."""
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
         return micro_batch // shape.per_update
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """One."""
+        """Return 1."""
         return 1

@@ -1,4 +1,4 @@
-"""What the names of schedules stand for: an order with a version policy, and words for people."""
+"""The recipes: an order with a version policy under a name, and a line about it for people."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from pipedream_rt.schedules.policies import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the name of a schedule stands for.
+    """An order together with a version policy, which has a name in `RECIPES`.
 
-    The texts use n for the workers, k for the micro-batches per update and w for w(s).
+    The texts use n for the workers, k for the micro-batches per update, v for the stages on each
+    worker and w for w(s).
 
     Attributes:
         order: The order of actions.
-        versions: Which weight version is read.
+        versions: The version policy.
         flushes: Whether the pipe is empty at every update.
-        summary: A few words for people.
-        kept_text, bubble_text, staleness_text: Versions kept at stage s, idle share, staleness.
-        stages_per_worker: If not told otherwise.
+        summary: The schedule in a few words.
+        kept_text: The number of versions kept at stage s, as a formula.
+        bubble_text: The share of the time for which a worker stands idle, as a formula.
+        staleness_text: The staleness, as a formula.
+        stages_per_worker: The number of stages on each worker where the user gives none.
     """
 
     order: Order
@@ -47,7 +50,7 @@ class Recipe:
     stages_per_worker: int = 1
 
     def line(self) -> str:
-        """One line for people."""
+        """Return the line about this schedule for people."""
         return (
             f"{self.summary}; versions kept {self.kept_text}; bubble {self.bubble_text}; "
             f"staleness {self.staleness_text}"
@@ -55,7 +58,7 @@ class Recipe:
 
 
 VERTICAL_SYNC = "+vertical-sync"
-"""Ends the name of a schedule in which every stage reads the version that the first one reads."""
+"""The end of a name whose schedule lets every stage read the version that the first one reads."""
 
 ScheduleName: TypeAlias = Literal[
     "async-1f1b",
@@ -66,7 +69,7 @@ ScheduleName: TypeAlias = Literal[
     "interleaved-1f1b",
     "zero-bubble",
 ]
-"""The names of the schedules that are built in."""
+"""The name of a built-in schedule."""
 
 RECIPES: dict[str, Recipe] = {
     "async-1f1b": Recipe(
@@ -83,15 +86,15 @@ RECIPES: dict[str, Recipe] = {
         versions=VerticalSync(),
         flushes=False,
         summary="the same, all stages read the version that the first reads",
-        kept_text="ceil((n-1)/k)+1",
+        kept_text="ceil(w(0)/k)+1",
         bubble_text="0",
-        staleness_text="ceil((n-1)/k)",
+        staleness_text="ceil(w(0)/k)",
     ),
     "2bw": Recipe(
         order=Async1F1B(),
         versions=TwoVersions(),
         flushes=False,
-        summary="PipeDream-2BW, k >= n",
+        summary="PipeDream-2BW, k > w(0)",
         kept_text="2",
         bubble_text="0",
         staleness_text="1",
@@ -124,12 +127,12 @@ RECIPES: dict[str, Recipe] = {
         bubble_text="(n-1)/(3k+n-1) for F=I=W",
     ),
 }
-"""The schedules by name."""
+"""The recipes of the built-in schedules, by name."""
 
 
 def describe_schedules() -> str:
-    """One line for each schedule, and what the letters mean."""
+    """Return one line for each schedule, and a line that says what the letters mean."""
     width = max(map(len, RECIPES))
     lines = [f"  {name:<{width}}  {recipe.line()}" for name, recipe in RECIPES.items()]
-    letters = "(n workers, k micro-batches per update, w = n-1-s at stage s, plus slack)"
+    letters = "(n workers, k micro-batches per update, w = w(s) = n-1-s at stage s, plus slack)"
     return "\n".join((*lines, f"  {letters}"))

@@ -11,24 +11,24 @@ from pipedream_rt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many workers, stages and micro-batches a schedule is for, and how much slack it has.
+    """The numbers of workers, stages and micro-batches that a schedule is for, and its slack.
 
-    The stages are dealt to the workers in turn, so that neighbours in the model are neighbours in
-    the ring of workers (Megatron's interleaving)::
+    The stages are dealt to the workers in turn, as in Megatron's interleaving, so that the stage
+    after one is on the next worker, and after the last worker on the first again::
 
         3 workers, 2 stages each     worker 0   worker 1   worker 2
                                      stage 0    stage 1    stage 2
                                      stage 3    stage 4    stage 5
 
     Attributes:
-        workers: n; each has one thread that computes.
-        per_update: k, micro-batches per update.
-        stages_per_worker: v, stages on each worker.
-        slack: e_j, extra warm-up forwards before the hop from stage j to stage j+1, one number for
-            each of the n-1 hops; empty for none. Only with one stage on each worker.
+        workers: The number of workers, n.
+        per_update: The number of micro-batches per update, k.
+        stages_per_worker: The number of stages on each worker, v.
+        slack: The extra warm-up forwards e_j before the hop from stage j to stage j+1, one number
+            for each of the n-1 hops; empty for none. Only with one stage on each worker.
 
     Raises:
-        ConfigError: A number is out of range, or there are too many or too few of slack.
+        ConfigError: A number is out of range, or slack has too many or too few numbers.
     """
 
     workers: int
@@ -38,7 +38,7 @@ class Shape:
     _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range, and compute the warm-ups, which are asked for often."""
+        """Check the numbers, and compute the warm-ups, which are asked for often."""
         for what, value in (
             ("stages", self.workers),
             ("micro_batches", self.per_update),
@@ -55,20 +55,20 @@ class Shape:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model, n v."""
+        """The number of stages of the model, n v."""
         return self.workers * self.stages_per_worker
 
     def warm_up(self, stage: int) -> int:
         """Return w(s) = (n-1-s) + sum of e_j for j >= s.
 
-        It is the number of forwards that a 1F1B order does on a stage before its first backward,
-        one less than the micro-batches that are then in flight there. For n stages, one on each
-        worker.
+        A 1F1B order does so many forwards on a stage before it begins to alternate forwards and
+        backwards; one micro-batch more is then in flight there at most. The formula holds for n
+        stages, one on each worker.
         """
         return self._warm_ups[stage]
 
     def worker_of(self, stage: int) -> int:
-        """Return the worker that a stage is dealt to; a plan may place it elsewhere."""
+        """Return the worker that a stage is dealt to; a plan may let another one host it."""
         return stage % self.workers
 
     def stages_of(self, worker: int) -> range:
@@ -80,8 +80,8 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return the slack of every hop.
 
     Args:
-        slack: One number for all hops, or one for each, or nothing for none.
-        num_stages: Number of stages, which have one hop less.
+        slack: One number for all hops, or a number for each hop; an empty sequence for no slack.
+        num_stages: Number of stages, between which there is one hop less.
 
     Returns:
         One number for each hop.
@@ -105,13 +105,16 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
-    """Read slack as a person writes it.
+    """Return slack from the texts of its numbers.
 
     Args:
-        texts: One number for all hops, or one for each.
+        texts: One number for all hops, or a number for each hop.
+
+    Returns:
+        One integer if there is one text, else all of them.
 
     Raises:
-        ConfigError: One of them is no number of forwards.
+        ConfigError: A text is no integer of at least 0.
     """
     for text in texts:
         if not (text.strip().isascii() and text.strip().isdecimal()):

@@ -1,4 +1,4 @@
-"""Schedules that a user wrote: taken, watched while they are followed, and proved by `plan_for`."""
+"""Schedules that a user wrote: `plan_for` proves them, and each action is checked as it comes."""
 
 from __future__ import annotations
 
@@ -16,44 +16,57 @@ from pipedream_rt.schedules.shape import Shape
 
 
 class WrittenSchedule(Protocol):
-    """A schedule that a user wrote; it needs one method.
+    """A schedule that a user writes, which needs one method.
 
     It may also have:
 
-    - ``in_flight(stage, shape)``: the most micro-batches in flight; counted if it is not there;
-    - ``require(shape)``: raises ConfigError for a shape that it does not want;
-    - ``versions``: a `VersionPolicy`; `Flushed` if it is not there;
-    - ``name``: for messages and traces; the name of the class if it is not there;
-    - ``takes_slack = True``: its order goes by ``shape.warm_up(stage)``, which has the slack in it;
-    - ``micro_batches``: where its order ends; endless if it is not there.
+    - ``in_flight(stage, shape)``: returns the largest number of micro-batches in flight on a stage;
+      without it, they are counted;
+    - ``require(shape)``: raises ConfigError for a shape that the schedule is not for;
+    - ``versions``: a `VersionPolicy`; without it, `Flushed`;
+    - ``name``: the name for messages and traces; without it, the name of the class;
+    - ``takes_slack = True``: says that the order uses ``shape.warm_up(stage)``, which includes the
+      slack; without it, slack is refused;
+    - ``micro_batches``: the number of micro-batches after which the order ends; without it, the
+      order is endless.
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield what a worker does, from ``start`` on, where nothing is in flight."""
+        """Yield a worker's sequence of actions.
+
+        Args:
+            worker: Index of the worker.
+            shape: The numbers of the schedule.
+            start: The first micro-batch; nothing is in flight before it.
+        """
 
 
 class _Written:
-    """The order of a class that a user wrote, which need have no method but ``order``."""
+    """The order of a schedule that a user wrote, which need have no method but ``order``.
+
+    Args:
+        written: The user's object.
+    """
 
     def __init__(self, written: Any) -> None:
-        """Args: written: The user's object."""
+        """Call nothing yet."""
         self._written = written
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield what the class yields, each one checked to be an action of this worker.
+        """Yield the actions of the user's order, after a check that the worker can do each.
 
         Raises:
-            ScheduleError: It is none, or the class raises.
+            ScheduleError: The user's order yields something else, or raises.
         """
         where = f"the order of worker {worker}"
         try:
             actions = iter(self._written.order(worker, shape, start))
         except Exception as error:  # the user's code
-            raise ScheduleError(f"{where} cannot be had: {error!r}") from error
+            raise ScheduleError(f"{where} cannot be iterated: {error!r}") from error
         while True:
             try:
                 action = next(actions, None)
-            except Exception as error:  # as above
+            except Exception as error:  # the user's code
                 raise ScheduleError(f"{where} raised {error!r}") from error
             if action is None:
                 return
@@ -62,68 +75,78 @@ class _Written:
 
     @staticmethod
     def _check(where: str, worker: int, shape: Shape, action: Any) -> None:
-        """Refuse what the worker cannot do."""
+        """Refuse what is no action, or one that the worker cannot do.
+
+        Raises:
+            ScheduleError: It is no action, or one of another worker.
+        """
         if not isinstance(action, Action) or not isinstance(action.kind, Kind):
             raise ScheduleError(f"{where} yielded {action!r}, which is no Action")
         if type(action.index) is not int or action.index < 0:
-            raise ScheduleError(f"{where} yielded {action!r}, whose index counts nothing")
+            raise ScheduleError(f"{where} yielded {action!r}, whose index must be an int >= 0")
         stage = worker if action.stage is None else action.stage
         if stage not in shape.stages_of(worker):
             raise ScheduleError(
-                f"{where} yielded {action}, but it hosts stages {[*shape.stages_of(worker)]}"
+                f"{where} yielded {action}, but the worker hosts stages "
+                f"{[*shape.stages_of(worker)]}"
             )
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """See `Order.in_flight`: what the class says, or what is counted over enough micro-batches.
+        """Return the number that the user's object gives, or else one that is counted.
 
-        It is counted from the start, and from the middle, as after a flush.
+        It is counted over `proof_length` micro-batches, from the start, and from the middle, as
+        after a flush.
+
+        Raises:
+            ScheduleError: The user's object returns no integer, or its order ends too early.
         """
         if hasattr(self._written, "in_flight"):
             said = self._written.in_flight(stage, shape)
             if type(said) is not int:
-                raise ScheduleError(f"in_flight of the schedule returned {said!r}, no integer")
+                raise ScheduleError(f"in_flight of the schedule returned {said!r}, not an int")
             return said
         stop, k = proof_length(shape, self._written), shape.per_update
         most = 0
         for start in {0, stop // 2 // k * k}:
             left = shape.stages_per_worker * (stop - start + (stop - start) // k)
             order = self.order(shape.worker_of(stage), shape, start)
-            # A wrong order may be endless and never end a micro-batch.
+            # The slice ends a wrong order that goes on without ever ending a micro-batch.
             actions = islice(until(order, stop, k, left), 8 * (left + stop))
             most = max(most, most_in_flight(actions, stage))
         return most
 
     def require(self, shape: Shape) -> None:
-        """See `Order.require`: what the class says, if anything.
+        """Refuse slack that the order would ignore, and a shape that its ``require`` refuses.
 
-        Slack that the class does not know of would be ignored without a word.
+        Raises:
+            ConfigError: The shape is refused.
         """
         if shape.slack and not getattr(self._written, "takes_slack", False):
             raise ConfigError(
                 f"{type(self._written).__name__} does not say that it uses slack; give the class "
-                "the attribute takes_slack = True if its order goes by shape.warm_up(stage)"
+                "the attribute takes_slack = True if its order uses shape.warm_up(stage)"
             )
         if hasattr(self._written, "require"):
             self._written.require(shape)
 
 
 def proof_length(shape: Shape, written: object) -> int:
-    """How many micro-batches show a schedule's warm-up, steady state and drain.
+    """Return a number of micro-batches that shows a schedule's warm-up, steady phase and drain.
 
     Args:
-        shape: Of the schedule.
-        written: A user's schedule, which may have an end: ``micro_batches``.
+        shape: The numbers of the schedule.
+        written: The user's schedule; if it ends after ``micro_batches``, the number is no larger.
 
     Raises:
-        ConfigError: It ends before its first update.
+        ConfigError: The schedule ends before its first update.
     """
     k = shape.per_update
     enough = k * max(3, -(-4 * shape.num_stages // k))
     end = getattr(written, "micro_batches", enough)
     if type(end) is not int or end < k:
         raise ConfigError(
-            f"a written schedule must do one update at least, {k} micro-batches; "
-            f"its micro_batches is {end!r}"
+            f"a written schedule must do one update at least, so its micro_batches must be an "
+            f"integer of at least {k}, not {end!r}"
         )
     return min(enough, end // k * k)
 
@@ -136,20 +159,21 @@ def plan_written(
     stages_per_worker: int | None = None,
     slack: int | Sequence[int] = 0,
 ) -> Plan:
-    """Make the plan of a chain of stages with a schedule that a user wrote; `check` it before use.
+    """Return the plan of a chain of stages with a schedule that a user wrote, not yet checked.
 
     Args:
-        written: See `WrittenSchedule`.
+        written: The user's schedule; see `WrittenSchedule`.
         num_stages: Number of stages.
-        per_update: Micro-batches per update.
-        stages_per_worker: 1 if None.
-        slack: Extra warm-up forwards before each hop.
+        per_update: Number of micro-batches per update.
+        stages_per_worker: Number of stages on each worker; 1 if None.
+        slack: Extra warm-up forwards before each hop: one number for all, or one for each.
 
     Returns:
-        The plan.
+        The plan, without names of layers.
 
     Raises:
-        ConfigError: It has no method ``order``, or does not want this shape.
+        ConfigError: The object is no schedule, or refuses these numbers.
+        ScheduleError: Its order yields something else than actions, or ends too early.
     """
     if isinstance(written, type) or not callable(getattr(written, "order", None)):
         raise ConfigError(

@@ -275,17 +275,17 @@ F, B, S = Kind.FORWARD, Kind.BACKWARD, Kind.STEP
     [
         (Odd("F0"), "yielded 'F0', which is no Action"),
         (Odd((F, 0, None)), "which is no Action"),
-        (Odd(Action(F, -1)), "whose index counts nothing"),
-        (Odd(Action(F, "0")), "whose index counts nothing"),
-        (Odd(Action(F, 0, 1)), "yielded 1:F0, but it hosts stages"),
-        (Odd(Action(F, 0, 99)), "yielded 99:F0, but it hosts stages"),
-        (Odd(Action(F, 0, -1)), "but it hosts stages"),
+        (Odd(Action(F, -1)), "whose index must be an int"),
+        (Odd(Action(F, "0")), "whose index must be an int"),
+        (Odd(Action(F, 0, 1)), "yielded 1:F0, but the worker hosts stages"),
+        (Odd(Action(F, 0, 99)), "yielded 99:F0, but the worker hosts stages"),
+        (Odd(Action(F, 0, -1)), "but the worker hosts stages"),
         (Odd(None), "ends before it has done all"),
         (Odd(endless=(Action(F, m) for m in itertools.count())), "never ends all"),
         (Odd(endless=(Action(S, m + 10**6) for m in itertools.count())), "never ends all"),
         (Odd(endless=itertools.repeat(Action(F, 0))), "goes forward twice"),
         (Raising(), r"the order of worker \d raised KeyError"),
-        (NoIterator(), "cannot be had: TypeError"),
+        (NoIterator(), "cannot be iterated: TypeError"),
     ],
 )
 def test_what_is_no_order_is_refused(written, words):

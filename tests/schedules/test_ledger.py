@@ -41,7 +41,7 @@ def test_a_version_that_is_not_kept_cannot_be_read():
 def test_a_backward_needs_its_forward():
     ledger = VersionLedger(1)
     ledger.pin(0, 0)
-    with pytest.raises(VersionError, match="B4 without a forward"):
+    with pytest.raises(VersionError, match="B4 has no forward"):
         ledger.unpin(4)
     with pytest.raises(VersionError, match="in flight twice"):
         ledger.pin(0, 0)
