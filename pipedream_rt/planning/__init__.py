@@ -1,4 +1,4 @@
-"""How a model is cut into stages."""
+"""The split of a model into stages."""
 
 from pipedream_rt.planning.split import (
     Layers,

@@ -1,4 +1,4 @@
-"""Cuts a sequence of layers into stages of consecutive layers."""
+"""The split of a sequence of layers into stages of consecutive layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 
 Layers: TypeAlias = dict[str, nn.Module]
-"""The layers in order, by their names in the unsplit model."""
+"""The layers of a model in order, by their names in the unsplit model."""
 
 
 def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
@@ -20,7 +20,7 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
         model: An ``nn.Sequential``, an ``nn.ModuleList`` or a list of modules.
 
     Raises:
-        ConfigError: It is something else, or has no layer.
+        ConfigError: The model is something else, has no layer, or has more than its layers.
     """
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         raise ConfigError(
@@ -29,7 +29,7 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
         )
     if isinstance(model, nn.Module):
         _refuse_more_than_a_sequence(model)
-        # Not named_children, which leaves out a module that stands there a second time.
+        # named_children would leave out a layer that stands in the sequence a second time.
         layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     else:
         listed = list(model)
@@ -43,7 +43,11 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
 
 
 def _refuse_more_than_a_sequence(model: nn.Sequential | nn.ModuleList) -> None:
-    """Refuse what a cut between the layers would lose without a word."""
+    """Refuse a model that has more than its layers, which would be lost when it is cut.
+
+    Raises:
+        ConfigError: It has a forward, parameters, buffers or hooks of its own.
+    """
     lost = []
     if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
         lost.append("a forward")
@@ -62,12 +66,12 @@ def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]
     """Return the index of the first layer of every stage.
 
     Args:
-        layers: In order.
-        stages: Their number, to balance the parameter count; or the first layer (index or name) of
-            every stage but the first.
+        layers: The layers of the model.
+        stages: The number of stages, for a split that balances the number of parameters; or the
+            first layer, by index or name, of every stage but the first.
 
     Returns:
-        Rising indices, the first of them 0.
+        The indices of the layers, rising; the first is 0.
 
     Raises:
         ConfigError: There is no such split.
@@ -83,9 +87,16 @@ def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]
 
 
 def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
-    """Check split points given by the user."""
+    """Return the indices of the split points that the user gave.
+
+    Raises:
+        ConfigError: A point is no layer, or the points do not rise.
+    """
     if isinstance(stages, str) or not isinstance(stages, Sequence):
-        raise ConfigError(f"stages must be a number or a list of first layers, not {stages!r}")
+        raise ConfigError(
+            "stages must be a number or a list, which has the first layer of every stage but the "
+            f"first; it is {stages!r}"
+        )
     names = list(layers)
     points = [0]
     for point in stages:
@@ -102,17 +113,18 @@ def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
 
 
 def balanced(sizes: Sequence[int], stages: int) -> list[int]:
-    """Cut a sequence so that the largest part is as small as it can be.
+    """Return the cut of a sequence of layers whose largest part is as small as it can be.
 
-    Dynamic programming over (parts, layers); among equal cuts the one with fewer layers in its
-    largest part, which spreads layers without parameters. O(stages x layers^2).
+    Among such cuts it takes one whose longest part has the fewest layers, which spreads layers
+    without parameters. It is found by dynamic programming over (parts, layers), in
+    O(stages x layers^2).
 
     Args:
-        sizes: Of the layers.
-        stages: Number of parts, each at least one layer.
+        sizes: The size of each layer.
+        stages: The number of parts; each has at least one layer.
 
     Returns:
-        Index of the first layer of every part.
+        The index of the first layer of every part.
     """
     count = len(sizes)
     prefix = [0]
@@ -146,8 +158,12 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
     """Refuse a weight or buffer that two stages would share.
 
+    Args:
+        layers: The layers of the model.
+        points: The index of the first layer of every stage.
+
     Raises:
-        ConfigError: There is one; the message names both places.
+        ConfigError: Two stages would share one; the message names both places.
     """
     owners: dict[int, tuple[int, str]] = {}
     for i, (name, layer) in enumerate(layers.items()):
