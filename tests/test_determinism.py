@@ -615,3 +615,40 @@ def test_a_weight_read_past_its_module_is_an_error(schedule):
         pytest.raises(StageFailed, match="through a reference kept elsewhere"),
     ):
         list(pipe.train_epoch(regression(3)))
+
+
+class Blocks(torch.autograd.Function):
+    """Gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Blocked(torch.nn.Module):
+    def forward(self, x):
+        return Blocks.apply(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_weights_that_get_no_gradient_are_left_alone_wherever_the_cut_is(schedule):
+    """AdamW decays a weight whose gradient is zero, not one that has none."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Blocked(), torch.nn.Linear(8, 8))
+    for stages in (1, [1], [2]):
+        with Pipeline(
+            model,
+            stages=stages,
+            loss_fn=F.mse_loss,
+            optimizer=OPTIMIZERS["adamw"],
+            schedule=schedule,
+            workers="in-process",
+        ) as pipe:
+            list(pipe.train_epoch(regression(3)))
+            state = pipe.state_dict()
+        assert torch.equal(state["0.weight"], model[0].weight)
+        assert not torch.equal(state["2.weight"], model[2].weight)

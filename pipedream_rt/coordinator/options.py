@@ -196,8 +196,20 @@ def resume_option(checkpoints: Checkpoints | None) -> bool:
         return False
     if checkpoints.resume is not None:
         return bool(checkpoints.resume)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = _count_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
     return RESUME in os.environ or again
+
+
+def _count_in_environment(name: str, default: int) -> int:
+    """Return the number in an environment variable.
+
+    Raises:
+        ConfigError: The variable holds no integer of at least 0.
+    """
+    text = os.environ.get(name, str(default)).strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name} must be an integer of at least 0, not {text!r}")
+    return int(text)
 
 
 def restart_option(max_restarts: int | None, default: int) -> int:
@@ -208,10 +220,10 @@ def restart_option(max_restarts: int | None, default: int) -> int:
         default: The number where neither says one.
 
     Raises:
-        ConfigError: The option is no integer of at least 0.
+        ConfigError: The option, or the variable that stands for it, is no integer of at least 0.
     """
     if max_restarts is None:
-        return int(os.environ.get(MAX_RESTARTS, default))
+        return _count_in_environment(MAX_RESTARTS, default)
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
         raise ConfigError(f"max_restarts must be an integer of at least 0, not {max_restarts!r}")
     return max_restarts

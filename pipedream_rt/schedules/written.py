@@ -11,7 +11,7 @@ from pipedream_rt.schedules.actions import Action, Kind, until
 from pipedream_rt.schedules.orders import most_in_flight
 from pipedream_rt.schedules.plan import Plan, chain
 from pipedream_rt.schedules.policies import Flushed
-from pipedream_rt.schedules.recipes import Recipe, describe_schedules
+from pipedream_rt.schedules.recipes import RECIPES, Recipe, describe_schedules
 from pipedream_rt.schedules.shape import Shape
 
 
@@ -197,4 +197,9 @@ def plan_written(
         staleness_text="?",
     )
     name = str(getattr(written, "name", type(written).__name__))
+    if name in RECIPES:
+        raise ConfigError(
+            f"the schedule {type(written).__name__} calls itself {name!r}, which is a schedule that "
+            "is built in; give it another name, since traces and checkpoints go by the name"
+        )
     return chain(name, recipe, num_stages, per_update, stages_per_worker, slack)

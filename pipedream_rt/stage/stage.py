@@ -44,13 +44,17 @@ class _Boundary(torch.autograd.Function):
     def forward(ctx: Any, leaf: Tensor, caught: list[Tensor]) -> Tensor:
         """Return a tensor over the leaf's storage that autograd does not know as a view of it."""
         ctx.caught = caught
+        # Where no gradient comes, autograd would make one of zeros, which an optimizer takes for a
+        # gradient: weights would decay that the unsplit model leaves alone.
+        ctx.set_materialize_grads(False)
         alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        """Keep the gradient, which goes no further."""
-        ctx.caught.append(gradients[0])
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        """Keep the gradient, if one comes; it goes no further."""
+        if gradients[0] is not None:
+            ctx.caught.append(gradients[0])
         return None, None
 
 

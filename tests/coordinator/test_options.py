@@ -174,3 +174,10 @@ def test_the_number_of_restarts_comes_from_the_script_or_the_command_or_the_defa
     monkeypatch.setenv(MAX_RESTARTS, "5")
     assert restart_option(None, 3) == 5
     assert restart_option(0, 3) == 0
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "1.5", ""])
+def test_a_number_of_restarts_that_is_none_is_refused_by_name(monkeypatch, text):
+    monkeypatch.setenv(MAX_RESTARTS, text)
+    with pytest.raises(ConfigError, match=MAX_RESTARTS):
+        restart_option(None, 0)

@@ -417,3 +417,11 @@ def test_slack_is_read_as_a_person_writes_it():
 def test_slack_that_is_no_number_of_forwards_is_refused(text):
     with pytest.raises(ConfigError, match=r"slack .*at least 0"):
         parse_slack(["1", text])
+
+
+def test_a_written_schedule_with_a_built_in_name_is_refused():
+    """A trace would be read with the order of the other."""
+    schedule = LaterBackward()
+    schedule.name = "async-1f1b"
+    with pytest.raises(ConfigError, match="'async-1f1b'"):
+        plan_written(schedule, num_stages=2, per_update=2)

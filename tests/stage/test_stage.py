@@ -831,3 +831,29 @@ def test_a_version_that_is_not_there_cannot_be_read():
     stage.forward(0, [value(torch.ones(1, 1))], HYPER)
     with pytest.raises(VersionError, match=r"F1 .*version 1.*\[0\]"):
         stage.forward(1, [value(torch.ones(1, 1))], HYPER)
+
+
+class Blocks(torch.autograd.Function):
+    """Gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Blocked(nn.Module):
+    def forward(self, x):
+        return Blocks.apply(x)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_where_no_gradient_comes_to_the_entrance_none_is_sent(halves):
+    """Zeros in its place would let an optimizer decay weights of the stage before."""
+    stage = a_stage([Blocked(), nn.Linear(2, 2)], TWO, 1, loss_fn=F.mse_loss)
+    stage.forward(0, [value(torch.ones(1, 2), wanted=True)], HYPER, value(torch.ones(1, 2)))
+    backward = stage.backward_input if halves else stage.backward
+    assert backward(0) == [[None]]
