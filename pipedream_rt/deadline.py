@@ -1,4 +1,4 @@
-"""One deadline for a whole operation, handed down instead of many timeouts."""
+"""Deadlines: an operation has one, and hands it down to every wait in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from datetime import timedelta
 
 
 class Deadline:
-    """A moment on the monotonic clock after which waiting is an error.
+    """A moment on the monotonic clock, after which waiting is an error.
 
     Args:
-        timeout: Time from now, or None for a wait whose end another mechanism guarantees (the
-            caller names it in a comment).
+        timeout: The time from now; None for a wait whose end another mechanism guarantees, which
+            the caller names in a comment.
+
+    Attributes:
+        timeout: The time from the start of the deadline; None for no limit.
     """
 
     __slots__ = ("_at", "timeout")
@@ -22,7 +25,7 @@ class Deadline:
         self._at = None if timeout is None else time.monotonic() + timeout.total_seconds()
 
     def remaining_s(self) -> float | None:
-        """Seconds left, never negative; None when there is no limit."""
+        """Return the seconds that are left, at least 0; None if there is no limit."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def expired(self) -> bool:

@@ -3,23 +3,23 @@
 The tree::
 
     PipelineError
-    ├── ConfigError (also ValueError)   wrong arguments; raised before anything starts
+    ├── ConfigError (also ValueError)   an argument is wrong; raised before anything starts
     ├── ScheduleError                   an order breaks a rule; the message shows the grid
-    ├── VersionError                    a weight version that is not kept was asked for
-    ├── TransportError                  a message could not be moved
-    │   ├── RendezvousTimeout           the workers did not all join in time
+    ├── VersionError                    an action reads a weight version that is not kept
+    ├── TransportError                  a message cannot be handed over
+    │   ├── RendezvousTimeout           not all workers joined in time
     │   ├── MessageTimeout              an awaited message did not come in time
-    │   └── PeerLost                    the other end of a link is gone
-    ├── TraceError (also ValueError)    a trace file cannot be written or read, or not be used
-    ├── CheckpointError                 a checkpoint cannot be written, or is not whole
+    │   └── PeerLost                    the process at the other end is gone
+    ├── TraceError (also ValueError)    a trace cannot be written, read or used
+    ├── CheckpointError                 a checkpoint cannot be written, read or used
     ├── WorkerLost                      a worker process died or was cut off
     ├── StageFailed                     an action raised on a stage; __cause__ is its error
     │   └── NonFiniteLoss               the loss became NaN or infinite
     ├── PoisonedMicroBatch              the same micro-batch ended its worker again and again
-    └── PipelineClosed                  used after close, or after a failure
+    └── PipelineClosed                  the pipeline was used after its end
 
-A message says where (stage, action, worker), what was expected, what was found and what to do.
-All of them survive pickling, because they cross processes.
+A message says where the error happened (stage, action, worker), what was expected, what was found
+and what to do. Every error can be pickled, because errors cross processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 
 def _rebuild(cls: type[PipelineError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    """Make an error again without calling its constructor, whose signature may differ."""
+    """Return an error from its parts, without its constructor, whose signature may differ."""
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
@@ -36,15 +36,15 @@ def _rebuild(cls: type[PipelineError], args: tuple[Any, ...], state: dict[str, A
 
 
 class PipelineError(Exception):
-    """Base of every error of this package."""
+    """The base of every error of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by class, text and attributes."""
+        """Let pickle keep the class, the text and the attributes."""
         return (_rebuild, (type(self), self.args, self.__dict__.copy()))
 
 
 class ConfigError(PipelineError, ValueError):
-    """Wrong arguments. Raised before anything is started or lost."""
+    """An argument is wrong. It is raised before anything starts or changes."""
 
 
 class ScheduleError(PipelineError):
@@ -52,18 +52,26 @@ class ScheduleError(PipelineError):
 
 
 class VersionError(PipelineError):
-    """A weight version was asked for that is not kept, or would have been overwritten."""
+    """An action reads a weight version that is not kept, or would overwrite one that is read."""
 
 
 class TransportError(PipelineError):
-    """A message could not be moved."""
+    """A message cannot be handed over."""
 
 
 class RendezvousTimeout(TransportError):
-    """Not every worker joined before the deadline. ``missing`` says how many or which."""
+    """Not every worker joined before the deadline.
+
+    Args:
+        message: The text of the error.
+        missing: Number of workers that did not join.
+
+    Attributes:
+        missing: Number of workers that did not join.
+    """
 
     def __init__(self, message: str, *, missing: int = 0) -> None:
-        """Args: message: What happened. missing: Number of workers that never joined."""
+        """Keep the number beside the text."""
         super().__init__(message)
         self.missing = missing
 
@@ -73,33 +81,47 @@ class MessageTimeout(TransportError):
 
 
 class PeerLost(TransportError):
-    """The other end of a link is gone. ``peer`` is its name."""
+    """The process at the other end of a connection is gone.
+
+    Args:
+        message: The text of the error.
+        peer: Name of the process that is gone.
+
+    Attributes:
+        peer: Name of the process that is gone.
+    """
 
     def __init__(self, message: str, *, peer: str) -> None:
-        """Args: message: What happened. peer: Name of the endpoint that is gone."""
+        """Keep the name beside the text."""
         super().__init__(message)
         self.peer = peer
 
 
 class TraceError(PipelineError, ValueError):
-    """A trace cannot be written, is cut or foreign, or does not hold what is asked of it."""
+    """A trace cannot be written or read, or does not hold what is needed."""
 
 
 class CheckpointError(PipelineError):
-    """A checkpoint cannot be written, is not whole, or is of another model."""
+    """A checkpoint cannot be written, is not whole, or was made with another model."""
 
 
 class WorkerLost(PipelineError):
     """A worker process died or was cut off.
 
+    Args:
+        message: The text of the error.
+        worker: Name of the worker.
+        stage: Index of the stage that it hosted, the first of several; None if not known.
+        doing: Text form of its last action, as ``"2:F3"``; empty if not known.
+
     Attributes:
-        worker: Its name.
-        stage: What it hosted, the first of several.
-        doing: Text form of the action at hand, as ``"2:F3"``; empty where it is not known.
+        worker: Name of the worker.
+        stage: Index of the stage that it hosted, the first of several; None if not known.
+        doing: Text form of its last action, as ``"2:F3"``; empty if not known.
     """
 
     def __init__(self, message: str, *, worker: str, stage: int | None, doing: str = "") -> None:
-        """Args: message: What happened. worker, stage, doing: Where."""
+        """Keep the place beside the text."""
         super().__init__(message)
         self.worker = worker
         self.stage = stage
@@ -109,16 +131,22 @@ class WorkerLost(PipelineError):
 class StageFailed(PipelineError):
     """An action raised on a stage.
 
+    ``__cause__`` is the error itself, with its own type, if it can be pickled.
+
+    Args:
+        message: The text of the error.
+        stage: Index of the stage, 0-based.
+        action: Text form of the action, as ``"F3"``, or the name of a command.
+        trace: The traceback on the worker, as text.
+
     Attributes:
         stage: Index of the stage, 0-based.
         action: Text form of the action, as ``"F3"``, or the name of a command.
-        trace: The traceback of the worker, as text.
-
-    ``__cause__`` is the error itself, with its own type, where it could be pickled.
+        trace: The traceback on the worker, as text.
     """
 
     def __init__(self, message: str, *, stage: int, action: str, trace: str = "") -> None:
-        """Args: message: What happened. stage, action: Where. trace: Remote traceback."""
+        """Keep the place and the traceback beside the text."""
         super().__init__(message)
         self.stage = stage
         self.action = action
@@ -130,24 +158,27 @@ class NonFiniteLoss(StageFailed):
 
 
 class PoisonedMicroBatch(PipelineError):
-    """The same micro-batch ended its worker again and again.
+    """The same micro-batch ended its worker again and again; ``__cause__`` is the last failure.
+
+    Args:
+        message: The text of the error.
+        micro_batch: Number of the micro-batch among those trained on, 0-based.
+        stage: Index of the stage, 0-based.
 
     Attributes:
-        micro_batch: Its number among those trained on, 0-based.
-        stage: Where.
-
-    ``__cause__`` is the last failure.
+        micro_batch: Number of the micro-batch among those trained on, 0-based.
+        stage: Index of the stage, 0-based.
     """
 
     def __init__(self, message: str, *, micro_batch: int, stage: int) -> None:
-        """Args: message: What happened. micro_batch, stage: Where."""
+        """Keep the place beside the text."""
         super().__init__(message)
         self.micro_batch = micro_batch
         self.stage = stage
 
 
 class RemoteError(PipelineError):
-    """Stands in as the cause of a StageFailed for an error that could not be pickled."""
+    """The cause of a `StageFailed` in the place of an error that cannot be pickled."""
 
 
 class PipelineClosed(PipelineError):

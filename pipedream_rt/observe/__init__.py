@@ -1,4 +1,4 @@
-"""What a run did, as spans: recorded, kept in files, drawn, summed up. Pure."""
+"""Traces of runs: spans are recorded, kept in files, drawn, summed up and replayed."""
 
 from pipedream_rt.observe.replay import Replay
 from pipedream_rt.observe.summary import Summary, describe, summarize

@@ -1,10 +1,10 @@
-"""Brings times of another machine onto the coordinator's clock, and says how far off they may be.
+"""The conversion of times on a peer's clock to the coordinator's clock, with a bound on the error.
 
 Each process counts nanoseconds on its own monotonic clock. A question and its answer bound the
-difference of two clocks: the peer read its clock at some instant between our sending and our
-receiving, so taking the middle is wrong by half the round trip at most (Cristian's algorithm). The
-shortest of several round trips is used, once at the start and once at the end of a trace; in
-between the difference is drawn as a line, since clocks drift apart.
+difference of two clocks: the peer reads its clock at some instant between the coordinator's sending
+and receiving, so the middle of the two is wrong by half the round trip at most (Cristian's
+algorithm). The shortest of several round trips counts. This is done at the start and at the end of
+a trace, and the difference in between is interpolated linearly, because clocks drift apart.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One question and its answer.
+    """One question for a peer's clock, and its answer. All times are in nanoseconds.
 
     Attributes:
-        sent: When we asked, on our clock, in nanoseconds.
-        answered: The peer's clock.
-        received: When the answer came, on our clock.
+        sent: The time of the question, on the coordinator's clock.
+        answered: The time that the peer answered, on the peer's clock.
+        received: The time when the answer came, on the coordinator's clock.
     """
 
     sent: int
@@ -33,27 +33,27 @@ class Reading:
 
     @property
     def offset(self) -> int:
-        """The peer's clock minus ours."""
+        """The difference of the clocks: the peer's minus the coordinator's."""
         return self.answered - (self.sent + self.received) // 2
 
     @property
     def error(self) -> int:
-        """The offset is wrong by this at most."""
+        """The largest possible error of the offset."""
         return (self.received - self.sent + 1) // 2
 
 
 def best(readings: Iterable[Reading]) -> Reading:
-    """The reading with the shortest round trip."""
+    """Return the reading with the shortest round trip."""
     return min(readings, key=lambda reading: reading.error)
 
 
 @dataclass(frozen=True, slots=True)
 class ClockMap:
-    """From a peer's clock to ours.
+    """The conversion of times on a peer's clock to the coordinator's clock.
 
     Attributes:
-        first: Reading at the start.
-        last: Reading at the end.
+        first: The reading at the start of the trace.
+        last: The reading at the end of the trace.
     """
 
     first: Reading
@@ -61,21 +61,22 @@ class ClockMap:
 
     @property
     def error(self) -> int:
-        """Bound on the error of a time between the two readings, in nanoseconds."""
+        """The largest possible error of a time between the two readings, in nanoseconds."""
         return max(self.first.error, self.last.error)
 
     def to_ours(self, times: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Bring times of the peer onto our clock.
+        """Return times on the peer's clock as times on the coordinator's clock.
 
         Args:
-            times: Integers, nanoseconds; 0 means never, and stays.
+            times: Times in nanoseconds, integers. 0 means that something did not happen, and stays
+                0.
 
         Returns:
-            As many integers.
+            The times on the coordinator's clock, in nanoseconds.
         """
         a, b = self.first, self.last
         span = b.answered - a.answered
-        # Relative to the first reading, so that a float has digits to spare.
+        # Relative to the first reading, since a float cannot hold all digits of a time itself.
         share = (times - a.answered) / span if span > 0 else np.zeros(len(times))
         offset = a.offset + np.rint(share * (b.offset - a.offset)).astype(np.int64)
         ours: npt.NDArray[np.int64] = np.where(times == 0, 0, times - offset)

@@ -1,4 +1,4 @@
-"""A schedule that does again what a trace says was done: same order, same versions."""
+"""A schedule that repeats the order and the weight versions of a trace."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from pipedream_rt.schedules import Action, Kind, Shape
 
 
 class Replay:
-    """The order and the versions of a trace, as a schedule for `Pipeline` or the simulator.
+    """The order and the weight versions of a trace, as a schedule for `Pipeline` or the simulator.
 
-    The schedule ends where the trace ends. It has the slack that the trace's own plan had.
+    The schedule ends where the trace ends. Its shape, with the slack, is that of the trace's plan.
 
     Args:
-        trace: Of a run from its first micro-batch on, with nothing overwritten.
+        trace: The trace of a run from its first micro-batch on, without overwritten spans.
+
+    Attributes:
+        name: The name for messages and traces.
+        micro_batches: The number of micro-batches after which the schedule ends.
+        versions: The version policy.
+        takes_slack: True, because the order has the slack of the trace in it.
 
     Raises:
-        TraceError: It does not begin with micro-batch 0, or spans are missing.
+        TraceError: The trace does not begin with micro-batch 0, or spans are missing.
     """
 
     def __init__(self, trace: Trace) -> None:
-        """Take the actions and the versions out of the spans."""
+        """Read the actions and the versions from the spans."""
         if trace.dropped:
             raise TraceError(
                 f"the trace cannot be replayed: its first {trace.dropped} spans were overwritten"
@@ -47,28 +53,37 @@ class Replay:
     takes_slack = True
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
+        """Yield the actions that a worker did, from micro-batch ``start`` on."""
         k = shape.per_update
         for action in self._orders[worker]:
             if action.index >= (start // k if action.kind is Kind.STEP else start):
                 yield action
 
     def require(self, shape: Shape) -> None:
-        """The shape must be the trace's."""
+        """Refuse a shape other than that of the trace.
+
+        Raises:
+            ConfigError: The shape is another one.
+        """
         if shape != self._shape:
-            raise ConfigError(f"the trace is of {self._shape}, this is {shape}")
+            raise ConfigError(f"the trace was made with {self._shape}, this pipeline has {shape}")
 
 
 class _Recorded:
-    """The versions that were read; each is kept as long as it is needed for that."""
+    """The version policy of a replay.
+
+    Args:
+        reads: The version that was read, by stage and micro-batch.
+        kept: The largest number of versions that were kept, by stage.
+    """
 
     def __init__(self, reads: list[list[int]], kept: list[int]) -> None:
-        """Args: reads: By stage and micro-batch. kept: The most, by stage."""
+        """Keep both."""
         self._reads = reads
         self._kept = kept
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """See `VersionPolicy.reads`; past the end nothing is read, so no old version is needed."""
+        """Return the version that was read; past the end, a version that needs no older one."""
         recorded = self._reads[stage]
         if micro_batch < len(recorded):
             return recorded[micro_batch]
@@ -79,4 +94,4 @@ class _Recorded:
         return self._kept[stage]
 
     def require(self, shape: Shape) -> None:
-        """See `VersionPolicy.require`; the order says what is to be said."""
+        """Accept every shape; `Replay.require` checks it."""

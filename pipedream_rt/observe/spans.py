@@ -1,7 +1,7 @@
-"""Where spans are written while they happen: a ring of fixed size, allocated once.
+"""Spans, and the ring of fixed size that they are written to while a run goes on.
 
-One record is 64 bytes, written by one call; no object is made for it. The simulator writes the
-same records, so that everything after can read either.
+A span is a record of 64 bytes. One call writes it, without making an object. The simulator writes
+the same records, so that everything that reads a measured trace reads a simulated one too.
 """
 
 from __future__ import annotations
@@ -28,35 +28,43 @@ SPAN = np.dtype(
         ("bytes", "<i8"),
     ]
 )
-"""One span: what a worker did from one instant to another.
+"""One span. Times are in nanoseconds, in a trace on the coordinator's clock.
 
-kind: letter of the action (F, B, I, W, S), E for a pass without training, C for a command, N for an
-injection by the coordinator, L for a loss that came to it. stage: which; -1 the coordinator. index:
-micro-batch, update, or position in the feed. version: weight version read, or made by a step. kept,
-in_flight: versions and micro-batches held after it. waited_for: stage whose message was needed, -1
-the coordinator, -2 nobody. ready: when the worker had ended what it did before. arrived: when the
-message was there. start, end: of the work itself. bytes: of the tensors sent. Times are nanoseconds
-on one clock, the coordinator's.
+- kind: The letter of an action (F, B, I, W, S); E for a pass of evaluation or inference; C for a
+  command; D for the end of a flush; N for an injection by the coordinator; L for the arrival of a
+  loss at the coordinator.
+- stage: The stage that acted; -1 for the coordinator.
+- index: The micro-batch, the update, or the position in the feed.
+- version: The weight version that was read, or that a step made.
+- kept, in_flight: The number of versions kept, and of micro-batches in flight, after it.
+- waited_for: The stage whose message arrived last; -1 for the coordinator, -2 if none was needed.
+- ready: The time when the worker had ended what it did before.
+- arrived: The time when that message arrived; 0 if none was needed.
+- start, end: The times when the work itself began and ended.
+- bytes: The size of the tensors that were sent.
 """
 
 NOBODY = -2
-"""What an action waits for that needs no message."""
+"""The value of ``waited_for`` for an action that needs no message."""
 
 Spans = npt.NDArray[Any]
-"""An array of `SPAN`."""
+"""An array of records of the dtype `SPAN`."""
 
 _RECORD = struct.Struct("<HHiiiIiqqqqq")
 
 
 class Recorder:
-    """A ring of spans; the oldest are overwritten.
+    """A ring of spans, in which new spans overwrite the oldest.
 
     Args:
-        capacity: Spans that it holds.
+        capacity: The number of spans that it holds.
+
+    Attributes:
+        count: The number of spans that were written.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Allocate everything."""
+        """Allocate the ring."""
         self._capacity = capacity
         self._data = bytearray(capacity * SPAN.itemsize)
         self.count = 0
@@ -76,7 +84,7 @@ class Recorder:
         end: int,
         size: int,
     ) -> None:
-        """Write one span; see `SPAN` for the values."""
+        """Write one span; `SPAN` has the meaning of the values, and ``size`` is its ``bytes``."""
         _RECORD.pack_into(
             self._data, self.count % self._capacity * _RECORD.size,
             kind, kept, stage, index, version, in_flight, waited_for,
@@ -86,11 +94,11 @@ class Recorder:
 
     @property
     def dropped(self) -> int:
-        """Spans that were overwritten."""
+        """The number of spans that were overwritten."""
         return max(0, self.count - self._capacity)
 
     def spans(self) -> Spans:
-        """Return what is there, oldest first. A view where nothing was overwritten."""
+        """Return the spans in the ring, oldest first; a view of it if none was overwritten."""
         everything = np.frombuffer(self._data, dtype=SPAN)
         if self.count <= self._capacity:
             return everything[: self.count]

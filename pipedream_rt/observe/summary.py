@@ -1,4 +1,4 @@
-"""What a trace says in numbers."""
+"""The summary of a trace: times, bubble, staleness, memory and latencies in numbers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ _SENDERS = {
     EdgeKind.ACTIVATION: (CODES[Kind.FORWARD],),
     EdgeKind.GRADIENT: (CODES[Kind.BACKWARD], CODES[Kind.INPUT]),
 }
-"""The actions that send a kind of message, which are also those that wait for it."""
+"""The kinds of actions that send each kind of message, and that also wait for it."""
 
 PERCENTILES = (50, 90, 99, 100)
+"""The percentiles at which a summary states latencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """What one stage did.
+    """The summary of one stage.
 
     Attributes:
-        stage: Index.
-        worker: Index.
-        busy: Seconds computed, sending included.
-        waits: Seconds waited, by the stage whose message was missing; -1 the coordinator.
-        versions: Most weight versions held at once.
-        in_flight: Most micro-batches in flight.
-        staleness: How many micro-batches had which staleness: updates between the version read and
-            the version that the gradient is applied to.
-        bytes_sent: Of tensors.
+        stage: Index of the stage.
+        worker: Index of the worker that hosts it.
+        busy: Seconds that the stage computed, sending included.
+        waits: Seconds that it waited, by the stage whose message was missing; -1 for the
+            coordinator.
+        versions: The largest number of weight versions kept at a time.
+        in_flight: The largest number of micro-batches in flight.
+        staleness: The number of micro-batches, by their staleness.
+        bytes_sent: The size of all tensors that it sent.
     """
 
     stage: int
@@ -54,17 +55,17 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run did.
+    """The summary of a run.
 
     Attributes:
-        makespan: Seconds from the first action to the end of the last.
-        throughput: Micro-batches per second in steady state: between the end of the first update
-            and the end of the last one on the first stage; 0.0 with fewer than two updates.
+        makespan: Seconds from the start of the first action to the end of the last.
+        throughput: Micro-batches per second in the steady phase: between the end of the first
+            update and the end of the last one on the first stage; 0.0 with fewer than two updates.
         bubble: By worker, the share of the makespan in which it did not compute.
-        stages: Each stage.
-        hops: Seconds from the end of an action to the arrival of its message at the neighbour
-            stage, at `PERCENTILES`; empty without hops.
-        micro_batches: How many went forward on the first stage.
+        stages: The summary of each stage.
+        hops: Seconds from the end of an action to the arrival of its message at the next stage, at
+            the `PERCENTILES`; empty without hops.
+        micro_batches: The number of forwards on the first stage.
     """
 
     makespan: float
@@ -76,7 +77,7 @@ class Summary:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Of all stages together."""
+        """The number of micro-batches on all stages, by their staleness."""
         total: dict[int, int] = {}
         for stage in self.stages:
             for value, count in stage.staleness.items():
@@ -85,16 +86,13 @@ class Summary:
 
 
 def summarize(trace: Trace) -> Summary:
-    """Sum a trace up.
+    """Return the summary of a trace.
 
     Args:
-        trace: Measured or simulated.
-
-    Returns:
-        The numbers.
+        trace: A trace, measured or simulated.
 
     Raises:
-        TraceError: There is no action in it.
+        TraceError: There is no action in the trace.
     """
     stages = trace.by_stage()
     acting = [spans[np.isin(spans["kind"], _COMPUTES)] for spans in stages]
@@ -117,9 +115,9 @@ def summarize(trace: Trace) -> Summary:
 
 
 def throughput(trace: Trace, first_stage: Spans) -> float:
-    """Micro-batches per second between the first update and the last on the first stage.
+    """Return micro-batches per second between the first and the last update of the first stage.
 
-    The longest stretch without a flush counts, for what happens in a flush is no steady state.
+    Only the longest stretch without a flush counts, because a flush is no steady phase.
     """
     stretch = longest_stretch(first_stage)
     ends = stretch["end"][stretch["kind"] == _STEP]
@@ -129,7 +127,7 @@ def throughput(trace: Trace, first_stage: Spans) -> float:
 
 
 def longest_stretch(spans: Spans) -> Spans:
-    """The part of a stage's spans with most updates between two flushes."""
+    """Return the part of a stage's spans that has the most updates without a flush between them."""
     cuts = np.flatnonzero(spans["kind"] == DRAIN)
     parts = np.split(spans, cuts)
     found: Spans = max(parts, key=lambda part: int((part["kind"] == _STEP).sum()))
@@ -137,8 +135,16 @@ def longest_stretch(spans: Spans) -> Spans:
 
 
 def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> StageSummary:
-    """Sum one stage up."""
-    # What it waited before the run began is no wait.
+    """Return the summary of one stage.
+
+    Args:
+        trace: The trace.
+        stage: Index of the stage.
+        spans: The stage's spans in which it computed.
+        busy: Nanoseconds that it computed.
+        begin: The time when the run began, in ns.
+    """
+    # Waiting before the run began does not count.
     waited = np.maximum(spans["start"] - np.maximum(spans["ready"], begin), 0)
     waits = {
         int(cause): float(waited[spans["waited_for"] == cause].sum() / 1e9)
@@ -163,7 +169,7 @@ def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> Sta
 
 
 def hops_between(plan: Plan) -> tuple[Edge, ...]:
-    """Return the edges between stages, in the order of the stages that activations leave."""
+    """Return the edges between stages, in both directions, in the order of the producers."""
     forth = [edge for edge in plan.edges(EdgeKind.ACTIVATION) if edge.source >= 0]
     found = []
     for edge in forth:
@@ -175,35 +181,35 @@ def hop_times(edge: Edge, sender: Spans, receiver: Spans) -> npt.NDArray[Any]:
     """Return the nanoseconds from the end of the sender's actions to their messages' arrival.
 
     Args:
-        edge: On which the messages travel.
-        sender: Spans of the stage at its source.
-        receiver: Spans of the stage at its target.
+        edge: The edge of the messages.
+        sender: The spans of the stage at its source.
+        receiver: The spans of the stage at its target.
     """
     kinds = _SENDERS[edge.kind]
     sent = sender[np.isin(sender["kind"], kinds)]
     came = receiver[np.isin(receiver["kind"], kinds)]
     _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
-    # The message leaves at the very end of the action, within one process before the end is noted.
+    # Within one process a message may arrive before the end of its action is noted.
     latencies: npt.NDArray[Any] = np.maximum(came["arrived"][j] - sent["end"][i], 0)
     return latencies
 
 
 def hop_latencies(plan: Plan, stages: list[Spans]) -> npt.NDArray[Any]:
-    """Return the hops between all neighbour stages, in both directions, in nanoseconds."""
+    """Return the times of all hops between stages, in both directions, in nanoseconds."""
     found = [np.zeros(0, np.int64)]
     found += [hop_times(e, stages[e.source], stages[e.target]) for e in hops_between(plan)]
     return np.concatenate(found)
 
 
 def _percentiles(nanoseconds: npt.NDArray[Any]) -> tuple[float, ...]:
-    """Seconds at `PERCENTILES`."""
+    """Return seconds at the `PERCENTILES`; nothing for no values."""
     if not len(nanoseconds):
         return ()
     return tuple(float(v) / 1e9 for v in np.percentile(nanoseconds, PERCENTILES))
 
 
 def seconds_text(seconds: float) -> str:
-    """A time for people: three digits and a unit."""
+    """Return a time for people, with three digits and a unit."""
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -211,7 +217,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """A size for people."""
+    """Return a size for people, with three digits and a unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
@@ -219,7 +225,7 @@ def bytes_text(size: float) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of text, the first row being the head."""
+    """Return rows of texts with their columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -228,10 +234,10 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def describe(trace: Trace) -> str:
-    """Return a trace's summary as text.
+    """Return the summary of a trace as text.
 
     Raises:
-        TraceError: There is no action in it.
+        TraceError: There is no action in the trace.
     """
     summary = summarize(trace)
     lines = [_headline(trace, summary), _stage_table(trace, summary)]
@@ -249,7 +255,7 @@ def describe(trace: Trace) -> str:
 
 
 def _headline(trace: Trace, summary: Summary) -> str:
-    """Return what was run, how long it took and how fast it went."""
+    """Return the line that says what was run, how long it took and how fast it went."""
     plan = trace.plan
     return (
         f"{'simulated' if trace.simulated else 'measured'}: {plan.name}, "
@@ -260,8 +266,8 @@ def _headline(trace: Trace, summary: Summary) -> str:
 
 
 def _stage_table(trace: Trace, summary: Summary) -> str:
-    """Return a row for each stage: how busy it was, and for whom it waited."""
-    makespan = summary.makespan or 1.0  # everything may cost nothing
+    """Return the table with a row for each stage: how busy it was, and for whom it waited."""
+    makespan = summary.makespan or 1.0  # 0 in a simulation in which nothing takes time
     rows: list[tuple[str, ...]] = [
         ("stage", "worker", "busy", "bubble", "waits for", "versions", "in flight", "memory")
     ]
@@ -287,7 +293,7 @@ def _stage_table(trace: Trace, summary: Summary) -> str:
 
 
 def _caveats(trace: Trace) -> list[str]:
-    """Return how exact the times are, and what is missing."""
+    """Return the lines that say how exact the times are, and which spans are missing."""
     lines = []
     error = max(worker.clock_error_ns for worker in trace.workers)
     if not trace.simulated:
@@ -302,7 +308,7 @@ def _caveats(trace: Trace) -> list[str]:
 
 
 def _memory(trace: Trace, stage: StageSummary) -> str:
-    """Peak memory: of the process if measured, of stash and activations if the costs say."""
+    """Return a stage's peak memory: of its process, or in a simulation what the costs give."""
     measured = trace.workers[stage.worker].peak_memory_bytes
     if measured:
         return bytes_text(measured)

@@ -1,4 +1,4 @@
-"""Draws a trace: as text, as SVG, and as Trace Event JSON for Perfetto and chrome://tracing."""
+"""Drawings of a trace: as text, as SVG, and as Trace Event JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, PASS, Trace
 from pipedream_rt.schedules import Kind, Plan
 
 MOST_DRAWN = 2000
-"""Actions that a picture shows if it is not told which part; more cannot be told apart."""
+"""The number of actions that a picture shows where its end is not given; more would blur."""
 
 _NAMES = {
     CODES[Kind.FORWARD]: "forward",
@@ -32,7 +32,17 @@ _COLOURS = dict(
 
 
 class Box(NamedTuple):
-    """One action, as it is drawn: times in nanoseconds from the start of the trace."""
+    """One action in a drawing.
+
+    Attributes:
+        worker: Index of the worker.
+        stage: Index of the stage.
+        kind: The number of the action's kind in a span.
+        index: Number of the micro-batch or the update.
+        version: The weight version that was read or made.
+        start: The time of its start, in nanoseconds from the start of the trace.
+        end: The time of its end, in nanoseconds from the start of the trace.
+    """
 
     worker: int
     stage: int
@@ -44,7 +54,7 @@ class Box(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As ``F3``."""
+        """The text form without the stage, as ``F3``."""
         return f"{chr(self.kind)}{self.index}"
 
 
@@ -52,9 +62,10 @@ class Window(NamedTuple):
     """The part of a trace that is drawn.
 
     Attributes:
-        boxes: Its actions, by start.
-        begin, end: In nanoseconds from the start of the trace.
-        length: Of the whole trace.
+        boxes: The actions in it, in the order of their starts.
+        begin: The time where it begins, in nanoseconds from the start of the trace.
+        end: The time where it ends, in nanoseconds from the start of the trace.
+        length: The length of the whole trace, in nanoseconds.
     """
 
     boxes: list[Box]
@@ -63,21 +74,22 @@ class Window(NamedTuple):
     length: int
 
     def __str__(self) -> str:
-        """What is shown, in words."""
+        """Return the part for people, as ``0 s to 1 ms of 2 s``."""
         shown = f"{seconds_text(self.begin / 1e9)} to {seconds_text(self.end / 1e9)}"
         return f"{shown} of {seconds_text(self.length / 1e9)}"
 
 
 def window(trace: Trace, begin: float | None = None, end: float | None = None) -> Window:
-    """Choose what to draw.
+    """Return a part of a trace to draw.
 
     Args:
-        trace: Measured or simulated.
-        begin: Seconds from its start; None for the start.
-        end: The same; None for as much as can be told apart.
+        trace: A trace, measured or simulated.
+        begin: Where the part begins, in seconds from the start of the trace; None for its start.
+        end: Where the part ends, in seconds from the start of the trace; None for the end of the
+            `MOST_DRAWN`-th action.
 
     Raises:
-        TraceError: Nothing happened then.
+        TraceError: There is no action in that part.
     """
     spans = trace.spans[np.isin(trace.spans["kind"], list(_NAMES))]
     if not len(spans):
@@ -110,15 +122,15 @@ def window(trace: Trace, begin: float | None = None, end: float | None = None) -
 
 
 def text(trace: Trace, view: Window, width: int = 100) -> str:
-    """Draw a row of characters for each worker: what it did for most of each column's time.
+    """Return a drawing with a row of characters for each worker.
+
+    A column shows the letter of the action that took the most of its time, or ``.`` if the worker
+    was idle.
 
     Args:
-        trace: Where the boxes are from.
-        view: What to draw.
-        width: Columns of the drawing.
-
-    Returns:
-        Lines; ``.`` is idle, letters as in `schedules.actions`.
+        trace: The trace.
+        view: The part of it to draw.
+        width: The number of columns of the drawing.
     """
     plan = trace.plan
     names = [plan.name_of(worker) for worker in range(plan.workers)]
@@ -132,7 +144,7 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
         last = min((box.end - view.begin) / scale, float(columns))
         for column in range(int(first), min(int(np.ceil(last)), columns)):
             share = min(last, column + 1) - max(first, column)
-            # More of the column than any other action, and a quarter at least.
+            # The action with the largest share of a column gives its letter, from a quarter on.
             if share > filled[box.worker, column] and share >= 0.25:
                 filled[box.worker, column] = share
                 rows[box.worker][column] = chr(box.kind)
@@ -148,7 +160,7 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
 
 
 def _full_label(plan: Plan, box: Box) -> str:
-    """Return the label as ``F3``, or ``2:F3`` where the worker hosts several stages."""
+    """Return the label ``F3``, or ``2:F3`` if the worker hosts several stages."""
     several = len(plan.stages_of(box.worker)) > 1
     return f"{box.stage}:{box.label}" if several else box.label
 
@@ -159,15 +171,14 @@ _ROW, _BAR, _LEFT, _TOP = 30, 24, 80, 40
 
 
 def svg(trace: Trace, view: Window, width: int = 1200) -> str:
-    """Draw boxes on a row for each worker, with a time axis, for a browser or a document.
+    """Return an SVG document with a row of boxes for each worker and a time axis.
+
+    Every box has a tooltip.
 
     Args:
-        trace: Where the boxes are from.
-        view: What to draw.
-        width: Pixels.
-
-    Returns:
-        The document; every box has a tooltip.
+        trace: The trace.
+        view: The part of it to draw.
+        width: The width in pixels.
     """
     workers = trace.plan.workers
     bottom = _TOP + workers * _ROW
@@ -198,7 +209,7 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
 
 
 def _title(trace: Trace, view: Window) -> str:
-    """Return what is drawn, in words."""
+    """Return the title of a drawing."""
     kind = "simulated" if trace.simulated else "measured"
     title = (
         f"{trace.plan.name}, {trace.plan.num_stages} stages, {trace.plan.per_update} micro-batches "
@@ -208,7 +219,7 @@ def _title(trace: Trace, view: Window) -> str:
 
 
 def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
-    """Yield the colours of the kinds of action that are in the picture, with their names."""
+    """Yield the legend: a box and a name for each kind of action in the drawing."""
     at = float(_LEFT)
     for code in [kind for kind in _NAMES if any(box.kind == kind for box in view.boxes)]:
         words = f"{chr(code)} {_NAMES[code]}"
@@ -221,7 +232,7 @@ def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
 
 
 def _svg_box(trace: Trace, box: Box, x: Any) -> str:
-    """One action."""
+    """Return the box of an action, with its tooltip and, if there is room, its label."""
     left, right = x(box.start), x(box.end)
     y = _TOP + box.worker * _ROW
     label = _full_label(trace.plan, box)
@@ -229,7 +240,7 @@ def _svg_box(trace: Trace, box: Box, x: Any) -> str:
         f"stage {box.stage} {box.label}, version {box.version}, "
         f"{seconds_text((box.end - box.start) / 1e9)}"
     )
-    # The stages of one worker, from the first on, in lighter shades.
+    # The first stage of a worker has the full colour, each further one a lighter shade.
     siblings = trace.plan.stages_of(box.worker)
     opacity = 1 - 0.6 * siblings.index(box.stage) / len(siblings)
     words = ""
@@ -247,7 +258,7 @@ def _svg_box(trace: Trace, box: Box, x: Any) -> str:
 
 
 def _svg_axis(view: Window, x: Any, bottom: int) -> Iterator[str]:
-    """Ticks at round times."""
+    """Yield the ticks of the time axis, at round times."""
     length = max(view.end - view.begin, 1)
     step = 10 ** int(np.floor(np.log10(length)))
     for divisor in (1, 2, 5, 10):
@@ -267,19 +278,17 @@ def _svg_axis(view: Window, x: Any, bottom: int) -> Iterator[str]:
 
 
 def perfetto(trace: Trace) -> str:
-    """Write the whole trace as Trace Event JSON: https://ui.perfetto.dev opens it.
+    """Return the whole trace as Trace Event JSON, which https://ui.perfetto.dev opens.
 
-    A process for each worker, a track for each stage with its actions, a counter of its live
-    weight versions, and for each micro-batch arrows along its way.
-
-    Returns:
-        The document. Times are microseconds, as the format has them.
+    It has a process for each worker, a track for each stage with its actions, a counter of the
+    versions that a stage keeps, and arrows along the way of each micro-batch. Times are in
+    microseconds, as the format demands.
     """
     return json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the events: names first, then what happened."""
+    """Yield the events: first names, then the spans by start."""
     plan = trace.plan
     for w, facts in enumerate(trace.workers):
         yield _named("process_name", w, 0, f"worker {w}: {facts.name}")
@@ -298,7 +307,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 class _Row(NamedTuple):
-    """What Perfetto is told of a span; see `SPAN`."""
+    """The values of a span that are written for Perfetto; `SPAN` has their meaning."""
 
     kind: int
     stage: int
@@ -314,14 +323,14 @@ class _Row(NamedTuple):
 
 
 def _coordinator_event(plan: Plan, row: _Row, zero: int) -> dict[str, Any]:
-    """Return the slice of an injection, or of a loss that arrived."""
+    """Return the slice of an injection, or of the arrival of a loss."""
     name = f"inject {row.index}" if row.kind == INJECTED else f"loss {row.index}"
     at, duration = (row.start - zero) / 1e3, (row.end - row.start) / 1e3
     return _complete(name, "coordinator", plan.workers, 0, at, duration, {})
 
 
 def _action_events(plan: Plan, row: _Row, zero: int) -> Iterator[dict[str, Any]]:
-    """Yield the slice of an action, the versions held after it, and the arrow that it is on."""
+    """Yield the slice of an action, the versions kept after it, and its arrow."""
     at, duration = (row.start - zero) / 1e3, (row.end - row.start) / 1e3
     worker = plan.worker_of(row.stage)
     details = {
@@ -351,7 +360,7 @@ _ON_ITS_WAY = (CODES[Kind.FORWARD], CODES[Kind.BACKWARD], CODES[Kind.INPUT])
 
 
 def _phase(plan: Plan, row: _Row) -> str:
-    """Return whether a micro-batch's arrows begin (s), go on (t) or end (f) at an action.
+    """Return "s" if a micro-batch's arrows begin at an action, "t" if they go on, "f" if they end.
 
     They begin and end on the first of the stages that take the model's input.
     """
@@ -361,21 +370,21 @@ def _phase(plan: Plan, row: _Row) -> str:
 
 
 def _cause(waited_for: int) -> str:
-    """Whom an action waited for."""
+    """Return the name of the stage that an action waited for."""
     if waited_for == NOBODY:
         return "nobody"
     return "coordinator" if waited_for < 0 else f"stage {waited_for}"
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    """A metadata event."""
+    """Return a metadata event, which names a process or a track."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _complete(
     name: str, category: str, pid: int, tid: int, at: float, duration: float, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """An event with a beginning and a duration."""
+    """Return an event with a beginning and a duration."""
     return {
         "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid,
         "ts": at, "dur": duration, "args": args,

@@ -1,4 +1,4 @@
-"""A trace: what every stage did when, measured or simulated, and its file."""
+"""A trace: the spans of a run, measured or simulated, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _MAGIC = "pipedream-rt trace"
 _VERSION = 2
 
 INJECTED, LOSS_CAME = ord("N"), ord("L")
-"""Spans of the coordinator: a micro-batch was injected, the loss of one arrived."""
+"""The kinds of the coordinator's spans: the injection of a micro-batch, the arrival of a loss."""
 
 PASS, COMMAND, DRAIN = ord("E"), ord("C"), ord("D")
-"""Spans of a stage beside its actions: a forward of evaluation or inference, a command that was
-carried out, and the end of a flush."""
+"""The kinds of a stage's spans beside its actions: a forward of evaluation or inference, a command,
+and the end of a flush."""
 
 CODES = {kind: ord(kind.value) for kind in Kind}
-"""The number that stands for an action's kind in a span."""
+"""The number that stands for each kind of action in a span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a trace knows of a worker beside its spans.
+    """Facts about a worker in a trace, beside its spans.
 
     Attributes:
-        name: As given at its start.
-        dropped: Spans that the ring has overwritten, the oldest ones.
-        clock_error_ns: Bound on the error of its times against the coordinator's clock.
-        peak_memory_bytes: Resident; 0 if unknown.
+        name: The name of the worker.
+        dropped: The number of its oldest spans that were overwritten.
+        clock_error_ns: The largest possible error of its times on the coordinator's clock, in ns.
+        peak_memory_bytes: The largest resident memory that its process has had; 0 if unknown.
     """
 
     name: str
@@ -50,16 +50,17 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a run did.
+    """The spans of a run with the plan and other facts about it.
 
     Attributes:
-        plan: The stages, their places, the edges between them, and the schedule.
-        credits: Mini-batches that the coordinator injects ahead.
-        simulated: Whether it was computed, not measured.
-        workers: Facts about each.
-        stage_bytes: Of one weight version, by stage; empty if unknown.
-        activation_bytes: That a stage holds for each micro-batch in flight; empty if unknown.
-        spans: An array of `SPAN`, each stage's in the order in which they happened.
+        plan: The plan of the run.
+        credits: The number of mini-batches that the coordinator injected ahead.
+        simulated: Whether the run was simulated rather than measured.
+        workers: Facts about each worker.
+        stage_bytes: By stage, the size of one weight version; empty if unknown.
+        activation_bytes: By stage, the bytes that it holds for each micro-batch in flight; empty if
+            unknown.
+        spans: The spans, an array of `SPAN`; those of a stage are in the order of time.
     """
 
     plan: Plan
@@ -71,12 +72,12 @@ class Trace:
     activation_bytes: tuple[int, ...] = ()
 
     def of_stage(self, stage: int) -> Spans:
-        """The spans of a stage, in the order in which they happened; -1 for the coordinator's."""
+        """Return the spans of a stage in the order of time; -1 stands for the coordinator."""
         mine: Spans = self.spans[self.spans["stage"] == stage]
         return mine
 
     def by_stage(self) -> list[Spans]:
-        """The spans of every stage; quicker than one after another."""
+        """Return the spans of every stage, in less time than `of_stage` for each one."""
         order = np.argsort(self.spans["stage"], kind="stable")
         bounds = np.searchsorted(
             self.spans["stage"], np.arange(self.plan.num_stages + 1), sorter=order
@@ -84,7 +85,7 @@ class Trace:
         return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
     def actions(self, worker: int) -> Iterator[Action]:
-        """Yield what a worker did of its order, in order."""
+        """Yield the actions that a worker did, in the order of time."""
         stages = self.plan.stages_of(worker)
         wanted = np.isin(self.spans["kind"], list(CODES.values()))
         mine = self.spans[wanted & np.isin(self.spans["stage"], stages)]
@@ -98,16 +99,16 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """Spans that were overwritten in all."""
+        """The number of spans that were overwritten, on all workers."""
         return sum(worker.dropped for worker in self.workers)
 
     # -- the file -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace; whoever reads ``path`` sees the old file or the whole new one.
+        """Write the trace to a file, which is replaced as a whole if it is there.
 
         Raises:
-            TraceError: It cannot be written.
+            TraceError: The file cannot be written.
         """
         path = Path(path)
         header = {
@@ -133,10 +134,10 @@ class Trace:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Trace:
-        """Read a trace.
+        """Return the trace that a file holds.
 
         Raises:
-            TraceError: There is no such file, or it is not a whole trace.
+            TraceError: There is no such file, or it does not hold a whole trace.
         """
         try:
             data = Path(path).read_bytes()
@@ -148,7 +149,9 @@ class Trace:
         try:
             magic, version, packed, digest = unpacker.unpack()
         except (msgpack.UnpackException, ValueError, TypeError) as error:
-            raise TraceError(f"{path} is no trace of pipedream-rt, or its start is cut") from error
+            raise TraceError(
+                f"{path} is no trace of pipedream-rt, or its beginning is missing"
+            ) from error
         if magic != _MAGIC:
             raise TraceError(f"{path} is no trace of pipedream-rt")
         if version != _VERSION:
@@ -165,14 +168,14 @@ class Trace:
 
 
 def _digest(packed: bytes, spans: memoryview) -> bytes:
-    """Checksum of a file's two parts."""
+    """Return the checksum of a file's two parts, header and spans."""
     digest = blake2b(packed, digest_size=16)
     digest.update(spans)
     return digest.digest()
 
 
 def _made(header: dict[str, Any], spans: Spans) -> Trace:
-    """Make a trace of what a file holds."""
+    """Return the trace of the header and the spans of a file."""
     return Trace(
         plan=Plan.unpacked(header["plan"]),
         credits=header["credits"],

@@ -1,4 +1,4 @@
-"""What a run will cost: orders and costs give a trace, without running anything. Pure."""
+"""Simulations: a plan and its costs give the trace of a run, without workers."""
 
 from pipedream_rt.simulation.costs import Costs, costs_of
 from pipedream_rt.simulation.predict import Prediction, fit, predict, what_if

@@ -1,4 +1,4 @@
-"""What the actions and messages of a run cost."""
+"""The costs of actions and messages, from which the simulator computes times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 from pipedream_rt.errors import ConfigError
 
 Samples: TypeAlias = tuple[float, ...]
-"""Seconds that an action takes, one for each micro-batch (or update) in turn, over and over."""
+"""The seconds that an action takes on each micro-batch (or update) in turn, which repeat."""
 
 _MOST = 1e15
-"""No time, size or speed is above, or it is a mistake; keeps nanoseconds within 64 bits."""
+"""The largest time, size or speed; a larger one is a mistake, and may exceed 64 bits in ns."""
 
 _PER_STAGE = ("forward", "backward", "input_gradient", "weight_gradient", "step")
 _BYTES = {
@@ -30,26 +30,31 @@ _BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Costs of a run, by stage. A tuple of one entry stands for all stages.
+    """The costs of a run. In a tuple by stage or worker, a single entry stands for all.
 
     Attributes:
-        forward, backward, step: Seconds.
-        input_gradient, weight_gradient: Seconds of the halves of a split backward; half of
-            ``backward`` each where none are given.
-        activation_bytes: Sent to the stage after, for each micro-batch.
-        gradient_bytes: Sent to the stage before; what that one sent where none are given.
-        stash_bytes: Held for each micro-batch in flight.
-        weight_bytes: Of one weight version.
-        latency: Seconds that a message is under way, beside its transmission.
-        hop_latency: Seconds that a message is under way besides on the hop from each stage to the
-            next, in either direction; one entry for each of the n-1 hops, or one for all.
-        bandwidth: Bytes per second of each link (a pair of workers, one direction); messages of a
-            link queue. Infinite if not given.
-        overhead: Seconds that a worker spends on sending a message.
-        injection: Seconds that the coordinator spends on injecting a micro-batch.
-        turnaround: Seconds from the loss that gives a credit back to the next injection: the
-            user's loop and loader.
-        speed: By worker; 2.0 does everything in half the time. One entry stands for all.
+        forward: By stage, the seconds of a forward.
+        backward: By stage, the seconds of a backward; the sum of its halves if not given.
+        input_gradient: By stage, the seconds of the input half of a split backward; half of
+            ``backward`` if not given.
+        weight_gradient: By stage, the seconds of the weight half of a split backward; half of
+            ``backward`` if not given.
+        step: By stage, the seconds of a step.
+        activation_bytes: By stage, the bytes that a forward sends to a consumer.
+        gradient_bytes: By stage, the bytes that a backward sends to a producer; if not given, as
+            many as the stage before sent.
+        stash_bytes: By stage, the bytes that it holds for each micro-batch in flight.
+        weight_bytes: By stage, the bytes of one weight version.
+        latency: The seconds that every message is under way, besides its transmission.
+        hop_latency: By hop, from each stage to the next and back, the seconds that a message is
+            under way besides; one entry for each of the n-1 hops, or one for all.
+        bandwidth: The bytes per second of each link, which goes from one worker to another and on
+            which messages queue; infinite if not given.
+        overhead: The seconds that a worker spends on sending a message.
+        injection: The seconds that the coordinator spends on injecting a micro-batch.
+        turnaround: The seconds from the loss that gives a credit back to the next injection, for
+            the user's loop and loader.
+        speed: By worker, its speed; at 2.0 every action takes half the time.
 
     Raises:
         ConfigError: A value is negative, not a number, or missing.
@@ -73,7 +78,7 @@ class Costs:
     speed: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Check the values."""
         for name in _PER_STAGE:
             for samples in getattr(self, name):
                 if not samples:
@@ -97,10 +102,14 @@ class Costs:
             raise ConfigError("costs: backward is missing")
 
     def for_stages(self, num_stages: int, workers: int) -> Costs:
-        """The same costs with one entry for each stage, and everything filled in.
+        """Return these costs with an entry for each stage, hop and worker, all filled in.
+
+        Args:
+            num_stages: Number of stages.
+            workers: Number of workers.
 
         Raises:
-            ConfigError: There are entries, but for another number of stages or workers.
+            ConfigError: A tuple has entries for another number of stages, hops or workers.
         """
         backward = self.backward or _added(self.input_gradient, self.weight_gradient)
         halves = tuple(tuple(v / 2 for v in samples) for samples in backward)
@@ -120,7 +129,7 @@ class Costs:
             if self.gradient_bytes
             else (0.0, *sent[:-1])
         )
-        hops = max(num_stages - 1, 1)  # an entry for all may stand though there is no hop
+        hops = max(num_stages - 1, 1)  # with one stage too there is an entry, which nothing uses
         return replace(
             filled,
             **spread,
@@ -129,13 +138,17 @@ class Costs:
         )
 
     def cut(self, pieces: int) -> Costs:
-        """Cut every stage into several of equal cost, for interleaving.
+        """Cut every stage into several stages of equal cost, for interleaving.
 
         Args:
-            pieces: Of each stage; a piece sends on what its stage sends on.
+            pieces: The number of stages to make of each; each one sends as many bytes as the stage
+                that it is a piece of.
 
         Returns:
-            Costs with one entry for each of the new stages.
+            Costs with an entry for each of the new stages.
+
+        Raises:
+            ConfigError: ``hop_latency`` differs between hops.
         """
 
         def shared(by_stage: tuple[Samples, ...]) -> tuple[Samples, ...]:
@@ -148,8 +161,8 @@ class Costs:
 
         if len(set(self.hop_latency)) > 1:
             raise ConfigError(
-                "costs: hop_latency has one entry for each hop, and stages that are cut have "
-                "other hops; give one entry for all"
+                "costs: hop_latency has an entry for each hop, but there are other hops when "
+                "stages are cut into several; give one entry for all"
             )
         times: dict[str, Any] = {name: shared(getattr(self, name)) for name in _PER_STAGE}
         shares = {name: 1.0 if "sent" in _BYTES[name] else 1 / pieces for name in _BYTES}
@@ -159,9 +172,9 @@ class Costs:
         return replace(self, **times, **sizes, hop_latency=self.hop_latency[:1])
 
     def changed(self, **changes: Any) -> Costs:
-        """The same costs with others in some places.
+        """Return these costs with other values for some attributes.
 
-        A backward that is changed as a whole changes its halves too.
+        If ``backward`` changes, its halves become half of it each, unless they are given too.
         """
         if "backward" in changes:
             changes = {"input_gradient": (), "weight_gradient": (), **changes}
@@ -170,10 +183,10 @@ class Costs:
     # -- files ----------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file of costs (JSON, for people to edit).
+        """Write the costs to a JSON file, which people may edit.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: The file cannot be written.
         """
         plain = {k: v for k, v in asdict(self).items() if v != ()}
         if math.isinf(self.bandwidth):
@@ -185,13 +198,13 @@ class Costs:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Costs:
-        """Read a file of costs: a JSON object with the attributes of this class.
+        """Return the costs in a file: a JSON object with the attributes of this class.
 
-        A number stands for all stages, a list has one entry for each; an entry may be a list of
-        samples. Texts may have units, as in ``"3ms"``, ``"10Gbit"``, ``"2MB"``.
+        A number stands for all stages; a list has an entry for each stage, and an entry may be a
+        list of samples. A text may have a unit, as ``"3ms"``, ``"10Gbit"`` or ``"2MB"``.
 
         Raises:
-            ConfigError: It cannot be read, or has what is no cost.
+            ConfigError: The file cannot be read, or a name or value in it is no cost.
         """
         try:
             found = json.loads(Path(path).read_text())
@@ -203,19 +216,26 @@ class Costs:
 
 
 def costs_of(found: Mapping[str, Any]) -> Costs:
-    """Make costs of plain values, as a file or a command line has them.
+    """Return costs from plain values, as a file or a command line has them.
+
+    Args:
+        found: The values by the names of the attributes of `Costs`.
 
     Raises:
-        ConfigError: A name that is no cost, or a value that is none.
+        ConfigError: A name or a value is no cost.
     """
     return Costs(**{name: parsed(name, value) for name, value in found.items()})
 
 
 def parsed(name: str, value: Any) -> Any:
-    """Read the value of one attribute of `Costs`; texts may have units.
+    """Return the value of one attribute of `Costs` from a plain value.
+
+    Args:
+        name: The name of the attribute.
+        value: A number, a text that may have a unit, or a list of these.
 
     Raises:
-        ConfigError: A name that is no cost, or a value that is none.
+        ConfigError: The name or the value is no cost.
     """
     known = [field.name for field in fields(Costs)]
     if name not in known:
@@ -237,7 +257,11 @@ def parsed(name: str, value: Any) -> Any:
 
 
 def _check(name: str, value: float) -> None:
-    """Refuse what is no cost."""
+    """Refuse a value that is no cost.
+
+    Raises:
+        ConfigError: It is no number, negative, or too large.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"costs: {name} must be a number of at least 0, not {value!r}")
     if value > _MOST:
@@ -245,7 +269,7 @@ def _check(name: str, value: float) -> None:
 
 
 def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Samples, ...]:
-    """Sums of samples, entry by entry."""
+    """Return the sums of samples, entry by entry."""
     count = max(len(first), len(second))
     pairs = zip(
         _spread("input_gradient", first, count, "entries"),
@@ -256,7 +280,11 @@ def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Sam
 
 
 def _spread(name: str, entries: Sequence[Any], count: int, what: str) -> tuple[Any, ...]:
-    """One entry for each of ``count``."""
+    """Return ``count`` entries, which are the given ones or repeat the only one.
+
+    Raises:
+        ConfigError: There is another number of entries.
+    """
     if len(entries) == 1:
         return tuple(entries) * count
     if len(entries) != count:
@@ -274,7 +302,11 @@ _QUANTITY = re.compile(r"\s*([0-9.eE+-]+?)\s*([a-zA-Zµ]*)(?:/s|ps)?\s*")
 
 
 def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float:
-    """A number with a unit."""
+    """Return a number from a text that may have a unit.
+
+    Raises:
+        ConfigError: The text is no number with one of the units.
+    """
     if not isinstance(text, str):
         return _number(what, text)
     match = _QUANTITY.fullmatch(text)
@@ -286,7 +318,11 @@ def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float
 
 
 def _number(what: str, value: str | float) -> float:
-    """A finite number."""
+    """Return a finite number.
+
+    Raises:
+        ConfigError: The value is none.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -297,15 +333,15 @@ def _number(what: str, value: str | float) -> float:
 
 
 def seconds(text: str | float) -> float:
-    """Read a time, as ``"3ms"``; a bare number is seconds."""
+    """Return a time in seconds from a text as ``"3ms"``; a bare number is seconds."""
     return _quantity("time", text, _SECONDS)
 
 
 def size(text: str | float) -> float:
-    """Read a size, as ``"2MB"``; a bare number is bytes."""
+    """Return a size in bytes from a text as ``"2MB"``; a bare number is bytes."""
     return _quantity("size", text, _SIZES)
 
 
 def rate(text: str | float) -> float:
-    """Read a bandwidth, as ``"10Gbit"`` or ``"1GB/s"``; a bare number is bytes per second."""
+    """Return bytes per second from a text as ``"10Gbit"`` or ``"1GB/s"``, or from a bare number."""
     return _quantity("bandwidth", text, {**_SIZES, **_BITS})

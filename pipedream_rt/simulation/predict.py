@@ -1,4 +1,4 @@
-"""Fits costs to a trace, predicts the run from them, and answers what would be if."""
+"""Costs fitted to a trace, a prediction of the run from them, and simulations with changes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pipedream_rt.simulation.simulator import simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What was measured, and what the simulation of the same schedule gives.
+    """The measured throughput of a run, and the one that a simulation of its schedule gives.
 
     Attributes:
-        measured: Micro-batches per second in steady state.
-        predicted: The same, simulated.
-        trace: The simulated run.
+        measured: The measured number of micro-batches per second in the steady phase.
+        predicted: The simulated number of micro-batches per second in the steady phase.
+        trace: The trace of the simulated run.
     """
 
     measured: float
@@ -41,15 +41,15 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """The error of the prediction, as a share of the measured throughput."""
         return self.predicted / self.measured - 1
 
 
 def plan_of(trace: Trace) -> Plan:
-    """Return the plan of a trace; where its schedule is known by name only, one that replays it.
+    """Return the plan of a trace, with a replay as its schedule if only the name is known.
 
     Raises:
-        TraceError: Its schedule has no known name and cannot be replayed.
+        TraceError: Only the name of the schedule is known, and the trace cannot be replayed.
     """
     plan = trace.plan
     if plan.recipe is not None:
@@ -65,7 +65,11 @@ def plan_of(trace: Trace) -> Plan:
 
 
 def _stretches(trace: Trace) -> list[Spans]:
-    """Each stage's spans of the stretch without a flush that has most updates."""
+    """Return each stage's spans in the stretch without a flush that has the most updates.
+
+    Raises:
+        TraceError: The first stage has done no forward.
+    """
     stages = trace.by_stage()
     first = longest_stretch(stages[0])
     if not len(first):
@@ -73,7 +77,7 @@ def _stretches(trace: Trace) -> list[Spans]:
     # All stages are flushed between the same micro-batches.
     forwards = first["index"][first["kind"] == CODES[Kind.FORWARD]]
     if not len(forwards):
-        raise TraceError("no micro-batch went forward in the trace; nothing can be fitted")
+        raise TraceError("there is no forward in the trace; no costs can be fitted")
     low, high = int(forwards.min()), int(forwards.max())
     k = trace.plan.per_update
     low, high = -(-low // k) * k, (high + 1) // k * k
@@ -87,26 +91,26 @@ def _stretches(trace: Trace) -> list[Spans]:
 
 
 def _samples(stretch: Spans, kind: Kind) -> Samples:
-    """Seconds that an action took, from when it could begin: waking up and taking count."""
+    """Return the seconds that each action took, from when it could begin, waking up included."""
     mine = stretch[stretch["kind"] == CODES[kind]]
     begun = np.maximum(mine["ready"], mine["arrived"])
     return tuple((np.maximum(mine["end"] - begun, 0) / 1e9).tolist())
 
 
 def fit(trace: Trace) -> Costs:
-    """Fit costs to a trace.
+    """Return the costs of the actions and messages of a trace.
 
-    Every action keeps its own measured time, in the order of the micro-batches; latencies are
-    means over the messages that were waited for.
+    Every action keeps its own measured time, in the order of the micro-batches. The latency is the
+    mean over the messages that a stage waited for.
 
     Args:
-        trace: Measured (or simulated).
+        trace: A trace, measured or simulated.
 
     Returns:
-        The costs; their bandwidth is infinite, since what a transmission took is in the latency.
+        The costs. Their bandwidth is infinite, because the latency includes the transmissions.
 
     Raises:
-        TraceError: There is too little in the trace.
+        TraceError: The trace is too short.
     """
     stretches = _stretches(trace)
     made: dict[str, Any] = {}
@@ -121,7 +125,7 @@ def fit(trace: Trace) -> Costs:
         if all(by_stage):
             made[name] = by_stage
     if "forward" not in made or ("backward" not in made and "input_gradient" not in made):
-        raise TraceError("some stage has done no forward or no backward; nothing can be fitted")
+        raise TraceError("a stage has done no forward or no backward; no costs can be fitted")
     coordinator = trace.of_stage(COORDINATOR)
     injected = coordinator[coordinator["kind"] == INJECTED]
     return Costs(
@@ -137,21 +141,22 @@ def fit(trace: Trace) -> Costs:
 
 
 def _mean(nanoseconds: Any) -> float:
-    """Mean in seconds; nothing gives nothing."""
+    """Return the mean in seconds, at least 0; 0 for no values."""
     return max(float(np.mean(nanoseconds)) / 1e9, 0.0) if len(nanoseconds) else 0.0
 
 
 def _bytes(stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple[float, ...]:
-    """Mean bytes that each stage sends in an action of some kind."""
+    """Return the mean number of bytes that each stage sends in an action of some kinds."""
     codes = [CODES[kind] for kind in kinds]
     sizes = (stretch["bytes"][np.isin(stretch["kind"], codes)] for stretch in stretches)
     return tuple(float(np.mean(size)) if len(size) else 0.0 for size in sizes)
 
 
 def _latency(plan: Plan, stretches: list[Spans]) -> float:
-    """Mean seconds under way, of the messages that somebody waited for.
+    """Return the mean seconds under way of the messages that a stage waited for.
 
-    A busy receiver notes an arrival late, which costs nothing and must not count.
+    Other messages do not count, because a busy receiver notes their arrival late, which delays
+    nothing.
     """
     waited = [stretch[stretch["arrived"] > stretch["ready"]] for stretch in stretches]
     found = [np.zeros(0)]
@@ -161,7 +166,7 @@ def _latency(plan: Plan, stretches: list[Spans]) -> float:
 
 
 def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
-    """Mean seconds from the loss that gives a credit back to the next injection."""
+    """Return the mean seconds from the loss that gives a credit back to the next injection."""
     k = trace.plan.per_update
     ahead = trace.credits * k
     losses = coordinator[coordinator["kind"] == LOSS_CAME]
@@ -178,7 +183,7 @@ def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
 
 
 def _flushed_at(trace: Trace) -> set[int]:
-    """The first micro-batches after each flush."""
+    """Return the first micro-batch after each flush."""
     spans = trace.of_stage(0)
     forwards = spans[np.isin(spans["kind"], (CODES[Kind.FORWARD], DRAIN))]
     kinds, index = forwards["kind"].tolist(), forwards["index"].tolist()
@@ -201,7 +206,7 @@ def predict(trace: Trace) -> Prediction:
             "there are fewer than two updates without a flush between them; record a longer run"
         )
     costs = fit(trace)
-    # As many micro-batches as were fitted: each has its sample.
+    # As many micro-batches as there are samples, so that each one has its own.
     made = simulate(plan_of(trace), costs, len(costs.forward[0]), credits=trace.credits)
     return Prediction(measured=measured, predicted=summarize(made).throughput, trace=made)
 
@@ -212,10 +217,10 @@ _COSTS = ("bandwidth", "latency", "overhead", "speed", "injection", "turnaround"
 
 
 def changes_of(text: str) -> dict[str, Any]:
-    """Read ``"stages=8,bandwidth=100Mbit"``.
+    """Return changes from a text, as ``"stages=8,bandwidth=100Mbit"``.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: A part of the text is no change.
     """
     known = ("schedule", "slack", *_NUMBERS, *_COSTS)
     changes: dict[str, Any] = {}
@@ -231,24 +236,25 @@ def changes_of(text: str) -> dict[str, Any]:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
             changes[name] = int(value)
         else:
-            # Commas part the changes, so colons part the entries of a list.
+            # Commas separate the changes, so colons separate the entries of a list.
             changes[name] = value.split(":") if name in _LISTS else value
     return changes
 
 
 def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
-    """Simulate the run of a trace with something changed.
+    """Simulate the run of a trace with changes.
 
-    Micro-batches keep their size, and the workers their number, unless ``stages`` says otherwise: a
-    schedule that interleaves cuts the stage of each worker. With another number of stages the work
-    of all layers is taken to divide evenly, and hops to carry what the mean hop carries.
+    Micro-batches keep their size. The number of workers stays the same unless ``stages`` changes;
+    for a schedule that interleaves, the stage of each worker is cut into several. With another
+    number of stages, the simulation assumes that all layers' work divides evenly, and that every
+    hop carries as much as the mean hop.
 
     Args:
-        trace: Measured.
-        changes: As from `changes_of`.
+        trace: The trace of a measured run.
+        changes: The changes by name, as `changes_of` returns them.
 
     Returns:
-        The simulated run.
+        The trace of the simulated run.
 
     Raises:
         ConfigError: There is no such schedule or cost.
@@ -267,7 +273,7 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
 
 
 def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """Return the plan of a run with something changed.
+    """Return the plan of a run with changes.
 
     Raises:
         ConfigError: There is no such schedule.
@@ -275,7 +281,7 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     name = changes.get("schedule", plan.name)
     if name not in RECIPES and "schedule" not in changes:
         raise ConfigError(
-            f"the schedule {name} is not one that is built in; add schedule=NAME to the changes"
+            f"the schedule {name} is no built-in schedule; add schedule=NAME to the changes"
         )
     each = changes.get("stages_per_worker")
     if each is None:
@@ -297,16 +303,21 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
 
 
 def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
-    """Costs of the same model, in other stages.
+    """Return the costs of the same model with other stages.
+
+    If the workers stay the same and had one stage each, every stage is cut into equal parts; else
+    the work of all stages is spread evenly.
 
     Args:
-        costs: Of the stages before.
-        before: Their shape.
-        after: The shape wanted. On the same workers, each of one stage before, a stage is cut into
-            equal parts; else the whole work is spread evenly.
+        costs: The costs of the present stages.
+        before: The present shape.
+        after: The shape wanted.
 
     Returns:
-        Costs for the stages after.
+        The costs of the stages wanted.
+
+    Raises:
+        ConfigError: The costs are for another number of stages, or cannot be cut.
     """
     if before.num_stages == after.num_stages and before.workers == after.workers:
         return costs
@@ -317,14 +328,14 @@ def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
 
 
 def evenly(costs: Costs, stages: int) -> Costs:
-    """Spread the work of all stages evenly over another number of them.
+    """Spread the work of all stages evenly over another number of stages.
 
     Args:
-        costs: With one entry for each stage.
-        stages: How many there shall be.
+        costs: Costs with an entry for each stage.
+        stages: The number of stages wanted.
 
     Returns:
-        Costs with one entry for all.
+        Costs with one entry for all stages.
     """
 
     def spread(by_stage: tuple[Samples, ...]) -> tuple[Samples, ...]:
@@ -335,7 +346,7 @@ def evenly(costs: Costs, stages: int) -> Costs:
     def mean(sizes: tuple[float, ...]) -> tuple[float, ...]:
         return (sum(sizes) / max(len(sizes), 1),)
 
-    # The last stage sends nothing on, the first nothing back.
+    # The last stage sends no activation to another one, and the first stage no gradient.
     return replace(
         costs,
         forward=spread(costs.forward),

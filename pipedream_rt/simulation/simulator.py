@@ -1,10 +1,10 @@
-"""Simulates a run: the orders of the schedule, the versions of the ledger, times from the costs.
+"""The simulator: it executes the orders of a plan, and computes times from costs.
 
-The time of an action follows from the times of what it waits for, and what a worker or a link does
-is a sequence that its order fixes. So nothing has to be sorted by time: actions are executed in any
-order in which they can happen (`schedules.execution`), each in constant time. With A actions in all
-and V micro-batches in flight at a time this takes O(A) time and O(A) memory for the trace (64 bytes
-an action), O(V) without it. Times are whole nanoseconds: no rounding depends on an order of sums.
+The time of an action follows from the times of the actions whose messages it needs, and the order
+fixes the sequence of what a worker or a link does. So nothing has to be sorted by time: actions are
+executed in any order in which they can happen (`schedules/execution.py`), each in constant time. A
+run of A actions takes O(A) time, and O(A) memory for its trace, 64 bytes for each action. Times are
+whole nanoseconds, so that no rounding depends on the order of a sum.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from pipedream_rt.simulation.costs import Costs, Samples
 
 
 def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | None = None) -> Trace:
-    """Simulate a run from an empty pipe to an empty pipe.
+    """Simulate a run that begins and ends with an empty pipe.
 
     Args:
-        plan: With a schedule that was checked; a user's own too.
-        costs: What everything takes.
-        micro_batches: How many, a multiple of k.
-        credits: Mini-batches injected ahead; None for what the schedule has by itself.
+        plan: A plan whose schedule was checked.
+        costs: The costs of actions and messages.
+        micro_batches: The number of micro-batches, a multiple of k.
+        credits: The number of mini-batches that the coordinator injects ahead; None for what the
+            plan says.
 
     Returns:
-        The trace, as of a measured run that starts at time 0.
+        The trace of the run, which starts at time 0.
 
     Raises:
-        ConfigError: Costs for another number of stages, or not whole mini-batches.
+        ConfigError: The costs are for another number of stages, or the micro-batches are no whole
+            mini-batches.
         ScheduleError: The schedule deadlocks.
     """
     if micro_batches < 1 or micro_batches % plan.per_update:
@@ -63,16 +65,16 @@ def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | Non
 
 
 def _ns(seconds: float) -> int:
-    """Round to whole nanoseconds."""
+    """Return seconds as whole nanoseconds."""
     return round(seconds * 1e9)
 
 
 @dataclass(slots=True)
 class _Link:
-    """One direction between two workers; messages queue for it.
+    """The link from one worker to another, for which messages queue.
 
     Attributes:
-        free: When the last message will have left.
+        free: The time when the last message will have left, in ns.
     """
 
     free: int = 0
@@ -80,15 +82,15 @@ class _Link:
 
 @dataclass(slots=True)
 class _Way:
-    """An edge between two stages, with what a message on it costs, in nanoseconds.
+    """An edge between two stages with the costs of its messages. Times are in nanoseconds.
 
     Attributes:
         source: The stage that sends.
-        transmission: For how long a message occupies the link.
-        latency: How long it is under way after that.
-        link: Between the two workers; None where one worker hosts both stages.
-        size: Bytes of a message.
-        arrivals: When the messages arrive that were sent and not yet used, oldest first.
+        transmission: The time for which a message occupies the link.
+        latency: The time from the end of the transmission to the arrival.
+        link: The link between the two workers; None if one worker hosts both stages.
+        size: The size of a message in bytes.
+        arrivals: The times of arrival of the messages that are sent and not used yet, oldest first.
     """
 
     source: int
@@ -99,7 +101,7 @@ class _Way:
     arrivals: deque[int] = field(default_factory=deque)
 
     def send(self, now: int) -> None:
-        """Send a message, which arrives at once where no link is between."""
+        """Send a message; if there is no link, it arrives at once."""
         link = self.link
         if link is None:
             self.arrivals.append(now)
@@ -111,16 +113,16 @@ class _Way:
 
 @dataclass(slots=True)
 class _Doing:
-    """What one kind of action costs and moves on one stage.
+    """The costs and the messages of one kind of action on one stage.
 
     Attributes:
         code: The number of the kind in a span.
-        samples: Nanoseconds that it takes, by micro-batch or update in turn.
-        comes: The ways whose messages it waits for.
-        goes: The ways on which it sends.
-        injected: Whether it takes its input from the coordinator.
+        samples: The times that it takes, in nanoseconds, by micro-batch or update in turn.
+        comes: The edges whose messages it needs.
+        goes: The edges on which it sends messages.
+        injected: Whether the coordinator sends its input.
         reports: Whether it sends a loss to the coordinator.
-        size: Bytes that it sends in all.
+        size: The bytes that it sends in all.
     """
 
     code: int
@@ -136,14 +138,17 @@ class _Run:
     """One simulation.
 
     Args:
-        plan: What is executed.
-        costs: Filled in for its stages.
-        micro_batches: How many.
-        credits: Mini-batches injected ahead.
+        plan: The plan to execute.
+        costs: The costs, with an entry for each of its stages.
+        micro_batches: The number of micro-batches.
+        credits: The number of mini-batches that the coordinator injects ahead.
+
+    Attributes:
+        recorder: The spans of the run.
     """
 
     def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
-        """Bring all costs into nanoseconds."""
+        """Convert all costs to nanoseconds."""
         self._plan, self._costs = plan, costs
         self._micro_batches, self._credits = micro_batches, credits
         self._latency = _ns(costs.latency)
@@ -155,7 +160,7 @@ class _Run:
         self._ledgers = [VersionLedger(s) for s in range(plan.num_stages)]
         self._forwards = [0] * plan.num_stages
         self._injected_until = 0
-        # By micro-batch, when its input arrives and how many stages have not taken it yet.
+        # By micro-batch: the time when its input arrives, and how many stages still need it.
         self._inputs: dict[int, list[int]] = {}
         self._losses: deque[int] = deque()
         each = micro_batches * (3 if self._splits() else 2) + micro_batches // plan.per_update
@@ -163,7 +168,12 @@ class _Run:
         self.recorder = Recorder(each * plan.num_stages + coordinators)
 
     def _way(self, edge: Edge, links: dict[tuple[int, int], _Link]) -> _Way:
-        """Return an edge with its costs; ``links`` has one entry for each pair of workers."""
+        """Return an edge with its costs.
+
+        Args:
+            edge: The edge.
+            links: The link of each pair of workers, to which this call adds.
+        """
         costs, plan = self._costs, self._plan
         if edge.kind is EdgeKind.ACTIVATION:
             size = costs.activation_bytes[edge.source]
@@ -180,7 +190,7 @@ class _Run:
         )
 
     def _doings_of(self, kind: Kind) -> list[_Doing]:
-        """Return what a kind of action costs and moves, by stage."""
+        """Return the costs and the messages of a kind of action, by stage."""
         costs, plan = self._costs, self._plan
         seconds: Sequence[Samples] = {
             Kind.FORWARD: costs.forward,
@@ -209,7 +219,7 @@ class _Run:
         return made
 
     def _splits(self) -> bool:
-        """Whether the schedule splits backwards, on any worker."""
+        """Whether the schedule splits backwards on some worker."""
         return any(
             action.kind is Kind.INPUT
             for worker in range(self._plan.workers)
@@ -217,9 +227,12 @@ class _Run:
         )
 
     def execute(self) -> None:
-        """Execute every action: when it can start, which version it is about, what it sends.
+        """Execute every action: find its start and its version, write its span, send its messages.
 
-        Local names, since the loop runs millions of times.
+        The loop uses local names, because it runs millions of times.
+
+        Raises:
+            ScheduleError: The schedule deadlocks.
         """
         clocks, ledgers = [0] * self._plan.workers, self._ledgers
         doings_f, doings_b, doings_i, doings_w, doings_s = self._doings.values()
@@ -227,7 +240,7 @@ class _Run:
         record, version_of = self.recorder.record, self._version_of
         execution = Execution(self._plan, self._micro_batches, credits=self._credits)
         for worker, stage, (kind, m, _) in execution:
-            # An enumeration's member is slow to hash, so no dictionary.
+            # No dictionary, because a member of an enumeration is slow to hash.
             if kind is forward:
                 doing = doings_f[stage]
             elif kind is backward:
@@ -261,11 +274,11 @@ class _Run:
             worker, action = execution.waiting[0]
             raise ScheduleError(
                 f"the schedule {self._plan.name} deadlocks: worker {worker} waits for {action}; "
-                "`check` shows where"
+                "pipedream_rt.schedules.check shows where"
             )
 
     def _injection(self, micro_batch: int) -> tuple[int, int]:
-        """Return when the input of a micro-batch arrives at a stage, and from whom it comes."""
+        """Return when the input of a micro-batch arrives at a stage, and its sender."""
         if micro_batch not in self._inputs:
             self._inputs[micro_batch] = [self._inject(micro_batch), len(self._plan.entries)]
         of_input = self._inputs[micro_batch]
@@ -278,7 +291,7 @@ class _Run:
         """Let the coordinator inject a micro-batch; return when its input arrives."""
         k, begun = self._plan.per_update, self._injected_until
         if micro_batch % k == 0 and micro_batch >= self._credits * k:
-            # The mini-batch that gave back this credit: all its losses have come.
+            # This credit is given back when all losses of an earlier mini-batch have come.
             given_back = max(self._losses.popleft() for _ in range(k))
             begun = max(begun, given_back) + self._turnaround_ns
         self._injected_until = end = begun + self._injection_ns
@@ -288,7 +301,7 @@ class _Run:
         return end + self._latency
 
     def _version_of(self, kind: Kind, stage: int, index: int) -> int:
-        """Keep the ledger of a stage, and return the version that an action reads or makes."""
+        """Update the ledger of a stage, and return the version that an action reads or makes."""
         ledger = self._ledgers[stage]
         if kind is Kind.FORWARD:
             version = self._plan.reads(stage, index)
@@ -301,7 +314,7 @@ class _Run:
         return ledger.pinned(index) if kind is Kind.INPUT else ledger.unpin(index)
 
     def _report(self, stage: int, micro_batch: int, end: int) -> None:
-        """Let a loss arrive at the coordinator."""
+        """Let the loss of a micro-batch arrive at the coordinator."""
         came = end + self._latency
         self._losses.append(came)
         self.recorder.record(

@@ -112,7 +112,7 @@ def test_a_replay_needs_everything():
     late = dataclasses.replace(trace, spans=trace.spans[trace.spans["index"] > 0])
     with pytest.raises(TraceError, match="do not count from 0"):
         Replay(late)
-    with pytest.raises(ConfigError, match="the trace is of Shape"):
+    with pytest.raises(ConfigError, match="the trace was made with Shape"):
         plan_for(Replay(trace), num_stages=4)
 
 

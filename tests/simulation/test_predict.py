@@ -131,7 +131,7 @@ def test_a_written_schedule_is_replayed_and_not_changed():
     schedule = plan_for(LaterBackward(), num_stages=3, per_update=4)
     trace = simulate(schedule, unit(), 24)
     assert abs(predict(trace).error) < 0.01
-    with pytest.raises(ConfigError, match="not one that is built in"):
+    with pytest.raises(ConfigError, match="is no built-in schedule"):
         what_if(trace, {"stages": 6})
 
 
