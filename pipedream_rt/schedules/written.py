@@ -199,7 +199,7 @@ def plan_written(
     name = str(getattr(written, "name", type(written).__name__))
     if name in RECIPES:
         raise ConfigError(
-            f"the schedule {type(written).__name__} calls itself {name!r}, which is a schedule that "
-            "is built in; give it another name, since traces and checkpoints go by the name"
+            f"the schedule {type(written).__name__} calls itself {name!r}, which is the name of a "
+            "schedule that is built in; give it another one, for traces and checkpoints go by it"
         )
     return chain(name, recipe, num_stages, per_update, stages_per_worker, slack)
