@@ -1,4 +1,4 @@
-"""Who keeps the workers: they end when nobody holds a lease of them any more."""
+"""The lease of the workers, which end when nothing refers to it any more."""
 
 from __future__ import annotations
 

@@ -49,14 +49,14 @@ class UnsplitModel:
         missing = [k for k in expected if k not in state_dict]
         extra = [k for k in state_dict if k not in expected]
         shapes = [
-            f"{k} has {tuple(state_dict[k].shape)}, the model {tuple(v.shape)}"
+            f"{k} has the shape {tuple(state_dict[k].shape)}, in the model {tuple(v.shape)}"
             for k, v in expected.items()
             if k in state_dict and v.shape != state_dict[k].shape
         ]
         if missing or extra or shapes:
             raise ConfigError(
                 "the state dict does not fit the model: "
-                f"missing {missing or 'none'}, unexpected {extra or 'none'}"
+                f"missing keys: {missing or 'none'}, unexpected keys: {extra or 'none'}"
                 + "".join(f"; {text}" for text in shapes)
             )
 
@@ -75,7 +75,10 @@ class UnsplitModel:
         if not (differing := sorted(there.items() ^ expected.items())):
             return ""
         key = differing[0][0]
-        return f"{key} has the shape {there.get(key)} there, {expected.get(key)} here"
+        return (
+            f"{key} has the shape {there.get(key)} in the checkpoint and {expected.get(key)} in "
+            "the model"
+        )
 
     def copy_with(self, state_dict: dict[str, Tensor]) -> nn.Module:
         """Return a copy of the model with the weights and buffers of a state dict.
