@@ -114,7 +114,7 @@ def test_the_version_read_never_falls(schedule, m, data):
 
 
 def test_the_table_of_versions():
-    """DESIGN section 3."""
+    """The table of docs/concepts/schedules.md."""
     n, k = 4, 5
     for m in range(60):
         for s in range(n):

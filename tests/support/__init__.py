@@ -1,1 +1,1 @@
-"""What the tests share: the oracle, models, and the hunt for leaks."""
+"""Code that tests share: the oracle and other judges, models, faults, random plans and costs."""

@@ -6,7 +6,7 @@ from pipedream_rt.simulation.costs import Costs
 
 
 def unit(**changes):
-    """Forward, both halves: 1 ms each; nothing else costs anything."""
+    """Return costs in which forward, backward and its halves take 1 ms each, and the rest 0."""
     halves = {"input_gradient": ((0.001,),), "weight_gradient": ((0.001,),)}
     return Costs(**{"forward": ((0.001,),), "backward": ((0.001,),), **halves, **changes})
 
@@ -20,7 +20,7 @@ def samples():
 
 
 def random_costs():
-    """Any costs, the same for all stages or not; by stage where a count is known."""
+    """Return a strategy for costs that are the same for all stages."""
     one = st.tuples(samples())
     return st.builds(
         Costs,

@@ -17,11 +17,11 @@ from support.oracle import layer_seed
 
 LINKS = ((0, 1), (0, 2), (1, 3), (2, 3))
 WARM_UP = (2, 1, 1, 0)
-"""w(s): how many hops are between a stage and the loss."""
+"""The warm-up w(s) of each stage: the number of hops from it to the stage with the loss."""
 
 
 class Join(nn.Module):
-    """Takes a pair, as a stage with two producers does."""
+    """A layer that takes a pair, as the input of a stage with two producers is."""
 
     def __init__(self, width):
         super().__init__()
@@ -43,7 +43,7 @@ def model(width=8):
 
 
 class Order:
-    """Asynchronous 1F1B with the warm-up of a diamond."""
+    """Asynchronous 1F1B with the warm-ups of the diamond."""
 
     def order(self, worker, shape, start):
         from pipedream_rt.schedules.orders import one_forward_one_backward
@@ -58,7 +58,7 @@ class Order:
 
 
 class Versions:
-    """The newest version that a stage's own order has made."""
+    """Weight stashing: a forward reads the newest version that its stage's own order has made."""
 
     def reads(self, stage, shape, micro_batch):
         return max(0, (micro_batch - WARM_UP[stage]) // shape.per_update)
@@ -84,7 +84,10 @@ def plan(per_update=1):
 
 
 def oracle(model, data, loss_fn, make_optimizer, *, k=1, seed=0):
-    """What `support.oracle` is for a chain: the state dict and the losses. One thread, one loop."""
+    """Train a copy of the model as the diamond would; return its state dict and the losses.
+
+    It is to the diamond what `support.oracle` is to a chain: one thread and one loop.
+    """
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model.parameters())
     versions = [{name: p.detach().clone() for name, p in model.named_parameters()}]

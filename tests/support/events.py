@@ -1,4 +1,4 @@
-"""The Trace Event format, as far as it is used: what Perfetto and chrome://tracing demand.
+"""A check of Trace Event JSON: the demands of the format on those kinds of events that are used.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """

@@ -1,8 +1,8 @@
-"""Faults with a place: which stage, in which phase, after how many times, of which kind.
+"""Faults with a place: a stage, a phase, how often that phase is reached before, and a kind.
 
-A plan is a list of faults that strike one after another; a folder remembers across processes which
-have struck. A fault waits until the one before has struck, then counts how often its phase is
-reached on its stage in the process at hand.
+The faults of a plan strike one after another. A folder, which all processes share, has a file for
+each fault that has struck. A fault waits until the one before it has struck; from then on it counts
+how often its phase is reached on its stage in the present process.
 """
 
 import json
@@ -23,7 +23,7 @@ KINDS = ("kill", "stop", "exit", "raise")
 
 
 class Injected(RuntimeError):
-    """What a fault raises."""
+    """The error that a fault of the kind "raise" raises."""
 
 
 class Plan:
@@ -43,7 +43,7 @@ class Plan:
             [
                 {
                     "stage": draw.randrange(stages),
-                    # What strikes in a recovery needs one to be under way.
+                    # A fault in a recovery can strike only when another fault has caused one.
                     "phase": draw.choice(phases if number % 2 else phases[:3]),
                     "after": draw.randrange(1, 8),
                     "kind": draw.choice(kinds),
@@ -58,7 +58,7 @@ class Plan:
 
 
 def reached(folder, stage, phase, counts):
-    """A stage has come to a phase; strike if it is time."""
+    """Note that a stage has reached a phase, and let the fault strike whose turn it is."""
     if not folder:
         return
     folder = Path(folder)
@@ -67,13 +67,13 @@ def reached(folder, stage, phase, counts):
     except FileNotFoundError:
         return
     left = [i for i in range(len(faults)) if not (folder / f"struck-{i}").exists()]
-    # What strikes in a recovery or a checkpoint waits for one; the next may bring it about.
+    # A fault in a recovery or a checkpoint waits for one, which the next fault may cause.
     due = left[: 2 if left and faults[left[0]]["phase"] in PHASES[3:] else 1]
     here = [i for i in due if (faults[i]["stage"], faults[i]["phase"]) == (stage, phase)]
     if not here:
         return
     number = here[0]
-    # What is reached once in the life of a process strikes at once.
+    # A process reaches these phases once, so the fault strikes the first time.
     after = 1 if phase in ("start", "load") else faults[number]["after"]
     counts[number] = counts.get(number, 0) + 1
     if counts[number] < after:
@@ -106,7 +106,7 @@ class _Through(torch.autograd.Function):
 
 
 class Fault(nn.Module):
-    """Changes nothing; faults strike in it."""
+    """A layer that changes nothing, and in which faults strike."""
 
     def __init__(self, stage, folder):
         super().__init__()
@@ -138,7 +138,11 @@ class Fault(nn.Module):
 
 
 class FaultyAdamW(torch.optim.AdamW):
-    """Faults strike in its step; on the stages alone, which it knows by their parameters."""
+    """AdamW in whose step faults strike.
+
+    Only on the stages: it finds out its stage from the number of its parameters, which is one of
+    ``sizes`` there.
+    """
 
     def __init__(self, params, folder="", sizes=(), **kwargs):
         super().__init__(params, **kwargs)
@@ -152,9 +156,10 @@ class FaultyAdamW(torch.optim.AdamW):
 
 
 def faulty_sink(stages, folder):
-    """The kitchen sink with a fault at the end of each stage: the layers keep their names.
+    """Return the kitchen sink with a `Fault` at the end of each stage.
 
-    Returns the model, the split points by name, and an optimizer.
+    The other layers keep their names. The result is the model, the split points by name, and the
+    argument ``optimizer``.
     """
     model, layers, points = kitchen_sink(), OrderedDict(), []
     sizes, bounds = [], [*POINTS[stages], 12]

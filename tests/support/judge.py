@@ -1,11 +1,11 @@
-"""Whether written orders are legal, by brute force: the judge of the checker.
+"""The judge of the checker: it finds out by brute force whether orders are legal.
 
-Imports nothing of the project. Knows rules only, no bounds and no versions.
+It imports nothing of the project, and knows the rules of orders, but no bounds and no versions.
 """
 
 
 def legal(orders, workers, stages, k, micro_batches):
-    """Orders as lists of (letter, index, stage), one for each worker."""
+    """Return whether orders are legal: a list of (letter, index, stage) for each worker."""
     done = set()
     places = [0] * workers
     moved = True

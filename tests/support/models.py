@@ -10,14 +10,14 @@ VOCABULARY, LENGTH, CLASSES = 11, 6, 4
 
 
 class Transpose(nn.Module):
-    """(B, T, D) <-> (B, D, T); leaves a tensor that is not contiguous at a stage's end."""
+    """A layer (B, T, D) -> (B, D, T) and back, whose output is not contiguous."""
 
     def forward(self, x):
         return x.transpose(1, 2)
 
 
 class Scale(nn.Module):
-    """x * w + b: saves its weight in autograd by reference."""
+    """The layer x * w + b, whose weight autograd saves by reference."""
 
     def __init__(self, width):
         super().__init__()
@@ -29,7 +29,7 @@ class Scale(nn.Module):
 
 
 def kitchen_sink():
-    """Twelve layers of every kind that treats weights differently."""
+    """Return twelve layers, one of every kind that treats its weights differently."""
     torch.manual_seed(7)
     return nn.Sequential(
         nn.Embedding(VOCABULARY, 8),
@@ -48,7 +48,7 @@ def kitchen_sink():
 
 
 POINTS = {1: [0], 2: [0, 6], 3: [0, 3, 8], 4: [0, 3, 5, 9], 5: [0, 1, 4, 8, 10]}
-"""Split points of the kitchen sink; some cut behind Transpose or before the in-place ReLU."""
+"""Split points of the kitchen sink, some of them behind Transpose or before the in-place ReLU."""
 
 
 def batches(count, samples=6, seed=3):
@@ -88,7 +88,7 @@ def regression(count, samples=4, width=8):
 
 
 class Raises(nn.Module):
-    """Raises in forward or backward of one micro-batch, counted by training calls."""
+    """A layer that raises in the forward or backward of one micro-batch, its ``at``-th call."""
 
     def __init__(self, at=3, where="forward", error=ZeroDivisionError):
         super().__init__()
@@ -107,7 +107,7 @@ class Raises(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws random numbers in backward."""
+    """A layer that draws random numbers in its backward."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class Noisy(nn.Module):
 
 
 class NoisySGD(torch.optim.SGD):
-    """Draws random numbers in step."""
+    """SGD that draws random numbers in its step."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -131,7 +131,7 @@ class NoisySGD(torch.optim.SGD):
 
 
 class Stalls(nn.Module):
-    """Computes for ever on its n-th call, as a deadlock in user code does."""
+    """A layer that stalls after ``at`` calls, as a deadlock in a user's code does."""
 
     def __init__(self, at=2):
         super().__init__()
@@ -155,7 +155,7 @@ class Unpicklable(nn.Module):
 
 @dataclass
 class Pair:
-    """Crosses stages: differentiable beside integer, plain and absent members."""
+    """A value that crosses stages: tensors with and without a gradient, a text, None and a dict."""
 
     hidden: Tensor
     mask: Tensor

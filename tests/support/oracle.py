@@ -1,6 +1,6 @@
-"""The judge: the table of DESIGN section 3 in one loop, in one thread.
+"""The oracle: the table of docs/concepts/schedules.md computed in one loop, on one thread.
 
-Imports nothing of the project, on purpose.
+It imports nothing of the project, on purpose.
 """
 
 import copy
@@ -21,11 +21,11 @@ READS = {
     "2bw": lambda m, s, w, k: max(0, m // k - 1),
     "flushed": lambda m, s, w, k: m // k,
 }
-"""Which weight version micro-batch m reads at stage s: the table; w[s] are its warm-ups."""
+"""The weight version that micro-batch m reads at stage s, by schedule; w[s] is the warm-up of s."""
 
 
 def warm_ups(n, slack=()):
-    """w(s) = (n-1-s) + the slack of the hops from stage s on."""
+    """Return w(s) = (n-1-s) + the slack of the hops from stage s on, for every stage."""
     return [n - 1 - s + sum(slack[s:]) for s in range(n)]
 
 
@@ -42,10 +42,10 @@ def oracle(
     rates=None,
     slack=(),
 ):
-    """Train a copy of the model as n stages would; returns its state dict and the losses.
+    """Train a copy of the model as n stages would; return its state dict and the losses.
 
-    points: first layer of each stage. k: micro-batches per update. reads: a row of the table.
-    rates: learning rate of each mini-batch. slack: extra warm-up forwards, by hop.
+    points: the first layer of each stage. k: micro-batches per update. reads: a key of READS.
+    rates: the learning rate of each mini-batch. slack: extra warm-up forwards, by hop.
     """
     model, w = copy.deepcopy(model), warm_ups(len(points), slack)
     optimizer = make_optimizer(model.parameters())

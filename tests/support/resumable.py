@@ -1,7 +1,7 @@
-"""A script that may be killed at any time and started again: what a user of ``--resume`` writes.
+"""A script that may be killed at any time and started again, as a user of ``--resume`` writes it.
 
-Data are shuffled by torch's generator, the learning rate follows a scheduler, the loop itself draws
-random numbers, and now and then it evaluates.
+torch's generator shuffles the data, the learning rate follows a scheduler, the loop draws random
+numbers of its own, and it evaluates from time to time.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A user's script: its model and its dataclass are defined in it, so they live in __main__."""
+"""A user's script that defines its model and its dataclass itself, so that they are in __main__."""
 
 import argparse
 import hashlib

@@ -8,7 +8,7 @@ TAKES_SLACK = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b")
 
 
 def made(name, workers, k, v=2, slack=()):
-    """A schedule of that name; k is raised to what it needs, the slack is cut to the hops."""
+    """Return a plan with a schedule; k is raised to what it needs, the slack cut to the hops."""
     if name in TAKES_SLACK:
         slack = [*slack, *[0] * workers][: workers - 1]
         k = max(k, workers + sum(slack)) if name == "2bw" else k
@@ -20,7 +20,7 @@ def made(name, workers, k, v=2, slack=()):
 
 
 def schedules(names=tuple(RECIPES), most=7):
-    """Any built-in schedule in any shape, with any slack if it takes one."""
+    """Return a strategy for plans: any built-in schedule and shape, with slack if it takes some."""
     return st.builds(
         made,
         st.sampled_from(list(names)),

@@ -1,6 +1,6 @@
-"""A discrete-event simulation as one would draw it: the earliest possible action next.
+"""The judge of the simulator: a discrete-event simulation that always does the earliest action.
 
-Imports nothing of the project's simulator; the judge of it. Quadratic.
+It imports nothing of the project's simulator, and takes quadratic time.
 """
 
 
@@ -9,7 +9,7 @@ def ns(seconds):
 
 
 def slow_simulation(schedule, costs, micro_batches, credits):
-    """Spans as (stage, letter, index, start, end), sorted."""
+    """Return the spans of a run as (stage, letter, index, start, end), sorted."""
     shape = schedule.shape
     n, k, last = shape.num_stages, shape.per_update, shape.num_stages - 1
     orders = [list(schedule.order(w, 0, micro_batches)) for w in range(shape.workers)]

@@ -4,7 +4,7 @@ from pipedream_rt.schedules import Action, Kind
 
 
 class LaterBackward:
-    """A user's schedule: 1F1B with one forward more ahead than needed, flushed."""
+    """A schedule that a user wrote: 1F1B with a flush, and one warm-up forward more than needed."""
 
     def order(self, worker, shape, start):
         k = shape.per_update
