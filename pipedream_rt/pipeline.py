@@ -354,9 +354,9 @@ class Pipeline:
     def load(self, folder: str | os.PathLike[str]) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
 
-        With the same schedule and number of stages the run that follows gives the bits of a run
-        that never stopped; with another number of stages or another split too, in schedules that
-        flush. In asynchronous ones the first micro-batches then read the newest weights in the
+        With the same schedule, slack and number of stages the run that follows gives the bits of a
+        run that never stopped; with another number of stages or another split too, in schedules
+        that flush. In asynchronous ones the first micro-batches then read the newest weights in the
         place of older ones, and a warning says so.
 
         What was given to `attach` gets its state of then. The next `train_epoch` gives the random

@@ -515,3 +515,43 @@ def test_a_pipeline_that_is_dropped_ends_its_threads():
     del pipe
     gc.collect()
     # The fixture around every test finds what is left.
+
+
+def test_a_dropped_pipeline_with_a_checkpoint_on_its_way_ends_its_threads(tmp_path):
+    """The checkpoint holds steps whose results nobody has seen, and these keep the workers."""
+    import gc
+
+    from pipedream_rt import Checkpoints
+
+    pipe = open_pipe(checkpoint=Checkpoints(tmp_path, every=2))
+    for x, y in regression(2):
+        pipe.submit(x, y)
+    assert pipe._checkpointer.is_begun
+    del pipe
+    gc.collect()
+    # The fixture around every test finds what is left.
+
+
+@pytest.mark.parametrize("kind", ["defaultdict", "UserDict", "proxy"])
+def test_any_mapping_is_a_state_dict(kind):
+    import collections
+    import types
+
+    state = mlp().state_dict()
+    state = {
+        "defaultdict": lambda: collections.defaultdict(int, state),
+        "UserDict": lambda: collections.UserDict(state),
+        "proxy": lambda: types.MappingProxyType(state),
+    }[kind]()
+    with open_pipe() as pipe:
+        pipe.load_state_dict(state)
+        assert torch.equal(pipe.state_dict()["0.weight"], state["0.weight"])
+
+
+def test_what_cannot_be_loaded_ends_nothing():
+    with open_pipe() as pipe:
+        with pytest.raises(ConfigError):
+            pipe.optimizer.load_state_dict(
+                {**pipe.optimizer.state_dict(), "state": {0: {"x": {1}}}}
+            )
+        assert len(list(pipe.train_epoch(regression(2)))) == 2

@@ -40,6 +40,7 @@ class Manifest:
         place: Where the loader was; see `pipedream_rt.coordinator.loading`.
         attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
+        slack: Extra warm-up forwards before each hop; empty for none.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Manifest:
     place: dict[str, Any] | None = None
     attached: dict[str, Any] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
+    slack: list[int] = field(default_factory=list)
 
 
 def seal(manifest: Manifest) -> bytes:

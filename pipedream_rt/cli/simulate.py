@@ -106,10 +106,13 @@ def simulate(
     if compare is not None:
         if replay or output is not None:
             raise ConfigError("--compare goes with neither --replay nor --output")
+        numbers["slack"] = slack or 0  # the slack of a trace is for its own schedule alone
         before = trace.plan.shape if trace else Shape(workers=numbers["num_stages"])
         click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
         return
     if replay:
+        if slack is not None:
+            raise ConfigError("--replay does what was done, with the slack that it had; no --slack")
         assert trace is not None
         again = Replay(trace)
         numbers["stages_per_worker"] = trace.plan.shape.stages_per_worker
@@ -210,21 +213,21 @@ def _comparison(
     return "\n".join([table(rows), *notes])
 
 
-def _row(schedule: Plan, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
+def _row(plan: Plan, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
     """Simulate one schedule; where stages differ, the row has the number of the worst one."""
-    made = simulate_run(schedule, costs, updates * schedule.per_update, credits=credits)
+    made = simulate_run(plan, costs, updates * plan.per_update, credits=credits)
     summary = summarize(made)
     memory = max(
         sum(
             made.stage_bytes[s] * summary.stages[s].versions
             + made.activation_bytes[s] * summary.stages[s].in_flight
-            for s in schedule.stages_of(w)
+            for s in plan.stages_of(w)
         )
-        for w in range(schedule.workers)
+        for w in range(plan.workers)
     )
     low, high = min(summary.bubble), max(summary.bubble)
     return (
-        schedule.name,
+        plan.name,
         seconds_text(summary.makespan),
         f"{summary.throughput:.4g}",
         f"{low:.1%}" if f"{low:.1%}" == f"{high:.1%}" else f"{low:.1%} - {high:.1%}",

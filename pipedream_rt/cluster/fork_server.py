@@ -203,6 +203,7 @@ class ForkServer:
         """End the server; the coordinator tells its workers to end. Idempotent."""
         self._life.begin_closing()
         self._end()
+        self._life.close()
 
     def _end(self) -> None:
         """End the process of the server, if one runs."""

@@ -17,6 +17,7 @@ from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
+from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
 
 _COORDINATOR = "coordinator"
@@ -27,19 +28,21 @@ class Formation:
     """Forms the RPC group of a generation: `welcome` first, then `join`.
 
     Args:
+        plan: Which worker hosts which stage.
         members: The workers, in the order of their ranks.
         local: The workers that were started here, which says how one of them has ended.
         deadline: When to give up.
     """
 
-    def __init__(self, members: Sequence[Member], local: LocalWorkers, deadline: Deadline) -> None:
+    def __init__(
+        self, plan: Plan, members: Sequence[Member], local: LocalWorkers, deadline: Deadline
+    ) -> None:
         """Tell nobody yet."""
         self._members = members
         self._local = local
         self._deadline = deadline
         self._names = (_COORDINATOR, *(member.name for member in members))
-        homes = {stage: worker for worker, m in enumerate(members) for stage in m.stages}
-        self._hosts = tuple(homes[stage] for stage in sorted(homes))
+        self._hosts = plan.hosts
         self._found: dict[str, str] = {}  # the addresses that are known, by name
         self._addresses: Future[dict[str, str]] = Future()  # all of them
 

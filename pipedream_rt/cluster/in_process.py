@@ -227,6 +227,7 @@ class InProcessCluster:
                     _log.warning("%s computes without end and is left behind", thread.name)
             self.transport.close()
         torch.set_num_threads(self._torch_threads)
+        self._life.close()
 
     def kill(self) -> None:
         """See `Cluster.kill`; a thread cannot be killed, so this is `close`."""

@@ -92,7 +92,7 @@ class ProcessCluster:
             self._local.start([f"worker-{i}" for i in range(count)])
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
-            formation = Formation(self._members, self._local, deadline)
+            formation = Formation(plan, self._members, self._local, deadline)
             self._rpc = formation.welcome(
                 generation=generation, timeout=timeout, heartbeat=heartbeat, secret=secret
             )
@@ -160,6 +160,7 @@ class ProcessCluster:
         # An ExitStack, so that every step happens also when Ctrl-C interrupts the one before it.
         # The steps happen in the reverse order of the lines below: read them upwards.
         with ExitStack() as steps:
+            steps.callback(self._life.close)
             steps.callback(self._watch.close)
             processes = self._local.processes.values()
             steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))

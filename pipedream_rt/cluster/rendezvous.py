@@ -211,6 +211,7 @@ class Rendezvous:
             f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}; start them with "
-            "`pipedream-rt worker HOST:PORT --name NAME`, or raise start_timeout",
+            "`pipedream-rt worker HOST:PORT --name NAME`, or give Pipeline "
+            "timeouts=Timeouts(start=...) with more time",
             missing=missing,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,9 @@ class Checkpointer:
     def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:
         """Begin no checkpoint yet."""
         self._group = group
-        group.at_end.append(self.abandon)
+        # Weakly: a checkpoint that is begun holds steps on their way, and these keep the workers.
+        abandon = weakref.WeakMethod(self.abandon)
+        group.at_end.append(lambda: (still := abandon()) and still())
         self.folder = options.path if options else None
         self._every = options.every if options else None
         self._keep = options.keep if options else None

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,6 +137,7 @@ class WorkerGroup:
         self.at_end: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = 0
         self._first_position = 0  # the first position that this generation was fed
+        self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
         self._reception = Reception()
@@ -197,8 +199,8 @@ class WorkerGroup:
             PipelineClosed: The pipeline is closed.
         """
         self.life.check()
+        structure, tensors = flat_copy(argument)
         with self.life.guard():
-            structure, tensors = flat_copy(argument)
             self._feed(role, Command(name=name, structure=structure), tensors)
             if name is CommandName.OPTIMIZER:
                 self._optimizer = unflatten(structure, tensors)
@@ -329,21 +331,24 @@ class WorkerGroup:
     @property
     def is_idle(self) -> bool:
         """Whether the workers run, no thread waits for them, and this process started them."""
-        alone = os.getpid() == self._owner_pid and not self.inbox.busy
+        alone = os.getpid() == self._owner_pid and not self.inbox.busy and not self._recovers
         return alone and self.life.is_open and self.inbox.reason is None
 
     def _end(self) -> None:
         """End all workers; called once, from any thread. A forked child ends none."""
         if os.getpid() != self._owner_pid:
             return
-        for at_end in self.at_end:
-            at_end()
-        self.inbox.close(PipelineClosed("the pipeline was closed"))
-        if self._cluster is not None:
-            self._cluster.close()
-        self._close_forks()
-        if self._status_server is not None:
-            self._status_server.close()
+        # An ExitStack, so that every step happens, whatever happens in the one before it. The steps
+        # happen in the reverse order of the lines below: read them upwards.
+        with ExitStack() as steps:
+            if self._status_server is not None:
+                steps.callback(self._status_server.close)
+            steps.callback(self._close_forks)
+            if self._cluster is not None:
+                steps.callback(self._cluster.close)
+            steps.callback(self.inbox.close, PipelineClosed("the pipeline was closed"))
+            for at_end in self.at_end:
+                steps.callback(at_end)
 
     def status(self) -> Status:
         """Return the record that `pipedream-rt status` shows. Any thread may call it."""
@@ -383,8 +388,12 @@ class WorkerGroup:
                 if self.life.is_over:
                     raise
                 known = self._reception.failure
-                # The reception knows what failed; the error here only tells how it was noticed.
-                self._recover(known if known is not None and is_passing(error) else error)
+                self._recovers = True  # so that a signal handler that closes waits for nothing
+                try:
+                    # The reception knows what failed; the error only tells how it was noticed.
+                    self._recover(known if known is not None and is_passing(error) else error)
+                finally:
+                    self._recovers = False
 
     def _recover(self, error: BaseException) -> None:
         """Go on with new workers, or raise if the run cannot go on.
@@ -408,7 +417,7 @@ class WorkerGroup:
                 raise error from again
             except Exception as again:
                 if self.life.is_over:
-                    raise
+                    raise PipelineClosed("the pipeline was closed") from again
                 failure = self._reception.failure or again
         restart = Restart(
             generation=self.generation,

@@ -41,6 +41,7 @@ class Checkpoints:
         """Check the values."""
         if not isinstance(self.folder, str | os.PathLike):
             raise ConfigError(f"the folder of the checkpoints must be a path, not {self.folder!r}")
+        require_choice("resume, of the checkpoints,", self.resume, (True, False, None))
         for name in ("every", "keep"):
             value = getattr(self, name)
             if value is not None:
@@ -107,6 +108,7 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         """Check the credits; `Shape` checks the stages on each worker."""
+        require_choice("vertical_sync", self.vertical_sync, (True, False))
         if self.credits is not None:
             require_count("credits", self.credits)
 
@@ -123,6 +125,17 @@ def require_count(name: str, value: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse what is none of several values.
+
+    Raises:
+        ConfigError: It is another value.
+    """
+    if not any(value is choice for choice in choices):
+        *others, last = map(repr, choices)
+        raise ConfigError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
 
 
 def require_instance(name: str, value: object, kind: type) -> None:

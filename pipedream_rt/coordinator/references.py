@@ -159,4 +159,4 @@ class References:
         """Flush, and replace the state of the given parameters, by name in the unsplit model."""
         if state:
             self._feeder.flush()
-            self._group.command(CommandName.LOAD_OPTIMIZER_STATE, state, Role.OWN)
+            self._group.command(CommandName.LOAD_OPTIMIZER_STATE, dict(state), Role.OWN)

@@ -70,7 +70,7 @@ class RunState:
         self._model.require_fit(state_dict)
         self._feeder.flush()
         self.finish_checkpoint()
-        self._group.command(CommandName.LOAD_STATE, state_dict, Role.OWN)
+        self._group.command(CommandName.LOAD_STATE, dict(state_dict), Role.OWN)
         self._floor = self._feeder.step
 
     # -- saving ---------------------------------------------------------------------------------
@@ -130,6 +130,7 @@ class RunState:
             passes=self._feeder.passes,
             place=self._epochs.place(),
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
+            slack=list(plan.shape.slack),
         )
 
     # -- loading --------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class RunState:
         self._group.life.check()
         found, manifest = newest_good(path)
         self._require_fit(found, manifest)
+        self._warn_of_other_slack(found, manifest)
         self._feeder.flush()
         self.finish_checkpoint()
         self._restore(found, manifest)
@@ -150,6 +152,18 @@ class RunState:
         self._epochs.resume(manifest)
         self.attach(**self._attached)
         return manifest
+
+    def _warn_of_other_slack(self, found: Path, manifest: Manifest) -> None:
+        """Say so if the run goes on with slack that changes which versions are read."""
+        plan = self._group.plan
+        if not plan.flushes and manifest.slack != list(plan.shape.slack):
+            _log.warning(
+                "%s was made with slack %s, this pipeline has %s: from here on micro-batches read "
+                "other weight versions than in a run that never stopped",
+                found,
+                manifest.slack or 0,
+                list(plan.shape.slack) or 0,
+            )
 
     def _require_fit(self, found: Path, manifest: Manifest) -> None:
         """Refuse a checkpoint that does not belong to this model, optimizer and split.

@@ -99,9 +99,9 @@ def put_together(
     workers = tuple(
         WorkerFacts(
             name=name,
-            dropped=int(recorded[plan.stages_of(worker)[0]]["dropped"]),
+            dropped=int(recorded[plan.first_of(worker)]["dropped"]),
             clock_error_ns=maps[worker].error,
-            peak_memory_bytes=int(recorded[plan.stages_of(worker)[0]]["peak_memory_bytes"]),
+            peak_memory_bytes=int(recorded[plan.first_of(worker)]["peak_memory_bytes"]),
         )
         for worker, name in enumerate(names)
     )

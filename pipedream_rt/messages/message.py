@@ -79,7 +79,8 @@ class MicroBatch:
     """The input of a forward, from the coordinator to the first stages or from stage to stage.
 
     Attributes:
-        turn: The turn of this item of the receiver's feed.
+        turn: The turn of this item of the receiver's feed. A producer passes its own turn on, for
+            all stages are given the same items as long as each has one replica.
         micro_batch: Number of the micro-batch among those to train on, or among all others.
         mode: What the stages do with it.
         empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.

@@ -66,7 +66,10 @@ class Replay:
             ConfigError: The shape is another one.
         """
         if shape != self._shape:
-            raise ConfigError(f"the trace was made with {self._shape}, this pipeline has {shape}")
+            raise ConfigError(
+                f"the trace was made with {self._shape}, this pipeline has {shape}; give the same "
+                f"numbers, and slack={list(self._shape.slack) or 0}"
+            )
 
 
 class _Recorded:

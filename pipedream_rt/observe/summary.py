@@ -257,10 +257,12 @@ def describe(trace: Trace) -> str:
 def _headline(trace: Trace, summary: Summary) -> str:
     """Return the line that says what was run, how long it took and how fast it went."""
     plan = trace.plan
+    slack = f"slack {', '.join(map(str, plan.shape.slack))}, " if plan.shape.slack else ""
     return (
         f"{'simulated' if trace.simulated else 'measured'}: {plan.name}, "
         f"{plan.num_stages} stages on {plan.workers} workers, {plan.per_update} micro-batches "
-        f"per update, {summary.micro_batches} micro-batches in {seconds_text(summary.makespan)}; "
+        f"per update, {slack}{summary.micro_batches} micro-batches in "
+        f"{seconds_text(summary.makespan)}; "
         f"steady state {summary.throughput:.4g} micro-batches/s"
     )
 

@@ -24,6 +24,10 @@ class Kind(Enum):
     WEIGHT = "W"
     STEP = "S"
 
+    # By identity: the default, which hashes the name in Python, is slow, and kinds are looked up
+    # for every action.
+    __hash__ = object.__hash__
+
 
 SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
 """The kinds that take gradients from the consumers and give gradients to the producers."""

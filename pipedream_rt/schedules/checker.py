@@ -197,7 +197,7 @@ class _Checker:
         waiting = self._execution.waiting
         if waiting:
             worker, action = waiting[0]
-            stage = self._plan.stages_of(worker)[0] if action.stage is None else action.stage
+            stage = self._plan.first_of(worker) if action.stage is None else action.stage
             text = "deadlock: " + ", ".join(f"{name_of(w)} waits for {a}" for w, a in waiting)
             if self._credits is not None:
                 text += f" (with {self._credits} mini-batches injected ahead, the credits)"

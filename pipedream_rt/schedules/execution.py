@@ -40,8 +40,8 @@ class Executable(Protocol):
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
         """Return an iterator over the actions of a worker, in order."""
 
-    def stages_of(self, worker: int) -> tuple[int, ...]:
-        """Return the stages that a worker hosts, in the order of the model."""
+    def first_of(self, worker: int) -> int:
+        """Return the first stage that a worker hosts."""
 
     def name_of(self, worker: int) -> str:
         """Return a worker's name for people."""
@@ -120,7 +120,7 @@ class Execution:
         plan, orders = self._plan, self._orders
         forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
-        only_stage = [plan.stages_of(worker)[0] for worker in range(plan.workers)]
+        only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
         unpaid = set(plan.entries) if self._credits else set()
         held: list[Action | None] = [None] * plan.workers
         ready = list(range(plan.workers))

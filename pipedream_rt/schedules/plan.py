@@ -77,6 +77,11 @@ def name_of(address: Address) -> str:
     return "the coordinator" if address == COORDINATOR else f"stage {address}"
 
 
+def name_of_worker(worker: int, stages: Sequence[int]) -> str:
+    """Return ``stage 2`` for a worker that hosts that stage alone, else ``worker 1``."""
+    return f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
+
+
 _TO_STAGES = (EdgeKind.START, EdgeKind.COMMAND)
 _FROM_STAGES = (EdgeKind.READY, EdgeKind.REPLY, EdgeKind.SAVED, EdgeKind.FAILED)
 
@@ -236,8 +241,11 @@ class Plan:
 
     def name_of(self, worker: int) -> str:
         """Return a worker's name: ``"stage 2"`` if it hosts one stage, else ``"worker 1"``."""
-        stages = self.stages_of(worker)
-        return f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
+        return name_of_worker(worker, self.stages_of(worker))
+
+    def first_of(self, worker: int) -> int:
+        """Return the first stage that a worker hosts: the one meant by actions that name none."""
+        return self.hosts.index(worker)
 
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
         """Return, by stage, the entries of a dictionary whose keys are names in its layers.

@@ -141,7 +141,8 @@ def proof_length(shape: Shape, written: object) -> int:
         ConfigError: The schedule ends before its first update.
     """
     k = shape.per_update
-    enough = k * max(3, -(-4 * shape.num_stages // k))
+    deepest = max(shape.num_stages, shape.warm_up(0) + 1)
+    enough = k * max(3, -(-4 * deepest // k))
     end = getattr(written, "micro_batches", enough)
     if type(end) is not int or end < k:
         raise ConfigError(

@@ -19,6 +19,7 @@ from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.schedules.plan import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.spec import StageSpec
@@ -57,7 +58,7 @@ class StageHost:
     ) -> None:
         """Build no stage yet."""
         self.worker = worker
-        self.name = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
+        self.name = name_of_worker(worker, stages)
         self.inbox = Inbox(self.name, generation)
         self._stages: dict[int, Stage] = {}
         self._loop: Loop | None = None

@@ -242,7 +242,7 @@ class Loop:
             # There is no deadline, because a script may pause between two mini-batches for as long
             # as it likes. The control connection notices a dead coordinator and closes the inbox.
             activation, command = hosted.next_keys()
-            others = (other for other in self._hosted.values() if other is not hosted)
+            others = [other for other in self._hosted.values() if other is not hosted]
             item = self._inbox.take(
                 activation,
                 Deadline(None),

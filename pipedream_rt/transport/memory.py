@@ -66,6 +66,7 @@ class MemoryTransport:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._life.close()
 
     def _deliver_shuffled(self) -> None:
         """Deliver messages in random order, and before each wait a random time for others."""

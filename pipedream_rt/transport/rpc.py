@@ -360,6 +360,7 @@ class RpcTransport:
         self._shut_down()
         install(None)
         _current = None
+        self._life.close()
 
     @staticmethod
     def _shut_down() -> None:

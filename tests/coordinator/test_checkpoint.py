@@ -238,3 +238,32 @@ def test_a_worker_that_is_killed_before_its_part_is_written(tmp_path):
     with open_pipe(workers="local") as again:
         again.load(tmp_path)
         assert begun + losses(again, DATA[4:]) == undisturbed(4, "adamw", ())[0]
+
+
+@pytest.mark.parametrize(("before", "later"), [(1, 0), (0, 1), ([0, 1], [1, 0])])
+def test_other_slack_is_told_of(tmp_path, caplog, before, later):
+    """The run goes on, but is not the run that never stopped."""
+    with open_pipe(3, slack=before) as pipe:
+        losses(pipe, DATA[:6])
+        pipe.save(tmp_path)
+    with open_pipe(3, slack=later) as pipe:
+        pipe.load(tmp_path)
+        losses(pipe, DATA[6:])
+    assert "slack" in caplog.text
+    caplog.clear()
+    with open_pipe(3, slack=later, schedule="1f1b") as pipe:
+        pipe.load(tmp_path)
+    assert "slack" not in caplog.text
+
+
+def test_a_resumed_run_with_slack_is_the_run(tmp_path, caplog):
+    with open_pipe(4, slack=[1, 0, 2]) as pipe:
+        expected, weights = losses(pipe, DATA), pipe.state_dict()
+    with open_pipe(4, slack=[1, 0, 2]) as pipe:
+        found = losses(pipe, DATA[:5])
+        pipe.save(tmp_path)
+    with open_pipe(4, slack=[1, 0, 2]) as pipe:
+        pipe.load(tmp_path)
+        assert found + losses(pipe, DATA[5:]) == expected
+        assert_same(pipe.state_dict(), weights)
+    assert not caplog.records

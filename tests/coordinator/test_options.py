@@ -181,3 +181,17 @@ def test_a_number_of_restarts_that_is_none_is_refused_by_name(monkeypatch, text)
     monkeypatch.setenv(MAX_RESTARTS, text)
     with pytest.raises(ConfigError, match=MAX_RESTARTS):
         restart_option(None, 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ScheduleOptions(vertical_sync="no"),
+        lambda: ScheduleOptions(vertical_sync=None),
+        lambda: Checkpoints("run", resume="yes"),
+        lambda: Checkpoints("run", resume=1),
+    ],
+)
+def test_what_is_no_yes_or_no_is_refused(make):
+    with pytest.raises(ConfigError, match="True"):
+        make()

@@ -390,3 +390,29 @@ def test_too_many_versions_are_refused():
 def test_a_long_grid_is_cut_to_its_end():
     grid = check(plan_named("async-1f1b", num_stages=2), 50)
     assert grid.render(last=4).splitlines()[0].startswith("stage 0  ... ")
+
+
+def test_a_proof_is_as_long_as_slack_makes_the_pipe():
+    """With little more than the stages it would end before the pipe is full."""
+
+    class Eager:
+        takes_slack = True
+
+        def order(self, worker, shape, start):
+            w, k = shape.warm_up(worker), shape.per_update
+            for m in itertools.count(start):
+                if m == start:
+                    yield from (Action(F, start + i) for i in range(w))
+                yield from (Action(F, m + w), Action(B, m))
+                if (m + 1) % k == 0:
+                    yield Action(S, m // k)
+
+        class Versions(EightLate):
+            def reads(self, stage, shape, micro_batch):
+                return max(0, micro_batch - shape.warm_up(stage) + 1)
+
+        versions = Versions()
+
+    for slack in (0, 7, 20):
+        with pytest.raises(ScheduleError, match="version"):
+            plan_for(Eager(), num_stages=2, slack=slack)
