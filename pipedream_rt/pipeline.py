@@ -81,39 +81,44 @@ class Pipeline:
     The caller's model is read once, at the start, and never changed.
 
     Args:
-        model: ``nn.Sequential`` or list of modules.
-        stages: Number of stages (balanced by parameter count), or the first layer, index or name,
-            of every stage but the first.
-        loss_fn: ``(output, target) -> scalar tensor``, a mean over samples; runs on the last stage.
-        optimizer: ``(class, dict of arguments)``, or an optimizer over the model's parameters,
-            whose groups are kept. None for inference alone.
+        model: An ``nn.Sequential`` or a list of modules.
+        stages: The number of stages, which are then balanced by parameter count; or a list with the
+            first layer, by index or name, of every stage but the first.
+        loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples;
+            it runs on the last stage. None for inference alone.
+        optimizer: A pair ``(class, dict of arguments)``, or an optimizer over the model's
+            parameters, whose groups and state are kept. None for inference alone.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts.
-        micro_batches: Into how many a mini-batch is split; one update for all of them.
+        micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
+            updated once for all of them.
         slack: Extra warm-up forwards before a hop between two stages, which hide its latency: one
             number for all hops, or one for each of the n-1. In schedules that flush it costs
             activations alone; in asynchronous ones it is staleness, so give it to slow links only.
-        schedule_options: What some schedules can be told besides.
+        schedule_options: The options that only some schedules have.
         workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
             listens there for `pipedream-rt worker`. None: what the environment says
             (`pipedream-rt run`, torchrun), else ``"local"``.
-        seed: Of all random numbers that layers draw.
-        threads: For torch's own parallel loops in each worker that is started here.
-        on_nan: ``"raise"`` or ``"ignore"`` a training loss that is not finite.
-        checkpoint: Folder for checkpoints, or `Checkpoints`, which also says when to make them.
-        max_restarts: Failures of workers that are recovered from: others are started, and compute
-            again what was fed since the last checkpoint, or since the start, which is kept until
-            then. None: what `pipedream-rt run --max-restarts` says, else 3 if checkpoints are made
-            by themselves and 0 if not.
+        seed: The seed of all random numbers that layers draw.
+        threads: The number of threads for torch's own parallel loops in each worker that is started
+            here. Another number gives other bits.
+        on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
+            ``"ignore"`` it.
+        checkpoint: The folder for checkpoints, or `Checkpoints`, which also says when to make them.
+        max_restarts: The number of failures of workers to recover from. After a failure other
+            workers are started, which compute again what was fed since the last checkpoint (since
+            the start, if there is none yet); the coordinator keeps that much of the input. None:
+            what `pipedream-rt run --max-restarts` says, else 3 if checkpoints are made by
+            themselves and 0 if not.
         trace: A file to which `close` writes what every stage did when, or True to record it for
             `trace` alone. None: what `pipedream-rt run --trace` says, else False. Each worker
             keeps its last 131,072 actions.
-        timeouts: For how long to wait for signs of life, answers, and workers that join.
+        timeouts: How long to wait for signs of life, for answers, and for workers that join.
 
     Raises:
-        ConfigError: Arguments that cannot work, before anything starts.
-        ScheduleError: A schedule that a user wrote breaks a rule; before anything starts.
-        RendezvousTimeout: Workers that did not join.
+        ConfigError: The arguments cannot work; nothing was started.
+        ScheduleError: A schedule that a user wrote breaks a rule; nothing was started.
+        RendezvousTimeout: Some workers did not join in time; all were ended.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class Pipeline:
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     ) -> None:
         """Check everything, then start the workers."""
-        # -- nothing starts before all of this was found to make sense
+        # Nothing starts before all of this was found to make sense.
         require_instance("schedule_options", schedule_options, ScheduleOptions)
         require_instance("timeouts", timeouts, Timeouts)
         require_count("threads", threads)
@@ -161,7 +166,7 @@ class Pipeline:
             on_nan=on_nan,
             trace_spans=spans,
         )
-        # -- from here on there are workers, which end with an error
+        # From here on there are workers, which an error ends.
         forks = ForkServer()
         start = functools.partial(
             _start, workers=workers, plan=self.plan, timeouts=timeouts, threads=threads, forks=forks
@@ -199,17 +204,17 @@ class Pipeline:
         In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
 
         Args:
-            loader: Yields ``(x, y)``. Always one item ahead of what is injected, neither more
-                nor less, so that random numbers drawn by it and by the loop's body do not
-                depend on timing.
+            loader: An iterable of pairs ``(x, y)``. The pipeline draws from it always one item
+                ahead of what is injected, neither more nor less, so that random numbers drawn by
+                the loader and by the body of the loop do not depend on timing.
 
         Yields:
-            The results, in order, all of them before it ends.
+            The result of each mini-batch, in order; all of them before the iteration ends.
 
         Raises:
             StageFailed: An action raised.
             WorkerLost: A worker died.
-            Exception: Whatever the loader raises, after the results before it.
+            Exception: The loader raised it; the results of the mini-batches before came first.
         """
         self._group.life.check()
         yield from self._epochs.train(loader, injected=self._run_state.mini_batch_was_fed)
@@ -217,7 +222,8 @@ class Pipeline:
     def submit(self, x: Any, y: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
 
-        Waits for the oldest mini-batch when as many as there are credits are on their way.
+        When as many mini-batches are on their way as there are credits, this waits for the losses
+        of the oldest one first.
 
         Args:
             x: Input of the first layer: tensors (B, ...) in any nesting of tuples, lists, dicts and
@@ -225,7 +231,7 @@ class Pipeline:
             y: Target for ``loss_fn``, in the same way.
 
         Returns:
-            A handle whose ``result()`` waits for the losses.
+            A handle; its ``result()`` waits for the losses.
 
         Raises:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
@@ -244,12 +250,12 @@ class Pipeline:
 
     @property
     def step(self) -> int:
-        """Mini-batches injected so far."""
+        """The number of mini-batches injected so far."""
         return self._feeder.step
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch under way: how many calls of `train_epoch` have ended.
+        """The number of the epoch under way: how many calls of `train_epoch` have ended.
 
         ``for epoch in range(pipe.epoch, epochs)`` goes on in the right one after a resume.
         """
@@ -264,7 +270,7 @@ class Pipeline:
             loader: Yields ``(x, y)``. Nothing is trained on it.
 
         Returns:
-            The mean of ``loss_fn``, each mini-batch weighed by its samples.
+            The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples.
 
         Raises:
             ConfigError: No loss was given, or the loader is empty.
@@ -275,10 +281,10 @@ class Pipeline:
         """Run the model without gradient, with every update applied, in the mode set last.
 
         Args:
-            x: Input of the first layer, whole (it is not split).
+            x: The input of the first layer. It is not cut into micro-batches.
 
         Returns:
-            Output of the last layer.
+            The output of the last layer.
         """
         return self._feeder.infer(x)
 
@@ -312,7 +318,7 @@ class Pipeline:
     def module(self) -> nn.Module:
         """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
 
-        An ``nn.Sequential`` of the layers where a list was given.
+        Where the pipeline was given a list of modules, this is an ``nn.Sequential`` of them.
         """
         return self._model.copy_with(self.state_dict())
 
@@ -332,16 +338,17 @@ class Pipeline:
         are safetensors under the keys of the unsplit model, with a Hugging Face index.
 
         Args:
-            folder: Of the run; a folder ``step-00000100`` is made in it. None for the one that
-                the pipeline was given.
-            keep: Remove all but so many of the newest checkpoints there afterwards.
-            extra: Of your own: numbers, texts, lists, dicts.
+            folder: The folder of the run, in which a folder such as ``step-00000100`` is made.
+                None for the folder that the pipeline was given.
+            keep: The number of newest checkpoints to keep; older ones are removed. None for all.
+            extra: Data of your own: numbers, texts, lists, dicts.
 
         Returns:
-            The folder of the checkpoint. It is whole, or it is not there.
+            The folder of the checkpoint, which is whole. (A folder of that name is never half
+            written.)
 
-        In the body of a loop over `train_epoch`, what that body does after it is not done again
-        by a script that resumes from it: call it last.
+        Call it last in the body of a loop over `train_epoch`: a script that resumes from the
+        checkpoint does not do again what the body did after the call.
 
         Raises:
             CheckpointError: It cannot be written. The pipeline goes on.
@@ -364,13 +371,14 @@ class Pipeline:
         `coordinator.loading`), and yields the results that the script had not seen first.
 
         Args:
-            folder: Of a checkpoint, or of a run: then its newest one that is whole.
+            folder: The folder of a checkpoint, or of a run, whose newest whole checkpoint is then
+                loaded.
 
         Returns:
-            What the checkpoint says of itself; ``extra`` is what `save` was given.
+            What the checkpoint says of itself; ``extra`` in it is what `save` was given.
 
         Raises:
-            CheckpointError: None is whole, or it is of another model; nothing was changed.
+            CheckpointError: No checkpoint is whole, or it is of another model; nothing was changed.
         """
         return self._run_state.load(Path(folder).absolute())
 
@@ -381,8 +389,8 @@ class Pipeline:
         `optimizer` its hyper-parameters again, which schedulers change when they are made.
 
         Args:
-            **stateful: By name: what has ``state_dict`` and ``load_state_dict``, as a learning-rate
-                scheduler.
+            **stateful: Objects with ``state_dict`` and ``load_state_dict``, as learning-rate
+                schedulers have them, each under a name of your choice.
 
         Raises:
             ConfigError: An object lacks these, or its state holds more than numbers, texts, bytes,
@@ -404,7 +412,7 @@ class Pipeline:
         An optimizer that is assigned starts with empty state; assigning flushes the pipe.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: The pipeline was made without one.
         """
         optimizer = self._feeder.optimizer
         if optimizer is None:
