@@ -202,9 +202,8 @@ class Interleaved1F1B:
 
     def in_flight(self, stage: int, shape: Shape) -> int:
         """Return the number counted over one mini-batch, since there is no simple formula."""
-        order = self.order(shape.worker_of(stage), shape, 0)
-        left = shape.stages_per_worker * (shape.per_update + 1)
-        return most_in_flight(until(order, shape.per_update, shape.per_update, left), stage)
+        order, k = self.order(shape.worker_of(stage), shape, 0), shape.per_update
+        return most_in_flight(until(order, k, k, shape.work(k)), stage)
 
     def require(self, shape: Shape) -> None:
         """Refuse slack, and a number of micro-batches k that is no multiple of the workers n.

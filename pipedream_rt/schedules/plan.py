@@ -334,9 +334,7 @@ class Plan:
         endless = self._known.order.order(worker, self.shape, start)
         if stop is None:
             return endless
-        k = self.per_update
-        left = self.shape.stages_per_worker * (stop - start + (stop - start) // k)
-        return until(endless, stop, k, left)
+        return until(endless, stop, self.per_update, self.shape.work(stop - start))
 
     def reads(self, stage: int, micro_batch: int) -> int:
         """Return the weight version that a micro-batch reads at a stage."""

@@ -67,6 +67,14 @@ class Shape:
         """
         return self._warm_ups[stage]
 
+    def work(self, micro_batches: int) -> int:
+        """Return how many steps and ends of micro-batches (``B`` or ``W``) a worker has to do.
+
+        Args:
+            micro_batches: Number of the micro-batches, a multiple of ``per_update``.
+        """
+        return self.stages_per_worker * (micro_batches + micro_batches // self.per_update)
+
     def worker_of(self, stage: int) -> int:
         """Return the worker that a stage is dealt to; a plan may let another one host it."""
         return stage % self.workers
