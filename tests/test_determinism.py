@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from support.models import (
     OPTIMIZERS,
     POINTS,
+    Blocked,
     Noisy,
+    RunsBackwardInside,
     Transpose,
     batches,
     kitchen_sink,
@@ -449,34 +451,6 @@ class HookedWeight(torch.nn.Module):
         return x @ w
 
 
-class RunsBackwardInside(torch.nn.Module):
-    """As reversible layers do: its weights get their gradients past the graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return Inside.apply(x, self.inner) if x.requires_grad else self.inner(x)
-
-
-class Inside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.layer(x)
-        torch.autograd.backward(output, gradient)
-        return x.grad, None
-
-
 @pytest.mark.parametrize(
     "layer",
     [
@@ -615,23 +589,6 @@ def test_a_weight_read_past_its_module_is_an_error(schedule):
         pytest.raises(StageFailed, match="through a reference kept elsewhere"),
     ):
         list(pipe.train_epoch(regression(3)))
-
-
-class Blocks(torch.autograd.Function):
-    """Gives no gradient back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
-class Blocked(torch.nn.Module):
-    def forward(self, x):
-        return Blocks.apply(x)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -11,9 +11,9 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import Recomputes
 from support.oracle import assert_same
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import Checkpoints, Pipeline
 
@@ -59,17 +59,6 @@ class Counts(nn.Module):
         if self.training:
             self.seen += x.detach().mean(0)
         return self.linear(x) + 0.1 * self.seen
-
-
-class Recomputes(nn.Module):
-    """BatchNorm inside a checkpoint: its backward changes the statistics once more."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-
-    def forward(self, x):
-        return checkpoint(self.inside, x, use_reentrant=False)
 
 
 class Lazy(nn.Module):

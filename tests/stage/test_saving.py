@@ -5,9 +5,9 @@ import copy
 import cloudpickle
 import pytest
 import torch
+from support.models import Recomputes
 from support.oracle import assert_same
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.checkpoint import read_stage
 from pipedream_rt.messages.tree import Value, flatten
@@ -59,24 +59,13 @@ class Tied(nn.Module):
         return self.b(self.a(x))
 
 
-class Recomputes(nn.Module):
-    """BatchNorm inside a checkpoint: its backward changes the statistics once more."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    def forward(self, x):
-        return checkpoint(self.inside, x, use_reentrant=False)
-
-
 class Replaces(nn.Module):
     """A backward puts another tensor in the place of a buffer."""
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("last", torch.zeros(4))
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("last", torch.zeros(width))
 
     def forward(self, x):
         output = self.linear(x)
@@ -244,7 +233,7 @@ def test_one_checkpoint_after_another(tmp_path):
 @pytest.mark.parametrize("layer", [Recomputes, Replaces])
 def test_a_buffer_that_is_changed_in_a_backward_gives_the_checkpoint_up(tmp_path, layer):
     """It has no state between two micro-batches; told once, and the training goes on."""
-    run = Run([layer()]).go(8, 4, tmp_path, 4).closed()
+    run = Run([layer(4)]).go(8, 4, tmp_path, 4).closed()
     ((position, text),) = run.told
     assert position == POSITION
     assert "buffers" in text
@@ -254,7 +243,7 @@ def test_a_buffer_that_is_changed_in_a_backward_gives_the_checkpoint_up(tmp_path
 
 
 def test_while_nothing_is_to_be_saved_a_backward_may_change_what_it_likes():
-    assert Run([Recomputes()]).go(4).closed().told == []
+    assert Run([Recomputes(4)]).go(4).closed().told == []
 
 
 def test_state_that_is_no_tensor_is_told_of(tmp_path):

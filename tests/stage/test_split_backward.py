@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.models import Blocks, RunsBackwardInside
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -269,18 +270,6 @@ def test_an_input_that_does_not_lead_to_an_output_has_no_gradient():
     assert all(g is not None for g in of_weights)
 
 
-class Blocks(torch.autograd.Function):
-    """Passes no gradient on."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
 def test_weights_that_no_gradient_comes_to_get_none():
     _, of_weights = in_halves(Between(Blocks))
     assert [g is None for g in of_weights] == [True, True, False, False]
@@ -450,34 +439,6 @@ class Scaled(nn.Module):
         return Scales.apply(self.before(x), self.w)
 
 
-class RunsBackwardInside(nn.Module):
-    """As reversible layers do: its weights get their gradients past the graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return Inside.apply(x, self.inner)
-
-
-class Inside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.layer(x)
-        torch.autograd.backward(output, gradient)
-        return x.grad, None
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["first of its update", "added"])
 @pytest.mark.parametrize(
     "make", [RunsTwice, TiedOffThePath, WeightIsAnOutput, Scaled, lambda: InsideCheckpoint(True)]
@@ -500,7 +461,7 @@ def test_a_function_with_a_weight_runs_once():
 
 
 def test_weights_that_get_their_gradients_past_the_graph_keep_them_for_the_second_half():
-    in_halves(nn.Sequential(nn.Linear(4, 4), RunsBackwardInside(), nn.Linear(4, 4)))
+    in_halves(nn.Sequential(nn.Linear(4, 4), RunsBackwardInside(4), nn.Linear(4, 4)))
 
 
 def test_a_graph_may_be_deeper_than_pythons_stack():

@@ -14,6 +14,7 @@ from support import diamond
 from support.models import (
     OPTIMIZERS,
     POINTS,
+    Blocked,
     Noisy,
     NoisySGD,
     Pair,
@@ -831,23 +832,6 @@ def test_a_version_that_is_not_there_cannot_be_read():
     stage.forward(0, [value(torch.ones(1, 1))], HYPER)
     with pytest.raises(VersionError, match=r"F1 .*version 1.*\[0\]"):
         stage.forward(1, [value(torch.ones(1, 1))], HYPER)
-
-
-class Blocks(torch.autograd.Function):
-    """Gives no gradient back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
-class Blocked(nn.Module):
-    def forward(self, x):
-        return Blocks.apply(x)
 
 
 @pytest.mark.parametrize("halves", [False, True])

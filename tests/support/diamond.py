@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from support.oracle import layer_seed
+from support.oracle import add_gradients, layer_seed
 
 LINKS = ((0, 1), (0, 2), (1, 3), (2, 3))
 WARM_UP = (2, 1, 1, 0)
@@ -109,11 +109,7 @@ def oracle(model, data, loss_fn, make_optimizer, *, k=1, seed=0):
                 leaves.update({f"{s}.{name}": w for name, w in weights.items()})
             loss = loss_fn(values[3], ym)
             losses.append(loss.item())
-            gradients = torch.autograd.grad(loss * (len(xm) / len(x)), list(leaves.values()))
-            for name, gradient in zip(leaves, gradients):
-                parameter = model.get_parameter(name)
-                summed = gradient if parameter.grad is None else parameter.grad + gradient
-                parameter.grad = summed
+            add_gradients(model, loss * (len(xm) / len(x)), leaves)
         optimizer.step()
         versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return model.state_dict(), losses

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, LENGTH, CLASSES = 11, 6, 4
 
@@ -186,3 +187,59 @@ class UsePair(nn.Module):
         twice, (half,) = pair.extra["both"]
         assert half.dtype == torch.float16
         return self.linear(pair.hidden * pair.mask) + twice
+
+
+class Blocks(torch.autograd.Function):
+    """Gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Blocked(nn.Module):
+    def forward(self, x):
+        return Blocks.apply(x)
+
+
+class RunsBackwardInside(nn.Module):
+    """As reversible layers do: its weights get their gradients past the graph."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return Inside.apply(x, self.inner) if x.requires_grad else self.inner(x)
+
+
+class Inside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(x)
+        torch.autograd.backward(output, gradient)
+        return x.grad, None
+
+
+class Recomputes(nn.Module):
+    """BatchNorm inside a checkpoint: its backward changes the statistics once more."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=False)

@@ -69,14 +69,19 @@ def oracle(
                 leaves.update({f"{layer_name}.{name}": w for name, w in weights.items()})
             loss = loss_fn(value, ym)
             losses.append(loss.item())
-            gradients = torch.autograd.grad(loss * (len(xm) / len(x)), list(leaves.values()))
-            for name, gradient in zip(leaves, gradients):
-                parameter = model.get_parameter(name)
-                summed = gradient if parameter.grad is None else parameter.grad + gradient
-                parameter.grad = summed
+            add_gradients(model, loss * (len(xm) / len(x)), leaves)
         optimizer.step()
         versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return model.state_dict(), losses
+
+
+def add_gradients(model, loss, leaves):
+    """Add the gradients of a loss, by leaf, to those of the parameters with the leaves' names."""
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    for name, gradient in zip(leaves, gradients):
+        parameter = model.get_parameter(name)
+        summed = gradient if parameter.grad is None else parameter.grad + gradient
+        parameter.grad = summed
 
 
 def assert_same(found, expected):
