@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 
@@ -20,6 +21,7 @@ from pipedream_rt.workers.forkserver import serve_forks
 
 from pipedream_rt.cluster.addresses import boot_id, parse_address
 from pipedream_rt.cluster.control import (
+    EXIT_AGAIN,
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
     VERSION,
@@ -33,8 +35,12 @@ from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 
 _log = logging.getLogger("pipedream_rt.worker")
 
-_RETRY_S = 0.2
-"""Seconds between two attempts to reach a coordinator that does not listen yet."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_OF_CONNECT_S = 0.1, 2.0
+"""Seconds between the first two attempts, and between any two, to reach a coordinator that does not
+listen yet. An attempt costs little, and a recovery waits for its workers."""
+
+_LONGEST_PAUSE_S = 30.0
+"""Seconds between two attempts to join a coordinator that has no place for this worker."""
 
 
 @click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,6 +56,7 @@ _RETRY_S = 0.2
 @click.option("--secret-stdin", is_flag=True,
               help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
 @click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
+@click.option("--failures", default=0, type=int, hidden=True, help="Attempts that have failed.")
 @click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see forkserver.py.")
 def main(
     address: str | None,
@@ -60,6 +67,7 @@ def main(
     bind: str | None,
     secret_stdin: bool,
     secret_fd: int | None,
+    failures: int,
     fork_server_fd: int | None,
 ) -> None:
     """Start a worker process that joins the coordinator at HOST:PORT."""
@@ -74,19 +82,29 @@ def main(
         raise click.UsageError("give the HOST:PORT of the coordinator")
     if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
         raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
+    interfaces = [interface for _, interface in socket.if_nameindex()]
+    if bind is not None and bind not in interfaces:
+        known = ", ".join(interfaces)
+        raise click.UsageError(f"--bind {bind!r}: this machine has the interfaces {known}")
+    secret: bytes | None = None
     try:
         secret = read_secret(0 if secret_stdin else secret_fd)
-        control = Control(_connect(address, timeout), "the coordinator")
-        code = serve(control, name, threads, secret, bind)
+        if secret is None:
+            raise ConfigError(
+                "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
+                "the same text here and where the script runs, or write it to --secret-stdin"
+            )
+        code = _serve_at(address, timeout, persist, _Worker(name, threads, secret, bind), failures)
     except PipelineError as error:
         _log.error("%s", error)
         code = EXIT_FAILED
-    if persist and code in (0, EXIT_COORDINATOR_LOST):
+    if persist and code in (0, EXIT_AGAIN, EXIT_COORDINATOR_LOST):
         # A fresh process image: torch keeps RPC counters for the life of a process.
-        os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *_again(secret)])
+        again = _again(secret, failures + 1 if code == EXIT_AGAIN else 0)
+        os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *again])
     logging.shutdown()
     # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
-    os._exit(code)
+    os._exit(EXIT_COORDINATOR_LOST if code == EXIT_AGAIN else code)
 
 
 def _set_up(name: str, level: str) -> None:
@@ -112,7 +130,8 @@ def _run_forked(control: socket.socket, name: str, threads: int) -> int:
     """
     _set_up(name, "WARNING")
     try:
-        return serve(Control(control, "the coordinator"), name, threads, None, None)
+        code = serve(Control(control, "the coordinator"), _Worker(name, threads))
+        return EXIT_COORDINATOR_LOST if code == EXIT_AGAIN else code
     except PipelineError as error:
         _log.error("%s", error)
         return EXIT_FAILED
@@ -120,18 +139,20 @@ def _run_forked(control: socket.socket, name: str, threads: int) -> int:
         logging.shutdown()
 
 
-def _again(secret: bytes | None) -> list[str]:
+def _again(secret: bytes | None, failures: int) -> list[str]:
     """Arguments of this command for a new process image, which gets the secret by a pipe.
 
     Args:
         secret: The secret of the job; None to leave it to the environment.
+        failures: Number of attempts to join a job in a row that have failed.
     """
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
-        if argument == "--secret-fd":
+        if argument in ("--secret-fd", "--failures"):
             next(given)
         elif argument != "--secret-stdin":
             arguments.append(argument)
+    arguments += ["--failures", str(failures)]
     return arguments if secret is None else [*arguments, "--secret-fd", str(secret_pipe(secret))]
 
 
@@ -143,6 +164,56 @@ def _end_by_signal(number: int, frame: FrameType | None) -> None:
     _log.info("ended by %s", signal.Signals(number).name)
     logging.shutdown()
     os._exit(128 + number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What a worker is started with.
+
+    Attributes:
+        name: Name of the worker, unique in the job.
+        threads: Number of threads for torch's own parallel loops.
+        secret: The secret of the job; None over an inherited connection, whose call carries it.
+        bind: Network interface to listen on for other workers; None for loopback.
+    """
+
+    name: str
+    threads: int
+    secret: bytes | None = None
+    bind: str | None = None
+
+
+def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, failures: int) -> int:
+    """Join a coordinator, once it listens and has a place, and host stages until it says to end.
+
+    Args:
+        address: ``HOST:PORT`` of the coordinator.
+        timeout_s: Seconds to wait for the coordinator to listen.
+        persist: Whether to try again, waiting longer each time, where there is no place for this
+            worker in the job.
+        worker: The worker.
+        failures: Number of attempts in a row that have failed before.
+
+    Returns:
+        Exit code of the process.
+
+    Raises:
+        PipelineError: The coordinator refused the worker, or does not speak this protocol.
+    """
+    while True:
+        if failures:
+            _pause(min(_LONGEST_PAUSE_S, 2.0 ** (failures - 1)))
+        control = Control(_connect(address, timeout_s), "the coordinator")
+        try:
+            return serve(control, worker)
+        except _NoPlace as problem:
+            if not persist:
+                raise
+            if not failures:
+                _log.info("%s; trying again, now and then", problem)
+            failures += 1
+        finally:
+            control.close()
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:
@@ -158,53 +229,105 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
     """
     host, port = parse_address(address)
     deadline = Deadline(timedelta(seconds=timeout_s))
-    pause = threading.Event()
+    pause_s, before = _SHORTEST_PAUSE_S, ""
     _log.info("joining the coordinator at %s", address)
     while True:
         try:
-            return socket.create_connection((host, port), timeout=deadline.remaining_s())
+            # At least a second, so that the last attempt ends with a reason too.
+            connection = socket.create_connection(
+                (host, port), timeout=max(1.0, deadline.remaining_s() or 0.0)
+            )
+            connection.settimeout(None)
+            return connection
         except socket.gaierror as error:
             raise ConfigError(f"{host!r} is no host: {error}") from error
         except OSError as error:
+            reason = os.strerror(error.errno).lower() if error.errno else "no answer"
             if deadline.expired():
                 raise PeerLost(
-                    f"no coordinator listened at {address} within {timeout_s:g} s: {error}",
+                    f"no coordinator listened at {address} within {timeout_s:g} s: {reason}",
                     peer=address,
                 ) from error
-        pause.wait(_RETRY_S)
+        if reason != before:
+            _log.info("%s: %s; waiting for the coordinator", address, reason)
+            before = reason
+        left_s = deadline.remaining_s()
+        _pause(pause_s if left_s is None else min(pause_s, left_s))
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_OF_CONNECT_S)
 
 
-def serve(control: Control, name: str, threads: int, secret: bytes | None, bind: str | None) -> int:
+def _pause(seconds: float) -> None:
+    """Wait; a signal ends the process meanwhile."""
+    threading.Event().wait(seconds)
+
+
+class _NoPlace(PipelineError):
+    """The coordinator had no place for this worker now, or gave up before the job began."""
+
+
+def serve(control: Control, worker: _Worker) -> int:
     """Answer the call of a coordinator, and host stages until it says to end.
 
     Args:
         control: The control connection.
-        name: Name of this worker.
-        threads: Number of threads for torch's own parallel loops.
-        secret: The secret of the job; None over an inherited connection, whose call carries it.
-        bind: Network interface to listen on for other workers; None for loopback.
+        worker: The worker.
 
     Returns:
         Exit code of the process.
 
     Raises:
-        ConfigError: The worker has no secret.
+        PipelineError: The coordinator refused the worker, or does not speak this protocol.
+    """
+    secret = _be_admitted(control, worker)
+    # torch reads it when imported: a worker need not log that other processes end.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
+    from pipedream_rt.workers.process import host_stage
+
+    try:
+        control.send({"type": "ready"})
+        welcome = control.receive(Deadline(None))
+    except PeerLost:
+        _log.info("the job ended before it began")
+        return EXIT_AGAIN
+    if welcome["type"] in ("stop", "exit"):
+        _log.info("the coordinator gave up before all workers had joined")
+        return EXIT_AGAIN
+    _expect(welcome, "welcome")
+    try:
+        code: int = host_stage(control, welcome, worker.threads, secret, worker.bind)
+        return code
+    except PeerLost as error:
+        _log.error("%s", error)
+        return EXIT_COORDINATOR_LOST
+
+
+def _be_admitted(control: Control, worker: _Worker) -> bytes:
+    """Answer the call of a coordinator, and become a member of its group.
+
+    All further records of the connection are signed.
+
+    Args:
+        control: The control connection.
+        worker: The worker.
+
+    Returns:
+        The secret of the job.
+
+    Raises:
+        _NoPlace: The coordinator has no place for the worker now, or has ended.
         PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
     try:
         # No deadline: a worker waits for its coordinator's call for as long as that lives.
         call = control.receive(Deadline(None))
         _expect(call, "call")
-        secret = call.get("secret") if control.is_local else secret
-        if secret is None:
-            raise ConfigError(
-                "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
-                "the same text here and where the script runs, or write it to --secret-stdin"
-            )
+        secret = call["secret"] if control.is_local else worker.secret
+        assert isinstance(secret, bytes)
         nonce = secrets.token_bytes(NONCE)
         hello = {
             "type": "hello",
-            "name": name,
+            "name": worker.name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "boot": boot_id(),
@@ -212,31 +335,22 @@ def serve(control: Control, name: str, threads: int, secret: bytes | None, bind:
             "nonce": nonce,
         }
         control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
-        key = session_key(secret, call["nonce"], nonce)
-        control.secure(key, WORKER_END, COORDINATOR_END)
-        # torch reads it when imported: a worker need not log that other processes end.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
-        from pipedream_rt.workers.process import host_stage
-
-        control.send({"type": "ready"})
-        welcome = control.receive(Deadline(None))
-        _expect(welcome, "welcome")
-        code: int = host_stage(control, welcome, threads, secret, bind)
-        return code
+        answer = control.receive(Deadline(None))
     except PeerLost as error:
-        _log.error("%s", error)
-        return EXIT_COORDINATOR_LOST
+        raise _NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
+    if answer["type"] == "refused":
+        kind = _NoPlace if answer.get("passing") is True else PipelineError
+        raise kind(f"the coordinator refused this worker: {answer.get('reason')}")
+    _expect(answer, "admitted")
+    control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
+    return secret
 
 
 def _expect(record: Record, kind: str) -> None:
     """Check the type of a record.
 
     Raises:
-        PeerLost: The coordinator has told the worker to end.
         PipelineError: The record is of another type.
     """
-    if record["type"] in ("stop", "exit"):
-        raise PeerLost("the coordinator gave up before all workers had joined", peer="coordinator")
     if record["type"] != kind:
         raise PipelineError(f"expected {kind!r} from the coordinator, got {record['type']!r}")

@@ -9,11 +9,18 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 from pipedream_rt.cluster.addresses import interface_of
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, Control, Record
+from pipedream_rt.cluster.control import (
+    EXIT_AGAIN,
+    EXIT_COORDINATOR_LOST,
+    EXIT_FAILED,
+    Control,
+    Record,
+)
 from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
@@ -71,9 +78,10 @@ def host_stage(
     try:
         transport = _join(control, welcome, timeout, secret, bind)
     except (PipelineError, RuntimeError) as error:
-        control.send({"type": "failed", "text": str(error)})
         _log.error("could not join the group: %s", error)
-        return EXIT_FAILED
+        with suppress(PeerLost):
+            control.send({"type": "failed", "text": str(error)})
+        return EXIT_FAILED if isinstance(error, ConfigError) else EXIT_AGAIN
     generation = welcome["generation"]
     host = StageHost(
         worker,
@@ -204,6 +212,8 @@ def _until_exit(
                 control.send({"type": "clock", "ns": time.monotonic_ns()})
             case "exit":
                 transport.close()
-                return 0
+                if record["failed"]:
+                    _log.warning("the job goes on with other workers; this one ends")
+                return EXIT_COORDINATOR_LOST if record["failed"] else 0
             case other:
                 raise PeerLost(f"the coordinator sent {other!r}", peer="the coordinator")

@@ -23,9 +23,18 @@ def parse_address(text: str) -> tuple[str, int]:
         ConfigError: The text is not of that form.
     """
     host, colon, port = text.rpartition(":")
-    host = host.strip("[]")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ConfigError(f"{text!r} is no address; write HOST:PORT, as in 127.0.0.1:29500")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if (
+        not colon
+        or not host
+        or (":" in host) is not bracketed
+        or not port.isdecimal()
+        or not 0 <= int(port) < 65536
+    ):
+        raise ConfigError(
+            f"{text!r} is no address; write HOST:PORT, as in 127.0.0.1:29500 or [::1]:29500"
+        )
     return host, int(port)
 
 
@@ -43,11 +52,11 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     Raises:
         ConfigError: This process cannot listen there.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=128)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=128)
     except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+        raise ConfigError(f"cannot listen at {joined(host, port)}: {error}") from error
     with listener:
         yield listener
 
@@ -56,26 +65,45 @@ def interface_of(host: str) -> str:
     """Name of the network interface that has an address, for torch's TP_SOCKET_IFNAME.
 
     Args:
-        host: Numeric address of this machine.
+        host: Numeric address of this machine; of a link-local one with its scope, ``fe80::1%eth0``.
 
     Raises:
         ConfigError: No interface of this machine has the address.
     """
-    if ipaddress.ip_address(host).is_loopback:
+    address = ipaddress.ip_address(host)
+    if address.is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
+    has = _has_ipv4 if isinstance(address, ipaddress.IPv4Address) else _has_ipv6
+    for _, name in socket.if_nameindex():
+        if has(name, address.packed):
+            return name
+    raise ConfigError(f"no network interface of this machine has the address {host}")
+
+
+def _has_ipv4(interface: str, packed: bytes) -> bool:
+    """Whether an interface has an IPv4 address, given as 4 bytes."""
     import fcntl  # not on every platform; only addresses other than loopback need it
 
     get_interface_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), get_interface_address, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == host:
-                return name
-    raise ConfigError(f"no network interface of this machine has the address {host}")
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer: bytes = fcntl.ioctl(probe.fileno(), get_interface_address, request)
+        except OSError:
+            return False  # an interface without an IPv4 address
+        return answer[20:24] == packed
+
+
+def _has_ipv6(interface: str, packed: bytes) -> bool:
+    """Whether an interface has an IPv6 address, given as 16 bytes."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return False
+    return any(
+        bytes.fromhex(fields[0]) == packed and fields[-1] == interface
+        for fields in map(str.split, lines)
+    )
 
 
 def interface_towards(address: str) -> str:
@@ -86,11 +114,17 @@ def interface_towards(address: str) -> str:
     """
     host, port = parse_address(address)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
             return interface_of(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(f"{address} cannot be reached from here: {error}") from error
+
+
+def joined(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, with an IPv6 address in square brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def boot_id() -> str:

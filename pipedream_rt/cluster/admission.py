@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from pipedream_rt.cluster.addresses import boot_id
 from pipedream_rt.cluster.control import VERSION, Control, Record
@@ -11,7 +12,21 @@ from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, prove, sessio
 from pipedream_rt.cluster.members import Member
 
 
-def reason_to_refuse(hello: Record, asked: bytes, secret: bytes, members: Iterable[Member]) -> str:
+class Refusal(NamedTuple):
+    """Why a worker cannot become a member.
+
+    Attributes:
+        reason: The reason in words.
+        passing: Whether the reason may pass, so that the worker may try again later.
+    """
+
+    reason: str
+    passing: bool = False
+
+
+def refusal_of(
+    hello: Record, asked: bytes, secret: bytes, members: Iterable[Member]
+) -> Refusal | None:
     """Why a worker cannot become a member.
 
     Args:
@@ -21,32 +36,37 @@ def reason_to_refuse(hello: Record, asked: bytes, secret: bytes, members: Iterab
         members: The workers that are members already.
 
     Returns:
-        The reason in words; empty if the worker can become a member.
+        The refusal; None if the worker can become a member.
     """
     if hello.get("version") != VERSION:
-        return f"it speaks protocol {hello.get('version')}, the coordinator {VERSION}"
+        return Refusal(f"it speaks protocol {hello.get('version')}, the coordinator {VERSION}")
     answer, shown = hello.get("nonce"), hello.get("proof")
     if not isinstance(answer, bytes) or not isinstance(shown, bytes):
-        return "it shows no proof of the job's secret"
+        return Refusal("it shows no proof of the job's secret")
     if not hmac.compare_digest(prove(secret, asked, answer, hello), shown):
-        return "it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET"
+        return Refusal("it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET")
     name = str(hello.get("name"))
     twin = next((member for member in members if member.name == name), None)
     if twin is not None:
-        return f"the name {name!r} is taken by {twin.description}; give each worker its own"
-    return ""
+        reason = f"the name {name!r} is taken by {twin.description}; give each worker its own"
+        return Refusal(reason, passing=True)
+    return None
 
 
 def admit(control: Control, hello: Record, asked: bytes, secret: bytes) -> Member:
-    """Make a worker a member; all further records of its connection are signed.
+    """Tell a worker that it is a member; all further records of its connection are signed.
 
     Args:
         control: The connection.
-        hello: What the worker has said of itself; `reason_to_refuse` has found no reason.
+        hello: What the worker has said of itself; `refusal_of` has found no reason.
         asked: The nonce of the call that it answers.
         secret: The secret of the job.
+
+    Raises:
+        PeerLost: The worker is gone.
     """
     name = str(hello.get("name"))
+    control.send({"type": "admitted"})
     control.peer = f"worker {name!r}"
     control.secure(session_key(secret, asked, hello["nonce"]), COORDINATOR_END, WORKER_END)
     same_clock = hello.get("boot") == boot_id() != ""

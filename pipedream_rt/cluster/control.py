@@ -3,16 +3,17 @@
 It carries small msgpack records, each behind its length. The connection is also the sign of life:
 however a process dies, the kernel closes its end, and the other side reads the end of file at once.
 
-Every record after the hello is signed with a key that is made of the job's secret and of the nonces
-of both sides (see `pipedream_rt.cluster.keys`). So each side knows that the other knows the secret,
-and nobody in between can insert, repeat or leave out a record. The secret itself is never sent over
-a network: only a worker that inherits its connection gets it, with the call.
+Every record after the answer to the hello is signed with a key that is made of the job's secret and
+of the nonces of both sides (see `pipedream_rt.cluster.keys`). So each side knows that the other
+knows the secret, and nobody in between can insert, repeat or leave out a record. The secret itself
+is never sent over a network: only a worker that inherits its connection gets it, with the call.
 
     coordinator                     worker
     call            ->              a nonce (the worker is light: it has not imported torch yet)
                     <- hello        name, pid, host, boot, version, a nonce, proof of the secret
+    refused reason  ->              the worker ends, or tries again later; or
+    admitted        ->              the worker imports torch
                     <- ready        the worker has imported torch
-    refused reason  ->              the worker ends; or
     welcome         ->              a nonce for a key, rank, names, ...; both build an RPC agent
                     <- address      where the worker's RPC agent listens
     addresses       ->              of all processes; every process calls every other
@@ -27,7 +28,8 @@ a network: only a worker that inherits its connection gets it, with the call.
                     <- clock        the worker's monotonic clock, in nanoseconds
     stop            ->              the worker's stages end the action at hand
                     <- stopped      the worker's stages compute no more
-    exit            ->              the worker leaves the RPC group and ends
+    exit failed     ->              the worker leaves the RPC group and ends; whether the job goes
+                                    on with others
 """
 
 from __future__ import annotations
@@ -48,14 +50,18 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.transport.signing import DIGEST, proof
 
-VERSION = 4
+VERSION = 5
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1
 """Exit code of a worker that was refused or could not join."""
 
 EXIT_COORDINATOR_LOST = 3
-"""Exit code of a worker whose coordinator died."""
+"""Exit code of a worker whose coordinator died, or whose job goes on with other workers."""
+
+EXIT_AGAIN = -1
+"""What the life of a worker returns if its job ended before it began: with ``--persist`` the worker
+tries again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""
 
 _LENGTH = struct.Struct("!I")
 _LARGEST = 1 << 20
@@ -276,22 +282,11 @@ class Control:
         expected = proof(key, name, self._received.to_bytes(8, "big"), data[DIGEST:])
         if not hmac.compare_digest(expected, data[:DIGEST]):
             raise TransportError(
-                self._refusal(data)
-                or f"{self.peer} does not know the secret of this job; give both sides the same "
+                f"{self.peer} does not know the secret of this job; give both sides the same "
                 "PIPEDREAM_RT_SECRET"
             )
         self._received += 1
         return data[DIGEST:]
-
-    def _refusal(self, data: bytes) -> str:
-        """The reason in a refusal, which is not signed since the two may not share a secret."""
-        try:
-            record = msgpack.unpackb(data)
-        except (ValueError, msgpack.UnpackException):
-            return ""
-        if not isinstance(record, dict) or record.get("type") != "refused":
-            return ""
-        return f"{self.peer} refused this process: {record.get('reason')}"
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -301,6 +296,11 @@ class Control:
 def _notice_silence(connection: socket.socket) -> None:
     """Have the kernel find out, within half a minute, that the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+    # The last one is for an end that has sent something: then the kernel sends no keep-alive, and
+    # without this option goes on sending again for a quarter of an hour.
+    options = {
+        "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000
+    }  # fmt: skip
+    for option, value in options.items():
         if hasattr(socket, option):  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

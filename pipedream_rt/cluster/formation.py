@@ -193,7 +193,33 @@ class Formation:
         return False
 
     def _hand_out(self) -> None:
-        """Hand out the addresses, once all are known."""
+        """Hand out the addresses, once all are known.
+
+        Raises:
+            RendezvousTimeout: One listens on loopback, where the others do not reach it.
+        """
         if len(self._found) == len(self._names) and not self._addresses.done():
+            self._refuse_unreachable()
             self._addresses.set_result(self._found)
             tell(self._members, {"type": "addresses", "by_name": self._found})
+
+    def _refuse_unreachable(self) -> None:
+        """Refuse a member that listens on loopback while others listen elsewhere.
+
+        Raises:
+            RendezvousTimeout: There is one.
+        """
+        inside = [name for name, address in self._found.items() if _is_loopback(address)]
+        if inside and len(inside) < len(self._found):
+            raise RendezvousTimeout(
+                f"{', '.join(map(repr, inside))} of the group cannot be reached from other "
+                f"machines: the addresses are {self._found}; start such a worker with --bind and a "
+                "network interface that has an address",
+                missing=len(inside),
+            )
+
+
+def _is_loopback(url: str) -> bool:
+    """Whether an address of TensorPipe, as ``uv://127.0.0.1:40000``, is on loopback."""
+    host = url.rpartition("/")[2].rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(host).is_loopback

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
-from pipedream_rt.cluster.addresses import listening, parse_address
+from pipedream_rt.cluster.addresses import joined, listening, parse_address
 from pipedream_rt.cluster.base import Cluster, Fail
 from pipedream_rt.cluster.environment import (
     LISTEN_FD,
@@ -112,7 +112,9 @@ def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
         raise ConfigError(f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}')
     address, secret = parse_address(workers), secret_of_environment()
     with listening(*address) as listener:
-        return ProcessCluster(plan, listener=listener, secret=secret, **common)
+        host, port = listener.getsockname()[:2]
+        command = f"pipedream-rt worker {joined(host, port)} --name NAME"
+        return ProcessCluster(plan, listener=listener, secret=secret, command=command, **common)
 
 
 def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:

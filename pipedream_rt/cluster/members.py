@@ -50,6 +50,8 @@ class Member:
     @property
     def hosts(self) -> str:
         """The stages that the worker hosts, in words."""
+        if not self.stages:
+            return "no stage yet"
         numbers = ", ".join(map(str, self.stages))
         return f"stage {numbers}" if len(self.stages) == 1 else f"stages {numbers}"
 
@@ -70,7 +72,7 @@ class Member:
             + (f": {ending}" if ending else "")
             + note,
             worker=self.name,
-            stage=self.stages[0],
+            stage=self.stages[0] if self.stages else None,
             doing=self.doing,
         )
         error.__cause__ = problem

@@ -49,6 +49,8 @@ class ProcessCluster:
         own: With a listener, how many workers to start here besides.
         replace: Has the launcher of workers that were started elsewhere kill them and start others;
             None where no launcher can.
+        command: The command with which the user starts a worker elsewhere, for messages; empty if
+            a launcher does that.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ProcessCluster:
         listener: socket.socket | None = None,
         own: int = 0,
         replace: Callable[[], None] | None = None,
+        command: str = "",
     ) -> None:
         """Start or await the workers and form a group with them; after an error nothing is left.
 
@@ -81,11 +84,12 @@ class ProcessCluster:
         self._fail = fail
         self._secret = secret
         self._replace = replace
+        self._killed = False
         self._rpc: RpcTransport | None = None
         self._local = LocalWorkers(threads, forks)
-        rendezvous = Rendezvous(plan, self._local, secret)
+        rendezvous = Rendezvous(plan, self._local, secret, command)
         self._members = rendezvous.members
-        self._watch = Watch(self._members, self._local, fail, heartbeat)
+        self._watch = Watch(self._members, self._local, fail, heartbeat, command)
         try:
             deadline = Deadline(start_timeout)
             count = plan.workers if listener is None else own
@@ -144,7 +148,7 @@ class ProcessCluster:
 
     def kill(self) -> None:
         """See `Cluster.kill`."""
-        self._watch.ending = True
+        self._watch.ending = self._killed = True
         for process in self._local.processes.values():
             process.kill()
         self._watch.stop_waiting()
@@ -166,7 +170,7 @@ class ProcessCluster:
             steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
             for control in (*(m.control for m in self._members), *self._local.controls.values()):
                 steps.callback(control.close)
-            steps.callback(tell, self._members, {"type": "exit"})
+            steps.callback(tell, self._members, {"type": "exit", "failed": self._killed})
             if self._rpc is not None:
                 steps.callback(self._rpc.close)
             steps.callback(self._watch.end)

@@ -8,19 +8,13 @@ import selectors
 import socket
 from contextlib import suppress
 
-from pipedream_rt.cluster.admission import admit, process_of, reason_to_refuse
+from pipedream_rt.cluster.admission import Refusal, admit, process_of, refusal_of
 from pipedream_rt.cluster.control import Control, Record
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, natural
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import (
-    MessageTimeout,
-    PeerLost,
-    RendezvousTimeout,
-    TransportError,
-    WorkerLost,
-)
+from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 
 _log = logging.getLogger(__name__)
@@ -40,14 +34,16 @@ class Rendezvous:
         plan: How many workers are needed, and which stages each hosts.
         local: The workers that were started here, which come over inherited connections.
         secret: The secret of the job.
+        command: The command that starts a worker elsewhere, for messages.
 
     Attributes:
         members: The workers that have come so far. Whoever made the rendezvous closes their
             connections, also after an error.
     """
 
-    def __init__(self, plan: Plan, local: LocalWorkers, secret: bytes) -> None:
+    def __init__(self, plan: Plan, local: LocalWorkers, secret: bytes, command: str = "") -> None:
         """Call nobody yet."""
+        self._command = command or "pipedream-rt worker HOST:PORT --name NAME"
         self.members: list[Member] = []
         self._plan = plan
         self._local = local
@@ -72,7 +68,7 @@ class Rendezvous:
                 if listener is not None:
                     listener.setblocking(False)
                     selector.register(listener, selectors.EVENT_READ)
-                while len(self.members) < self._plan.workers:
+                while not self._complete:
                     self._attend(selector, listener, deadline)
             finally:
                 for control in self._asked:
@@ -81,7 +77,16 @@ class Rendezvous:
         self.members.sort(key=lambda member: natural(member.name))
         for worker, member in enumerate(self.members):
             member.stages = self._plan.stages_of(worker)
-            self._expect_ready(member, deadline)
+
+    @property
+    def _full(self) -> bool:
+        """Whether as many workers have come as there are to be."""
+        return len(self.members) == self._plan.workers
+
+    @property
+    def _complete(self) -> bool:
+        """Whether all members have come and have imported torch, so that forming is quick."""
+        return self._full and all(member.ready for member in self.members)
 
     def _call_local(self, selector: selectors.BaseSelector) -> None:
         """Call the workers that were started here; their calls carry the secret."""
@@ -92,10 +97,11 @@ class Rendezvous:
     def _attend(
         self, selector: selectors.BaseSelector, listener: socket.socket | None, deadline: Deadline
     ) -> None:
-        """Wait until something comes; take connections, and read hellos while members are missing.
+        """Wait until something comes; take connections, and read what workers say.
 
         Raises:
             RendezvousTimeout: Nothing came in time.
+            WorkerLost: A worker that was started here ended before it joined.
         """
         ready = selector.select(deadline.remaining_s())
         if not ready:
@@ -103,8 +109,10 @@ class Rendezvous:
         for key, _ in ready:
             if key.fileobj is listener:
                 self._accept(listener, selector)
-            elif len(self.members) < self._plan.workers and key.fileobj in self._asked:
+            elif key.fileobj in self._asked:
                 self._hear(key.fileobj, selector)
+            elif key.data is not None:
+                self._hear_member(key.data, selector)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         """Take a connection, call it, and drop the oldest stranger where there are too many."""
@@ -151,11 +159,41 @@ class Rendezvous:
         if hello is None:
             return
         nonce = self._forget(control, selector)
-        reason = reason_to_refuse(hello, nonce, self._secret, self.members)
-        if reason:
-            self._refuse(control, hello, reason)
-        else:
-            self.members.append(admit(control, hello, nonce, self._secret))
+        refusal = refusal_of(hello, nonce, self._secret, self.members)
+        if refusal is None and self._full:
+            refusal = Refusal(f"the job has its {self._plan.workers} workers", passing=True)
+        if refusal is not None:
+            self._refuse(control, hello, refusal)
+            return
+        try:
+            member = admit(control, hello, nonce, self._secret)
+        except PeerLost as error:
+            control.close()
+            self._note_end(control, error)
+            return
+        self.members.append(member)
+        selector.register(control, selectors.EVENT_READ, member)
+
+    def _hear_member(self, member: Member, selector: selectors.BaseSelector) -> None:
+        """Read whether a member has imported torch; a member that is gone makes room for another.
+
+        Raises:
+            WorkerLost: The connection of a worker that was started here has ended.
+        """
+        try:
+            records = member.control.receive_all()
+        except TransportError as error:
+            selector.unregister(member.control)
+            self.members.remove(member)
+            member.control.close()
+            if self._local.name_of(member.control) is not None:
+                raise member.lost(self._local.ending(member.name), error) from error
+            _log.warning(
+                "worker %r (%s) left before all had come: %s; waiting for it or for another",
+                member.name, member.description, error,
+            )  # fmt: skip
+            return
+        member.ready = member.ready or any(record["type"] == "ready" for record in records)
 
     def _note_end(self, control: Control, error: TransportError) -> None:
         """Note that a connection ended without a hello, which only a stranger's may do.
@@ -173,28 +211,14 @@ class Rendezvous:
             ) from error
         _log.warning("a connection that is no worker was dropped: %s", error)
 
-    def _refuse(self, control: Control, hello: Record, reason: str) -> None:
+    def _refuse(self, control: Control, hello: Record, refusal: Refusal) -> None:
         """Tell a worker why it cannot become a member, and close its connection."""
         name, process = str(hello.get("name")), process_of(hello)
-        _log.warning("refused worker %r (%r): %s", name, process, reason)
+        level = logging.INFO if self._full else logging.WARNING
+        _log.log(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):
-            control.send({"type": "refused", "reason": reason})
+            control.send({"type": "refused", **refusal._asdict()})
         control.close()
-
-    def _expect_ready(self, member: Member, deadline: Deadline) -> None:
-        """Wait until a member has imported torch, after which forming the group is quick.
-
-        Raises:
-            RendezvousTimeout: It did not become ready in time.
-            WorkerLost: Its connection ended.
-        """
-        try:
-            record = member.control.receive(deadline)
-        except MessageTimeout:
-            raise self._missing(deadline) from None
-        except PeerLost as error:
-            raise member.lost(self._local.ending(member.name), error) from error
-        member.ready = record["type"] == "ready"
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
         """Make the error that says which workers did not join in time."""
@@ -211,7 +235,7 @@ class Rendezvous:
             f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}; start them with "
-            "`pipedream-rt worker HOST:PORT --name NAME`, or give Pipeline "
+            f"`{self._command}`, or give Pipeline "
             "timeouts=Timeouts(start=...) with more time",
             missing=missing,
         )

@@ -7,6 +7,7 @@ all of them the same secret.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipedream_rt.cluster.addresses import interface_towards, listening
+from pipedream_rt.cluster.addresses import interface_towards, joined, listening
 from pipedream_rt.cluster.base import Cluster
 from pipedream_rt.cluster.environment import read_secret, secret_of_environment, secret_pipe
 from pipedream_rt.cluster.keys import NONCE
@@ -58,14 +59,14 @@ def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
     key = f"pipedream-rt/{attempt}/{common['generation']}"
     deadline = Deadline(common["start_timeout"])
     if rank == 0:
-        with listening(_own_address(), 0) as listener:
-            host, port = listener.getsockname()[:2]
+        with listening(_own_host(), 0) as listener:
+            port = listener.getsockname()[1]
             secret = (
                 _hand_over(store, key, world - 1, deadline)
                 if _agrees_by_itself()
                 else secret_of_environment()
             )
-            store.set(key, f"{host}:{port}")
+            store.set(key, str(port))
             return ProcessCluster(plan, listener=listener, own=own, secret=secret, **common)
     _join_rank_0(store, key, rank, common["threads"], deadline)
     raise AssertionError("execv does not return")
@@ -172,9 +173,32 @@ def _is_ours(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
-def _own_address() -> str:
-    """Address of this machine that the other ranks reach: the one that torchrun was given."""
-    return socket.gethostbyname(os.environ["MASTER_ADDR"])
+def _own_host() -> str:
+    """Address of this machine at which rank 0 listens for the other ranks.
+
+    That is the one that torchrun was given; but where the name of this machine stands for loopback
+    here, as Debian has it, while other machines are to come, every address of this machine.
+    """
+    host = _host_of_rank_0()
+    if _is_one_machine() or not ipaddress.ip_address(host).is_loopback:
+        return host
+    return "::" if ":" in host else "0.0.0.0"
+
+
+def _host_of_rank_0() -> str:
+    """Numeric address of the machine of rank 0, as this machine looks it up.
+
+    Raises:
+        ConfigError: The name that torchrun was given is unknown here.
+    """
+    name = os.environ["MASTER_ADDR"]
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {name!r}, which this machine cannot look up: {error}; give torchrun "
+            "an --rdzv-endpoint and a --local-addr that all machines know"
+        ) from error
 
 
 def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int, deadline: Deadline) -> None:
@@ -186,7 +210,7 @@ def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int, deadline:
     try:
         by_itself = _agrees_by_itself()
         secret = _be_handed(store, key, deadline) if by_itself else secret_of_environment()
-        address = store.get(key).decode()
+        address = joined(_host_of_rank_0(), int(store.get(key)))
     except dist.DistStoreError as error:
         raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
     _become_worker(address, rank, threads, secret)

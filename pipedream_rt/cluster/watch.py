@@ -34,12 +34,20 @@ class Watch:
         local: The workers that were started here, which says how one of them has ended.
         fail: Called with a `WorkerLost` when a worker is lost, on the thread of the watch.
         heartbeat: How long a worker may be silent.
+        command: The command that starts a worker elsewhere, for messages; empty if the user starts
+            none by hand.
     """
 
     def __init__(
-        self, members: Sequence[Member], local: LocalWorkers, fail: Fail, heartbeat: timedelta
+        self,
+        members: Sequence[Member],
+        local: LocalWorkers,
+        fail: Fail,
+        heartbeat: timedelta,
+        command: str = "",
     ) -> None:
         """Start no thread yet."""
+        self._command = command
         self._members = members
         self._local = local
         self._fail = fail
@@ -128,6 +136,11 @@ class Watch:
             problem: The error by which the loss was noticed; None for the end of the connection.
             note: Text to add to the message.
         """
+        if self._command and member.name not in self._local.processes:
+            note += (
+                "; it was started elsewhere: with --persist it comes back by itself as long as its "
+                f"process lives, otherwise start it there again with `{self._command}`"
+            )
         return member.lost(self._local.ending(member.name), problem, note)
 
     def name_loss(self, error: PipelineError) -> PipelineError:

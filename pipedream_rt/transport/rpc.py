@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -132,9 +133,13 @@ class Directory(dist.Store):
         """Return a name, or an address once all are known."""
         if key in self._names:
             return self._names[key].encode()
+        return self.address_of(key.removeprefix("addrs/")).encode()
+
+    def address_of(self, name: str) -> str:
+        """Return the address of a process once all are known, as ``uv://10.0.0.1:40000``."""
         if self._addresses is None:
             self._addresses = self._gather()
-        return self._addresses[key.removeprefix("addrs/")].encode()
+        return self._addresses[name]
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
         """Agree to what the agent sets: that the group is static."""
@@ -212,17 +217,40 @@ class RpcTransport:
         install(Signer(group.key, group.generation, group.rank))
         # torch's engine asks distributed autograd for a context at every hand-over.
         dist_autograd._init(group.rank)
-        with _listening_on(group.interface):
-            agent = rpc.TensorPipeAgent(
-                directory, group.names[group.rank], group.rank, world, options, {}, []
-            )
         with self._lock:
             if not self._life.is_open:  # `close` was called meanwhile: no agent may stay behind
                 raise PipelineError("the transport was closed while it joined the group")
             # The reference is kept because the agent calls the directory as long as it lives.
             self._directory = directory
-            rpc.api._init_rpc_states(agent)
+            # torch asks for the interface when the agent starts, which is in `_init_rpc_states`.
+            with _listening_on(group.interface):
+                agent = rpc.TensorPipeAgent(
+                    directory, group.names[group.rank], group.rank, world, options, {}, []
+                )
+                rpc.api._init_rpc_states(agent)
+        self._refuse_without_route(directory)
         self._call_everybody(deadline)
+
+    def _refuse_without_route(self, directory: Directory) -> None:
+        """Refuse a peer to whose address this machine has no route.
+
+        TensorPipe would abort the process when it connects there.
+
+        Raises:
+            RendezvousTimeout: A peer's address has no route.
+        """
+        mine = self._group.names[self._group.rank]
+        for name in self._group.names:
+            address = directory.address_of(name)
+            try:
+                _require_route(address)
+            except OSError as error:
+                raise RendezvousTimeout(
+                    f"{mine!r} has no route to {name!r} at {address}: {error.strerror}; all "
+                    "workers must reach each other and the coordinator, so --bind must name an "
+                    "interface of a network that all of them share",
+                    missing=1,
+                ) from error
 
     def _call_everybody(self, deadline: Deadline) -> None:
         """Call every peer once, which opens the connections.
@@ -385,6 +413,22 @@ def _listening_on(interface: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _require_route(url: str) -> None:
+    """Find out whether this machine has a route to an address of TensorPipe. Sends nothing.
+
+    Args:
+        url: The address, as ``uv://10.0.0.1:40000`` or ``uv://[fd00::1]:40000``.
+
+    Raises:
+        OSError: There is none.
+    """
+    host, _, port = url.rpartition("/")[2].rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
 
 
 @contextmanager

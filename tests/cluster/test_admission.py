@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from pipedream_rt.cluster.addresses import boot_id
-from pipedream_rt.cluster.admission import admit, process_of, reason_to_refuse
+from pipedream_rt.cluster.admission import admit, process_of, refusal_of
 from pipedream_rt.cluster.control import VERSION, Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
 from pipedream_rt.cluster.members import Member
@@ -28,19 +28,20 @@ def pair():
 
 
 def test_a_worker_that_knows_the_secret_is_not_refused():
-    assert reason_to_refuse(hello(), ASKED, SECRET, []) == ""
+    assert refusal_of(hello(), ASKED, SECRET, []) is None
 
 
 def test_another_version_of_the_protocol():
-    reason = reason_to_refuse(hello(version=1), ASKED, SECRET, [])
+    reason, passing = refusal_of(hello(version=1), ASKED, SECRET, [])
+    assert not passing
     assert reason == f"it speaks protocol 1, the coordinator {VERSION}"
 
 
 @pytest.mark.parametrize("field", ["nonce", "proof"])
 @pytest.mark.parametrize("value", [None, "text", 7])
 def test_no_proof(field, value):
-    reason = reason_to_refuse({**hello(), field: value}, ASKED, SECRET, [])
-    assert reason == "it shows no proof of the job's secret"
+    refusal = refusal_of({**hello(), field: value}, ASKED, SECRET, [])
+    assert refusal.reason == "it shows no proof of the job's secret"
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,15 @@ def test_no_proof(field, value):
     ids=["secret", "call", "name", "nonce"],
 )
 def test_a_proof_of_something_else(said):
-    assert "does not know the job's secret" in reason_to_refuse(said, ASKED, SECRET, [])
+    assert "does not know the job's secret" in refusal_of(said, ASKED, SECRET, []).reason
 
 
 def test_a_name_that_is_taken(pair):
     members = [Member("w", "pid 1 on there", pair[0])]
-    reason = reason_to_refuse(hello(), ASKED, SECRET, members)
+    reason, passing = refusal_of(hello(), ASKED, SECRET, members)
+    assert passing
     assert reason == "the name 'w' is taken by pid 1 on there; give each worker its own"
-    assert reason_to_refuse(hello(name="v"), ASKED, SECRET, members) == ""
+    assert refusal_of(hello(name="v"), ASKED, SECRET, members) is None
 
 
 def test_the_connection_of_a_member_is_signed_from_then_on(pair):
@@ -71,6 +73,7 @@ def test_the_connection_of_a_member_is_signed_from_then_on(pair):
     assert (member.name, member.description) == ("w", "pid 7 on here")
     assert member.same_clock == (boot_id() != "")
     assert left.peer == "worker 'w'"
+    assert right.receive(Deadline(None)) == {"type": "admitted"}
     right.secure(session_key(SECRET, ASKED, said["nonce"]), WORKER_END, COORDINATOR_END)
     right.send({"type": "ready"})
     assert left.receive(Deadline(None)) == {"type": "ready"}

@@ -15,7 +15,7 @@ from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove,
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
+from pipedream_rt.errors import PeerLost, RendezvousTimeout, WorkerLost
 from pipedream_rt.schedules import Plan, Shape
 
 SECRET = b"the secret of the job"
@@ -32,9 +32,12 @@ def answer(control, name, secret=SECRET, ready=True):
     said = {"name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION}
     shown = prove(secret, call["nonce"], nonce, said)
     control.send({"type": "hello", **said, "nonce": nonce, "proof": shown})
-    control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
-    if ready:
-        control.send({"type": "ready"})
+    reply = control.receive(soon())
+    if reply["type"] == "admitted":
+        control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
+        if ready:
+            control.send({"type": "ready"})
+    return reply
 
 
 @contextlib.contextmanager
@@ -88,11 +91,9 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
         for name, secret in (("rogue", b"another"), ("right", SECRET)):
             with socket.create_connection(address, timeout=10) as connection:
                 control = Control(connection, "the coordinator")
-                answer(control, name, secret, ready=name == "right")
+                reply = answer(control, name, secret)
                 if name == "rogue":
-                    with pytest.raises(TransportError) as refusal:
-                        control.receive(soon())
-                    refused.append(refusal.value)
+                    refused.append(reply)
                 else:
                     done.wait(20)
 
@@ -106,7 +107,45 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
         assert [member.name for member in rendezvous.members] == ["right"]
         for member in rendezvous.members:
             member.control.close()
-    assert "does not know the job's secret" in str(refused[0])
+    assert refused[0]["type"] == "refused"
+    assert not refused[0]["passing"]
+    assert "does not know the job's secret" in refused[0]["reason"]
+
+
+@pytest.mark.threads
+def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its_name():
+    """As after a restart. A second one of a name, and one too many, may try again later."""
+    replies = []
+
+    def workers():
+        def connect():
+            connection = sockets.enter_context(socket.create_connection(address, timeout=10))
+            return connection, Control(connection, "the coordinator")
+
+        with contextlib.ExitStack() as sockets:
+            first, control = connect()
+            answer(control, "w0")
+            replies.append(answer(connect()[1], "w0"))
+            first.close()
+            answer(connect()[1], "w0", ready=False)  # so that the rendezvous does not end yet
+            last = connect()[1]
+            answer(last, "w1")
+            replies.append(answer(connect()[1], "w2"))
+            done.wait(20)
+
+    done = threading.Event()
+    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
+        with meanwhile(workers):
+            with pytest.raises(RendezvousTimeout, match=r"1 of 2 .* w0; joined: w1"):
+                rendezvous.gather(listener, soon(1))
+            done.set()
+        for member in rendezvous.members:
+            member.control.close()
+    assert [reply["passing"] for reply in replies] == [True, True]
+    assert "'w0' is taken by pid 7 on here" in replies[0]["reason"]
+    assert "the job has its 2 workers" in replies[1]["reason"]
 
 
 def test_workers_that_do_not_answer_are_named():

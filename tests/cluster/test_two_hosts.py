@@ -1,0 +1,148 @@
+"""Jobs whose workers are on two machines, which are two network namespaces."""
+
+import functools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.two_hosts import A6, CONT, KILL, STOP, A, two_hosts, why_not
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+SCRIPT = str(Path(__file__).parent.parent / "support" / "across.py")
+ADDRESS = f"{A}:29500"
+
+
+@functools.cache
+def expected(stages):
+    """The digest of the same training on threads of one process."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--workers", "in-process", "--stages", str(stages)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def hosts():
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts() as both:
+        yield both
+
+
+def script(hosts, *options, address=ADDRESS):
+    return hosts.start("a", SCRIPT, "--workers", address, *options)
+
+
+def test_faults_of_the_network_and_of_persistent_workers(hosts):
+    """A worker that joins late, a wrong secret, a cut cable, a stopped and a killed worker."""
+    rogue = hosts.worker("b", "b1", ADDRESS, "--persist", secret="another secret entirely")
+    workers = {
+        name: hosts.worker(name[0], name, ADDRESS, "--persist") for name in ("a1", "a2", "b1")
+    }
+    run = script(hosts, "--heartbeat", "3", "--pause-at", "5", "10", "15")
+    assert rogue.ended() == 1
+    assert "does not know the job's secret; give it the same PIPEDREAM_RT_SECRET" in rogue.text
+    workers["b2"] = hosts.worker("b", "b2", ADDRESS, "--persist")
+    assert run.wait_for("workers").split()[1:] == ["a1", "a2", "b1", "b2"]
+
+    run.wait_for("paused after 5")
+    hosts.cut()
+    run.go_on()
+    run.wait_for("it has been silent for")
+    threading.Event().wait(7)  # with the heartbeat, the cable is out for ten seconds
+    hosts.heal()
+    run.wait_for("recovered in")
+
+    run.wait_for("paused after 10")
+    workers["b1"].signal(STOP)
+    run.go_on()
+    line = run.wait_for("worker 'b1' (stage 2")
+    assert "is gone" in line
+    workers["b1"].signal(CONT)
+
+    run.wait_for("paused after 15")
+    workers["b2"].signal(KILL)
+    run.go_on()
+    line = run.wait_for("worker 'b2' (stage 3")
+    assert f"start it there again with `pipedream-rt worker {ADDRESS} --name NAME`" in line
+    again = hosts.worker("b", "b2", ADDRESS, "--persist")
+
+    assert run.ended() == 0, run.text
+    assert run.lines[-2] == expected(4)
+    assert run.wait_for("restarts") == "restarts 3"
+    for worker in (workers["a1"], workers["b1"], again):
+        assert worker.process.poll() is None  # it waits for the next job
+
+
+def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
+    """All of them end with the job or with its failure; others in their place go on with it."""
+    first = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
+    run = script(hosts, "--stages", "2", "--pause-at", "5", "20")
+    run.wait_for("paused after 5")
+    first[1].signal(KILL)
+    run.go_on()
+    run.wait_for("worker 'b1' (stage 1")
+    assert first[0].ended() == 3
+    assert "the job goes on with other workers; this one ends" in first[0].text
+    second = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
+    run.wait_for("paused after 20")
+    run.signal(KILL)
+    assert [worker.ended() for worker in second] == [3, 3]
+
+
+def test_addresses_of_ipv6(hosts):
+    hosts.forget("a", A, 24)
+    hosts.forget("b", "10.77.0.2", 24)
+    address = f"[{A6}]:29500"
+    workers = [hosts.worker(name[0], name, address) for name in ("a1", "b1")]
+    run = script(hosts, "--stages", "2", address=address)
+    assert run.ended() == 0, run.text
+    assert run.lines[-2] == expected(2)
+    assert [worker.ended() for worker in workers] == [0, 0]
+
+
+def test_torchrun_on_two_nodes(hosts):
+    """Two ranks on each; rank 0 starts a worker beside itself."""
+    nodes = [
+        hosts.start(
+            host, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
+            "--nproc-per-node", "2", "--master-addr", A, "--master-port", "29600", SCRIPT,
+            GLOO_SOCKET_IFNAME=f"eth{host.upper()}",
+        )
+        for rank, host in enumerate("ab")
+    ]  # fmt: skip
+    assert [node.ended() for node in nodes] == [0, 0], nodes[0].text + nodes[1].text
+    assert nodes[0].wait_for("workers").split()[1:] == ["rank-1", "rank-2", "rank-3", "worker-0"]
+    assert nodes[0].wait_for("digest") == expected(4)
+
+
+def test_what_keeps_a_worker_out_is_said_by_both_sides(hosts):
+    """Loopback, a machine that the others do not reach, no secret, nobody there, no such card."""
+    without = hosts.worker("b", "b1", ADDRESS, bind=False)
+    right = hosts.worker("a", "a1", ADDRESS)
+    run = script(hosts, "--stages", "2")
+    assert without.ended() == 1
+    assert "name its interface, as --bind ethB" in without.text
+    assert run.ended() == 9
+    assert "WorkerLost: worker 'b1' could not join: the coordinator is not on loopback" in run.text
+    assert right.ended() == 3
+
+    inside = [hosts.worker("b", "b1", ADDRESS, "--bind", "lo", bind=False),
+              hosts.worker("a", "a1", ADDRESS)]  # fmt: skip
+    run = script(hosts, "--stages", "2")
+    assert run.ended() == 9
+    assert "'b1' of the group cannot be reached from other machines" in run.text
+    assert [worker.ended() for worker in inside] == [3, 3]
+
+    assert hosts.worker("b", "b1", ADDRESS, secret=None).ended(20) == 1
+    nobody = hosts.worker("b", "b1", ADDRESS, "--timeout", "0.5")
+    away = hosts.worker("b", "b1", "192.0.2.1:29500", "--timeout", "0.5")
+    missing = hosts.worker("b", "b1", ADDRESS, "--bind", "eth7", bind=False)
+    assert (nobody.ended(), away.ended(), missing.ended()) == (1, 1, 2)
+    assert f"no coordinator listened at {ADDRESS} within 0.5 s: connection refused" in nobody.text
+    assert "within 0.5 s: network is unreachable" in away.text
+    assert "--bind 'eth7': this machine has the interfaces lo, ethB" in missing.text

@@ -1,0 +1,89 @@
+"""How a worker waits for a coordinator; the lives of whole workers are in tests/cluster."""
+
+import socket
+
+import pytest
+from pipedream_rt.workers import command
+
+from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses that a worker would make, which take no time here."""
+    found = []
+    monkeypatch.setattr(command, "_pause", found.append)
+    return found
+
+
+@pytest.fixture
+def visits(monkeypatch):
+    """What the coordinator answers, visit by visit: an error or an exit code."""
+    answers = []
+
+    def serve(control, worker):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def connect(address, timeout_s):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    monkeypatch.setattr(command, "serve", serve)
+    monkeypatch.setattr(command, "_connect", connect)
+    return answers
+
+
+def serve_at(persist, failures=0):
+    return command._serve_at("here:1", 1, persist, command._Worker("w", 1, b"s"), failures)
+
+
+def test_a_persistent_worker_without_a_place_waits_longer_each_time(pauses, visits):
+    visits += [command._NoPlace("the name 'w' is taken")] * 7 + [0]
+    assert serve_at(persist=True) == 0
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_it_goes_on_counting_in_a_new_process_image(pauses, visits):
+    visits += [0]
+    assert serve_at(persist=True, failures=3) == 0
+    assert pauses == [4]
+
+
+def test_a_worker_that_does_not_persist_ends(pauses, visits):
+    visits += [command._NoPlace("the name 'w' is taken")]
+    with pytest.raises(PipelineError, match="taken"):
+        serve_at(persist=False)
+    assert pauses == []
+
+
+def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
+    visits += [PipelineError("the coordinator refused this worker")]
+    with pytest.raises(PipelineError, match="refused"):
+        serve_at(persist=True)
+    assert pauses == []
+
+
+def test_the_arguments_of_a_new_process_image(monkeypatch):
+    given = ["w", "here:1", "--name", "w", "--secret-fd", "9", "--failures", "2", "--persist"]
+    monkeypatch.setattr("sys.argv", given)
+    again = command._again(None, 0)
+    assert again == ["here:1", "--name", "w", "--persist", "--failures", "0"]
+
+
+def test_a_coordinator_that_never_listens(pauses):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(
+        PeerLost, match=r"no coordinator listened at .* within 0.05 s: connection r"
+    ):
+        command._connect(address, 0.05)
+    assert max(pauses) <= 0.05  # no longer than is left
+
+
+def test_a_host_that_is_unknown():
+    with pytest.raises(ConfigError, match="is no host"):
+        command._connect("no such host.invalid:1", 1)
