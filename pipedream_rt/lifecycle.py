@@ -12,6 +12,7 @@ failed was ended by an error, which it keeps as the reason.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class Lifecycle:
         self._end = end
         self._lock = threading.RLock()  # a signal handler may close what is just being closed
         self._ending = False
+        self._pid = os.getpid()
         self.state = Life.OPEN
         self.reason: BaseException | None = None
 
@@ -73,8 +75,14 @@ class Lifecycle:
         """Refuse to use what is not open any more.
 
         Raises:
-            PipelineClosed: It is closed or has failed; ``__cause__`` is the error that ended it.
+            PipelineClosed: It is closed or has failed; ``__cause__`` is the error that ended it; or
+                this process is a forked child of the one that opened it.
         """
+        if os.getpid() != self._pid:
+            raise PipelineClosed(
+                f"{self._what} belongs to process {self._pid}; this one, {os.getpid()}, was forked "
+                "from it and cannot use it"
+            )
         if self.state is Life.FAILED:
             raise PipelineClosed(f"{self._what} has failed: {self.reason}") from self.reason
         if self.state is Life.CLOSED:

@@ -24,14 +24,22 @@ from pipedream_rt.cluster.launch import Workers, start_cluster
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.distributed_optimizer import (
     DistributedOptimizer,
+    GivenOptimizer,
     OptimizerArgument,
     grouped_names,
     state_by_name,
 )
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
-from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.feeder import Feeder, Prepare
+from pipedream_rt.coordinator.fingerprints import Fingerprint
 from pipedream_rt.coordinator.group import WorkerGroup
+from pipedream_rt.coordinator.identity import (
+    Identity,
+    name_of_class,
+    name_of_loss,
+    require_acceptable,
+)
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.options import (
     CheckpointOption,
@@ -39,25 +47,35 @@ from pipedream_rt.coordinator.options import (
     Timeouts,
     TraceOption,
     checkpoint_option,
+    require_choice,
     require_count,
+    require_folder,
     require_instance,
+    require_seed,
     restart_option,
     resume_option,
     trace_option,
 )
+from pipedream_rt.coordinator.preemption import Preemption
 from pipedream_rt.coordinator.recovery import Failures, Restart
 from pipedream_rt.coordinator.references import References
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.specs import pickled_specs
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
+from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.planning import refuse_shared_parameters, split_points
+from pipedream_rt.planning import (
+    refuse_loss,
+    refuse_shared_parameters,
+    refuse_unfit_plan,
+    split_points,
+)
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
@@ -85,7 +103,8 @@ class Pipeline:
         stages: The number of stages, which are then balanced by parameter count; or a list with the
             first layer, by index or name, of every stage but the first.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples;
-            it runs on the last stage. None for inference alone.
+            it runs on the last stage. If it is an ``nn.Module``, its parameters are trained with
+            the model's, see `loss_module`. None for inference alone.
         optimizer: A pair ``(class, dict of arguments)``, or an optimizer over the model's
             parameters, whose groups and state are kept. None for inference alone.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
@@ -99,7 +118,7 @@ class Pipeline:
         workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
             listens there for `pipedream-rt worker`. None: what the environment says
             (`pipedream-rt run`, torchrun), else ``"local"``.
-        seed: The seed of all random numbers that layers draw.
+        seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
         on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
@@ -113,6 +132,9 @@ class Pipeline:
         trace: A file to which `close` writes what every stage did when, or True to record it for
             `trace` alone. None: what `pipedream-rt run --trace` says, else False. Each worker
             keeps its last 131,072 actions.
+        fingerprint_every: The number of mini-batches after which a result has a fingerprint of the
+            weights and buffers behind it, so that two runs can be compared; None for never. It
+            costs the time to read all weights once.
         timeouts: How long to wait for signs of life, for answers, and for workers that join.
 
     Raises:
@@ -139,6 +161,7 @@ class Pipeline:
         checkpoint: CheckpointOption = None,
         max_restarts: int | None = None,
         trace: TraceOption = None,
+        fingerprint_every: int | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     ) -> None:
         """Check everything, then start the workers."""
@@ -146,11 +169,17 @@ class Pipeline:
         require_instance("schedule_options", schedule_options, ScheduleOptions)
         require_instance("timeouts", timeouts, Timeouts)
         require_count("threads", threads)
-        _require_loss(loss_fn, on_nan)
-        self._model = UnsplitModel(model)
+        require_seed(seed)
+        if fingerprint_every is not None:
+            require_count("fingerprint_every", fingerprint_every)
+        require_choice("on_nan", on_nan, ("raise", "ignore"))
+        refuse_loss(loss_fn)
+        self._model = UnsplitModel(model, loss_fn)
         self.plan = _plan_of(self._model, stages, schedule, micro_batches, slack, schedule_options)
-        grouped = grouped_names(optimizer, self._model.names)
+        parts = grouped_names(optimizer, self._model.names)
+        given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
+        require_folder(kept)
         makes_checkpoints = kept is not None and kept.every is not None
         failures = Failures(
             restart_option(max_restarts, default=3 if makes_checkpoints else 0), micro_batches
@@ -159,7 +188,7 @@ class Pipeline:
         traced, self._trace_path = trace_option(trace)
         spans = SPANS_KEPT if traced else 0
         specs = pickled_specs(
-            self._model.layers,
+            self._model,
             self.plan,
             loss_fn=loss_fn,
             seed=seed,
@@ -178,46 +207,73 @@ class Pipeline:
             credits = schedule_options.credits or self.plan.credits()
             has_loss = loss_fn is not None
             self._feeder = Feeder(
-                self._lease, credits=credits, has_loss=has_loss, recorder=recorder
+                self._lease,
+                credits=credits,
+                has_loss=has_loss,
+                recorder=recorder,
+                fingerprint_every=fingerprint_every,
+                refuse=given.refuse_changes,
             )
             self._epochs = Epochs(self._feeder)
-            names = list(self._model.names.values())
-            self._references = References(self._lease, self._feeder, names)
+            self._references = References(self._lease, self._feeder, self._model)
             self._checkpointer = Checkpointer(self._group, kept)
+            preemption = Preemption(kept.grace) if kept is not None and makes_checkpoints else None
             self._run_state = RunState(
-                self._lease, self._feeder, self._epochs, self._model, self._checkpointer
+                self._lease,
+                self._feeder,
+                self._epochs,
+                self._model,
+                self._checkpointer,
+                functools.partial(
+                    _identity, self._feeder, self.plan.name, seed, threads, name_of_loss(loss_fn)
+                ),
+                preemption,
             )
+            if preemption is not None:
+                self._group.at_end.append(preemption.close)
+                preemption.watch()
             self._trace = TraceCollection(self._lease, self._feeder, recorder)
             self.stages = self._references.handles()
-            if grouped is not None:
-                self.optimizer = self._references.build_optimizer(*grouped)
+            if parts is not None:
+                self.optimizer = self._references.build_optimizer(*parts)
                 brought = state_by_name(optimizer, self._model.names)
                 self._references.scatter_optimizer_state(brought)
-            if resume:
-                self._run_state.resume()
+            if resume and kept is not None:
+                self._run_state.resume(require_acceptable(kept.accept))
 
     # -- training -------------------------------------------------------------------------------
 
-    def train_epoch(self, loader: Iterable[tuple[Any, Any]]) -> Generator[StepResult, None, None]:
+    def train_epoch(
+        self, loader: Iterable[Any], *, prepare: Prepare | None = None
+    ) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader, keeping the pipe full.
 
         In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
+
+        Results come some mini-batches after their injection. After a ``break``, the mini-batches
+        from `seen` up to `step` are trained on all the same, and their results are not handed out.
 
         Args:
             loader: An iterable of pairs ``(x, y)``. The pipeline draws from it always one item
                 ahead of what is injected, neither more nor less, so that random numbers drawn by
                 the loader and by the body of the loop do not depend on timing.
+            prepare: A function that makes the pair ``(x, y)`` of an item, where the loader yields
+                something else, such as dicts. None if it yields pairs.
 
         Yields:
             The result of each mini-batch, in order; all of them before the iteration ends.
 
         Raises:
+            ConfigError: Another epoch is under way, or what the script does around the loop would
+                not reach the stages: autocast, other settings of torch, a changed optimizer.
             StageFailed: An action raised.
             WorkerLost: A worker died.
+            CheckpointError: Too many checkpoints in a row could not be written.
             Exception: The loader raised it; the results of the mini-batches before came first.
         """
         self._group.life.check()
-        yield from self._epochs.train(loader, injected=self._run_state.mini_batch_was_fed)
+        with shorter_tracebacks():
+            yield from self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
 
     def submit(self, x: Any, y: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -254,6 +310,14 @@ class Pipeline:
         return self._feeder.step
 
     @property
+    def seen(self) -> int:
+        """The number of mini-batches, of all that were injected, up to the last result seen.
+
+        It is behind `step` while results are on their way, and stays behind after a ``break``.
+        """
+        return self._epochs.seen
+
+    @property
     def epoch(self) -> int:
         """The number of the epoch under way: how many calls of `train_epoch` have ended.
 
@@ -263,11 +327,14 @@ class Pipeline:
 
     # -- evaluation and inference ---------------------------------------------------------------
 
-    def evaluate(self, loader: Iterable[tuple[Any, Any]]) -> float:
+    def evaluate(self, loader: Iterable[Any], *, prepare: Prepare | None = None) -> float:
         """Return the mean loss over a loader, in eval mode, with every update applied.
+
+        It leaves no trace: every module, the loss too, gets its mode, weights and buffers back.
 
         Args:
             loader: Yields ``(x, y)``. Nothing is trained on it.
+            prepare: A function that makes the pair of an item; None if it is one.
 
         Returns:
             The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples.
@@ -275,27 +342,34 @@ class Pipeline:
         Raises:
             ConfigError: No loss was given, or the loader is empty.
         """
-        return self._feeder.evaluate(loader)
+        with shorter_tracebacks():
+            return self._feeder.evaluate(loader, prepare)
 
-    def __call__(self, x: Any) -> Any:
-        """Run the model without gradient, with every update applied, in the mode set last.
+    def __call__(self, x: Any, *, training: bool = False) -> Any:
+        """Run the model without gradient, with every update applied, in eval mode.
 
         Args:
             x: The input of the first layer. It is not cut into micro-batches.
+            training: True to leave every module in the mode that it has in training. Dropout then
+                drops, and statistics of BatchNorm move, so this changes the run.
 
         Returns:
             The output of the last layer.
         """
-        return self._feeder.infer(x)
+        with shorter_tracebacks():
+            return self._feeder.infer(x, training=training)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Set training mode on every module, as `nn.Module.train`. Flushes the pipe."""
+        """Set the mode that every module has in training, as `nn.Module.train`. Flushes the pipe.
+
+        `evaluate` and ``pipe(x)`` use eval mode by themselves, whatever is set here.
+        """
         self.flush()
         self._group.command(CommandName.TRAINING, bool(mode))
         return self
 
     def eval(self) -> Pipeline:
-        """Set eval mode on every module, as `nn.Module.eval`. Flushes the pipe."""
+        """Train in eval mode from now on, as after `nn.Module.eval`. Flushes the pipe."""
         return self.train(False)
 
     # -- weights --------------------------------------------------------------------------------
@@ -318,9 +392,30 @@ class Pipeline:
     def module(self) -> nn.Module:
         """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
 
-        Where the pipeline was given a list of modules, this is an ``nn.Sequential`` of them.
+        Where the pipeline was given a list of modules, this is an ``nn.Sequential`` of them. What
+        is done to the copy does not reach the stages: its gradients stay None, so to clip them does
+        nothing, and an optimizer over it trains the copy alone.
+
+        Raises:
+            ConfigError: The model can be copied in no way.
         """
         return self._model.copy_with(self.state_dict())
+
+    def loss_module(self) -> nn.Module:
+        """Return a copy of the loss function with the weights of now. Flushes the pipe.
+
+        Raises:
+            ConfigError: The loss function is no ``nn.Module``.
+        """
+        return self._run_state.loss_module()
+
+    def fingerprint(self) -> Fingerprint:
+        """Return a number for the whole state, and one for each stage and weight version.
+
+        Two runs whose fingerprints have the same ``digest`` have the same weights, buffers and
+        optimizer state, bit for bit. Flushes the pipe.
+        """
+        return self._run_state.fingerprint()
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -358,7 +453,7 @@ class Pipeline:
         root = None if folder is None else Path(folder).absolute()
         return self._run_state.save(root, keep, extra)
 
-    def load(self, folder: str | os.PathLike[str]) -> Manifest:
+    def load(self, folder: str | os.PathLike[str], *, accept: Sequence[str] = ()) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
 
         With the same schedule, slack and number of stages the run that follows gives the bits of a
@@ -373,14 +468,16 @@ class Pipeline:
         Args:
             folder: The folder of a checkpoint, or of a run, whose newest whole checkpoint is then
                 loaded.
+            accept: What may differ from the script that made the checkpoint; see `Checkpoints`.
 
         Returns:
             What the checkpoint says of itself; ``extra`` in it is what `save` was given.
 
         Raises:
-            CheckpointError: No checkpoint is whole, or it is of another model; nothing was changed.
+            CheckpointError: No checkpoint is whole, or it is of another model, or the script
+                differs in what was not accepted; nothing was changed.
         """
-        return self._run_state.load(Path(folder).absolute())
+        return self._run_state.load(Path(folder).absolute(), require_acceptable(accept))
 
     def attach(self, **stateful: Any) -> None:
         """Let objects of yours go into checkpoints and come back with them.
@@ -499,11 +596,12 @@ class Pipeline:
         """Return the pipeline."""
         return self
 
-    def __exit__(self, exception_type: type[BaseException] | None, *exception: object) -> None:
+    def __exit__(self, exception_type: type[BaseException] | None, *exception: Any) -> None:
         """Close it; after Ctrl-C and the like without waiting for anything."""
         if exception_type is None:
             self.close()
             return
+        shorten(exception[0])
         try:
             self._checkpointer.abandon()
             if issubclass(exception_type, Exception):
@@ -514,12 +612,20 @@ class Pipeline:
             self._group.life.close()
 
 
-def _require_loss(loss_fn: LossFunction | None, on_nan: OnNan) -> None:
-    """Refuse a loss that cannot be called, and what cannot become of a loss."""
-    if on_nan not in ("raise", "ignore"):
-        raise ConfigError(f'on_nan must be "raise" or "ignore", not {on_nan!r}')
-    if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(f"loss_fn must be callable, not {loss_fn!r}")
+def _identity(feeder: Feeder, schedule: str, seed: int, threads: int, loss: str) -> Identity:
+    """Return what the script has given, with the optimizer of now."""
+    optimizer = feeder.optimizer
+    if optimizer is None:
+        return Identity(seed=seed, loss=loss, schedule=schedule, threads=threads)
+    return Identity(
+        seed=seed,
+        optimizer=name_of_class(optimizer.optimizer_class),
+        groups=optimizer.names(),
+        hyper_parameters=optimizer.given,
+        loss=loss,
+        schedule=schedule,
+        threads=threads,
+    )
 
 
 def _plan_of(
@@ -543,6 +649,7 @@ def _plan_of(
         credits=options.credits,
     )
     names, bounds = list(model.layers), itertools.pairwise([*points, len(model.layers)])
+    refuse_unfit_plan(model.layers, plan)
     return dataclasses.replace(plan, layers=tuple(tuple(names[a:b]) for a, b in bounds))
 
 

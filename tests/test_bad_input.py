@@ -53,7 +53,7 @@ def make(model=None, **kwargs):
         ),
         ({"timeouts": 30}, r"timeouts must be Timeouts\(...\), not 30"),
         ({"timeouts": lambda: Timeouts(start=timedelta(0))}, "timeout start must be a positive"),
-        ({"on_nan": "panic"}, 'on_nan must be "raise" or "ignore"'),
+        ({"on_nan": "panic"}, "on_nan must be 'raise' or 'ignore'"),
         ({"loss_fn": 3}, "loss_fn must be callable"),
         ({"optimizer": "adam"}, r"optimizer must be \(class, dict"),
         ({"optimizer": (nn.Linear, {})}, "no subclass of torch.optim.Optimizer"),
@@ -199,7 +199,7 @@ def test_an_error_that_does_not_pickle_still_arrives():
             raise Odd(threading.Lock())
 
     with pytest.raises(StageFailed, match="Odd: odd words") as e:
-        list(make(nn.Sequential(RaisesOdd()), stages=1).train_epoch(regression(1)))
+        list(make(nn.Sequential(nn.Linear(8, 8), RaisesOdd()), stages=1).train_epoch(regression(1)))
     assert "odd words" in str(e.value.__cause__)
 
 
@@ -218,7 +218,7 @@ def test_an_error_whose_text_cannot_be_written_still_arrives():
 
     for layer, words in ((RaisesWorse(), "Worse: "), (RaisesSurrogate(), "OSError: bad name")):
         with pytest.raises(StageFailed, match=words):
-            list(make(nn.Sequential(layer), stages=1).train_epoch(regression(1)))
+            list(make(nn.Sequential(nn.Linear(8, 8), layer), stages=1).train_epoch(regression(1)))
 
 
 def test_an_error_of_the_loss():

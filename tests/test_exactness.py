@@ -146,7 +146,8 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
         ]
         with Pipeline(
             model, stages=[2, 4], loss_fn=F.cross_entropy, optimizer=optimizer,
-            workers="in-process", checkpoint=Checkpoints(folder, every=5, resume=resume),
+            workers="in-process",
+            checkpoint=Checkpoints(folder, every=5, resume=resume, attempts=None),
             max_restarts=1,
         ) as pipe:  # fmt: skip
             losses = [r.loss for r in pipe.train_epoch(data[:until])]

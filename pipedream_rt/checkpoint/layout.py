@@ -6,6 +6,7 @@ A run's folder holds a folder for each checkpoint::
         model-00001-of-00004.safetensors ...    weights and buffers, keys of the unsplit model
         model.safetensors.index.json            which key is in which file, as in Hugging Face's
                                                 format
+        loss-00004-of-00004.safetensors         weights of a loss that has some
         optimizer-00001-of-00004.safetensors    ...  "PARAMETER/NAME" of each tensor of its state
         versions-00001-of-00004.safetensors     ...  "VERSION/PARAMETER": older weights that later
                                                 micro-batches of an asynchronous schedule read
@@ -48,7 +49,7 @@ def file_name(kind: str, stage: int, num_stages: int) -> str:
     """Name of the file with one kind of tensors of a stage.
 
     Args:
-        kind: ``"model"``, ``"optimizer"``, ``"versions"`` or ``"buffers"``.
+        kind: ``"model"``, ``"loss"``, ``"optimizer"``, ``"versions"`` or ``"buffers"``.
         stage: Index of the stage.
         num_stages: Number of stages.
     """
@@ -63,13 +64,22 @@ def files_of(folder: Path, kind: str) -> list[Path]:
 def checkpoints(root: Path) -> list[Path]:
     """List the checkpoints of a run, newest first; they are not verified.
 
+    A folder with another name, as the user's copy ``step-00000200-best``, is none.
+
     A checkpoint that was being replaced when its run died gets its name again.
 
     Args:
         root: Folder of the run.
     """
+    if not root.is_dir():
+        return []
     give_back(root)
-    return sorted(root.glob("step-[0-9]*"), key=lambda folder: folder.name, reverse=True)
+    return sorted((f for f in root.iterdir() if is_name(f.name)), key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Step of a checkpoint, by the name of its folder."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def give_back(root: Path) -> None:

@@ -15,7 +15,7 @@ from pipedream_rt.checkpoint.layout import MANIFEST
 from pipedream_rt.errors import CheckpointError, ConfigError
 
 _MAGIC = "pipedream-rt checkpoint"
-_FORMAT = 2
+_FORMAT = 3
 
 _TENSOR = 1
 """Code of msgpack's extension for tensors."""
@@ -31,7 +31,7 @@ class Manifest:
         workers: Number of workers.
         stages_per_worker: Number of stages that each worker hosts.
         per_update: Micro-batches per update.
-        groups: Plain hyper-parameters of each parameter group.
+        groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
         plain: The optimizer state that is no tensor, by parameter and name.
         extra: The user's own data.
@@ -41,6 +41,9 @@ class Manifest:
         attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
         slack: Extra warm-up forwards before each hop; empty for none.
+        identity: What a script that goes on must give again; see
+            `pipedream_rt.coordinator.identity`.
+        fingerprints: The fingerprints of each stage; see `pipedream_rt.stage.fingerprint`.
     """
 
     step: int
@@ -58,6 +61,8 @@ class Manifest:
     attached: dict[str, Any] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
     slack: list[int] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+    fingerprints: list[dict[str, Any]] = field(default_factory=list)
 
 
 def seal(manifest: Manifest) -> bytes:
@@ -120,10 +125,12 @@ def refuse_unsaveable(name: str, value: Any) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, None or a list of these, which msgpack keeps."""
+    """Whether a value is a number, a text, bytes, None, or a list or dict of these."""
     if isinstance(value, list):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str | bytes)
 
 
 def _checksum(packed: bytes) -> bytes:

@@ -10,10 +10,17 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from pipedream_rt.checkpoint.layout import MANIFEST, checkpoints, digest_of, files_of, is_name
+from pipedream_rt.checkpoint.layout import (
+    MANIFEST,
+    checkpoints,
+    digest_of,
+    files_of,
+    is_name,
+)
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
+from pipedream_rt.schedules.plan import EVERY_STAGE
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +111,8 @@ def read_stage(
         CheckpointError: A weight is missing.
     """
     buffered = set(buffers).__contains__
-    found = _tensors(folder, "model", set(weights).__contains__)
+    mine = set(weights).__contains__
+    found = _tensors(folder, "model", mine) | _tensors(folder, "loss", mine)
     missing = [key for key in weights if key not in found]
     if missing:
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
@@ -112,16 +120,18 @@ def read_stage(
         weights=found,
         optimizer=_optimizer_state(folder, parameters, plain),
         versions=_older_versions(folder, set(parameters)),
-        hidden=_tensors(folder, "buffers", buffered) | _tensors(folder, "model", buffered),
+        hidden=_tensors(folder, "buffers", buffered)
+        | _tensors(folder, "model", buffered)
+        | _tensors(folder, "loss", buffered),
     )
 
 
 def _optimizer_state(
     folder: Path, parameters: Sequence[str], plain: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state of some parameters, by parameter and name."""
-    mine = set(parameters)
-    state = {name: dict(plain[name]) for name in parameters if name in plain}
+    """Optimizer state of some parameters, by parameter and name; and that of the optimizers."""
+    mine = {*parameters, *(name for name in plain if name.startswith(EVERY_STAGE))}
+    state = {name: dict(plain[name]) for name in mine if name in plain}
     tensors = _tensors(folder, "optimizer", lambda key: key.rpartition("/")[0] in mine)
     for key, tensor in tensors.items():
         parameter, _, name = key.rpartition("/")

@@ -24,11 +24,13 @@ from pipedream_rt.checkpoint.layout import (
     give_back,
     name_of,
     size_and_digest,
+    step_of,
     sync,
 )
 from pipedream_rt.checkpoint.manifest import Manifest, is_plain, seal
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
+from pipedream_rt.schedules.plan import LOSS_LAYER
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +122,10 @@ def write_stage(
     """
     moments, plain = _tensors_and_plain(state.optimizer)
     older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
+    loss = {key: t for key, t in state.weights.items() if key.startswith(f"{LOSS_LAYER}.")}
     kinds = {
-        "model": state.weights, "optimizer": moments, "versions": older, "buffers": state.hidden
+        "model": {key: t for key, t in state.weights.items() if key not in loss},
+        "loss": loss, "optimizer": moments, "versions": older, "buffers": state.hidden,
     }  # fmt: skip
     files, weights = {}, {}
     for kind, tensors in kinds.items():
@@ -239,7 +243,7 @@ def put_aside_later(root: Path, newest: Path) -> None:
         newest: Folder of the checkpoint that was written last.
     """
     for folder in checkpoints(root):
-        if folder.name > newest.name:
+        if step_of(folder) > step_of(newest):
             aside = folder.with_name(f"abandoned-{folder.name}")
             _log.warning("the run went back: %s is put aside as %s", folder, aside.name)
             try:

@@ -63,6 +63,7 @@ class Checkpointer:
 
     Attributes:
         folder: Folder of the run; None if the script gives a folder each time.
+        keep: Number of the newest checkpoints to keep; None to keep all.
         blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
     """
 
@@ -74,8 +75,10 @@ class Checkpointer:
         group.at_end.append(lambda: (still := abandon()) and still())
         self.folder = options.path if options else None
         self._every = options.every if options else None
-        self._keep = options.keep if options else None
+        self.keep = options.keep if options else None
         self._begun: _Begun | None = None
+        self._attempts = options.attempts if options else None
+        self._failed = 0
         self.blocked_s = 0.0
 
     def due(self, step: int) -> bool:
@@ -122,10 +125,14 @@ class Checkpointer:
         self.blocked_s += time.monotonic() - start
 
     def begin_by_itself(self, manifest: Manifest, unseen: Sequence[PendingStep]) -> None:
-        """Begin a checkpoint that is due; if its folder cannot be made, log that and go on."""
+        """Begin a checkpoint that is due; if its folder cannot be made, log that and go on.
+
+        Raises:
+            CheckpointError: Too many in a row could not be written.
+        """
         assert self.folder is not None
         try:
-            self.begin(self.folder, self._keep, manifest, unseen)
+            self.begin(self.folder, self.keep, manifest, unseen)
         except CheckpointError as error:
             self._tell_of(error)
 
@@ -135,7 +142,11 @@ class Checkpointer:
         return self._begun is not None
 
     def finish_if_written(self) -> None:
-        """Finish the checkpoint that has begun, if that needs no waiting."""
+        """Finish the checkpoint that has begun, if that needs no waiting.
+
+        Raises:
+            CheckpointError: Too many in a row could not be written.
+        """
         begun = self._begun
         if begun is None or not self._group.replied(begun.position, EdgeKind.SAVED):
             return
@@ -162,6 +173,7 @@ class Checkpointer:
         start = time.monotonic()
         try:
             replies = self._group.replies(begun.position, EdgeKind.SAVED)
+            self._group.log.forget(begun.position)
             for reply in replies:
                 if isinstance(reply, str):
                     raise CheckpointError(reply)
@@ -170,14 +182,16 @@ class Checkpointer:
                 begun.manifest,
                 results=[dataclasses.asdict(p.result()) for p in begun.unseen],
             )
-            for files, plain, of_stage in replies:
+            for files, plain, of_stage, fingerprints in replies:
                 manifest.files.update(files)
                 manifest.plain.update(plain)
+                manifest.fingerprints.append(fingerprints)
                 weights.update(of_stage)
             write_manifest(begun.part.folder, manifest, weights)
             folder = begun.part.commit()
         finally:
             begun.part.abandon()
+        self._failed = 0
         log = self._group.log
         log.begin(dataclasses.replace(begun.origin, folder=folder))
         put_aside_later(begun.root, folder)
@@ -193,7 +207,17 @@ class Checkpointer:
             self._begun = None
 
     def _tell_of(self, error: CheckpointError) -> None:
-        """Log that a checkpoint which was due could not be made."""
+        """Log that a checkpoint which was due could not be made.
+
+        Raises:
+            CheckpointError: Too many in a row could not be.
+        """
+        self._failed += 1
+        if self._failed == self._attempts:
+            self._failed = 0
+            raise CheckpointError(
+                f"{self._attempts} checkpoints in a row could not be written; the last one: {error}"
+            ) from error
         origin = self._group.log.origins[-1]
         back = f"to {origin.folder}" if origin.folder else "to its start"
         _log.error("%s; the run goes on, and a recovery would go back %s", error, back)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipedream_rt.cluster.base import Reference
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.stage.optimizer import GroupSpec, Hyper, OptimizerSpec, plain_hyper
+from pipedream_rt.schedules.plan import EVERY_STAGE
+from pipedream_rt.stage.optimizer import (
+    GroupSpec,
+    Hyper,
+    OptimizerSpec,
+    own_attributes,
+    pack_group,
+    pack_hyper,
+    set_hyper,
+)
 
 
 class OptimizerLink(Protocol):
@@ -35,9 +44,26 @@ class _Link:
     names: tuple[str, ...]
 
 
+class _Placeholder(nn.Parameter):
+    """What stands for a parameter on a worker: `torch.optim.Optimizer` demands tensors."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """No gradient ever comes here.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "the parameters in pipe.optimizer live on workers, so they have no gradients to clip "
+            "or to read here; clipping by value or norm can be done by a hook of the parameter "
+            "(register_hook) or in a subclass of the optimizer"
+        )
+
+
 def _placeholder() -> Tensor:
-    """Return what stands for a parameter on a worker: `torch.optim.Optimizer` demands tensors."""
-    return nn.Parameter(torch.empty(1, 1))  # of two dimensions, since Muon accepts no others
+    """Return a placeholder, of two dimensions, since Muon accepts no others."""
+    return nn.Parameter(torch.empty(1, 1))
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -61,6 +87,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         params_rref: The references to the parameters of each group.
+        attributes: Attributes that every stage's optimizer gets after it was built.
+        given: The hyper-parameters of each group as the constructor was given them, packed.
 
     Raises:
         ConfigError: The class does not accept the arguments, or there are no parameters.
@@ -79,6 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         self._class, self._args, self._kwargs = optimizer_class, args, kwargs
         self._link: _Link | None = None
+        self.attributes: Hyper = {}
         prototype = build_prototype(
             optimizer_class,
             [
@@ -88,7 +117,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             args,
             kwargs,
         )
-        super().__init__(prototype.param_groups, prototype.defaults)
+        super().__init__(
+            [
+                {**group, "params": [_Placeholder(torch.empty(1, 1)) for _ in group["params"]]}
+                for group in prototype.param_groups
+            ],
+            prototype.defaults,
+        )
+        self._injecting = False
+        self.given = self.groups()
+        self.begin_anew()
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -118,7 +156,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 GroupSpec(names=tuple(map(name_of, references)), options=options)
                 for references, options in zip(self.params_rref, self._options, strict=True)
             ),
+            attributes=self.attributes,
         )
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group, once a pipeline uses the optimizer."""
+        names = iter(self._linked().names)
+        return [[next(names) for _ in references] for references in self.params_rref]
 
     def attach(self, pipeline: OptimizerLink, spec: OptimizerSpec) -> None:
         """Belong to a pipeline, whose stages step with this optimizer from now on.
@@ -129,18 +173,92 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._link = _Link(pipeline, tuple(n for group in spec.groups for n in group.names))
 
-    def hyper(self) -> list[Hyper]:
-        """Return the hyper-parameters of every group, as they travel with a micro-batch."""
-        return [plain_hyper(group) for group in self.param_groups]
+    def begin_anew(self) -> None:
+        """Take the groups as they are for those that the stages have."""
+        self._at_stages = [pack_group(group) for group in self.param_groups]
+        self._unpackable = [
+            {name: id(group[name]) for name in group if name not in ("params", *packed)}
+            for group, packed in zip(self.param_groups, self._at_stages, strict=True)
+        ]
+        self._changed: list[set[str]] = [set() for _ in self.param_groups]
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Do nothing but let schedulers count the update; the stages apply it.
+    def groups(self) -> list[Hyper]:
+        """Return all hyper-parameters of every group, packed by `pack_hyper`."""
+        return [pack_group(group) for group in self.param_groups]
+
+    def hyper(self) -> list[Hyper]:
+        """Return those hyper-parameters of every group that the script has ever changed, packed.
+
+        The others are left to the optimizers on the stages, which may keep values of their own in
+        their groups, such as a count of steps.
 
         Raises:
-            ConfigError: A closure was given.
+            ConfigError: One has a value that cannot be sent to the stages.
         """
-        if closure is not None:
-            raise ConfigError("a closure cannot be called on several workers; step takes none")
+        found = []
+        groups = zip(
+            self.param_groups, self._at_stages, self._unpackable, self._changed, strict=True
+        )
+        for group, before, odd, changed in groups:
+            values = {}
+            for name, value in group.items():
+                if name == "params" or odd.get(name) == id(value):
+                    continue
+                packed = pack_hyper(value, name)
+                if name in changed or name not in before or before[name] != packed:
+                    changed.add(name)
+                    values[name] = packed
+            found.append(values)
+        return found
+
+    def count_step(self) -> None:
+        """Let learning-rate schedulers see that a step was made; the pipeline calls this."""
+        self._injecting = True
+        try:
+            self.step()
+        finally:
+            self._injecting = False
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Do nothing; the stages step by themselves.
+
+        Raises:
+            ConfigError: The script has called it.
+        """
+        if not self._injecting:
+            raise ConfigError(
+                "pipe.optimizer.step() has nothing to do: every stage steps by itself once a "
+                "mini-batch is through; remove the call"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; only the constructor does.
+
+        Raises:
+            ConfigError: The stages have their optimizers already.
+        """
+        if hasattr(self, "_at_stages"):
+            raise ConfigError(
+                "the stages have built their optimizers, so no group can be added; assign a new "
+                "one: pipe.optimizer = DistributedOptimizer(cls, [{'params': [...]}, ...])"
+            )
+        super().add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Refuse a hook, which would be called in the script, where no step is made.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _no_hooks()
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Refuse a hook, which would be called in the script, where no step is made.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise _no_hooks()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: every stage begins each update without gradients."""
@@ -153,7 +271,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         link = self._linked()
         state = link.pipeline.gather_optimizer_state()
-        packed = super().state_dict()
+        packed: dict[str, Any] = super().state_dict()
+        for number, group in enumerate(packed["param_groups"]):
+            own = (v for k, v in state.items() if k.startswith(f"{EVERY_STAGE}group/{number}/"))
+            set_hyper(group, next(own, {}))
         packed["state"] = {i: state[n] for i, n in enumerate(link.names) if n in state}
         return packed
 
@@ -167,9 +288,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         link = self._linked()
         state = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
+        groups = {f"{EVERY_STAGE}group/{i}/": g for i, g in enumerate(self.groups())}
         link.pipeline.scatter_optimizer_state(
-            {name: state[i] for i, name in enumerate(link.names) if i in state}
+            {name: state[i] for i, name in enumerate(link.names) if i in state} | groups
         )
+        self.begin_anew()
 
     def _linked(self) -> _Link:
         """Return the pipeline that uses this optimizer.
@@ -180,6 +303,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._link is None:
             raise PipelineError("no pipeline uses this optimizer; assign it to pipe.optimizer")
         return self._link
+
+
+def _no_hooks() -> ConfigError:
+    """Make the error about hooks of the optimizer."""
+    return ConfigError(
+        "a hook on the steps of pipe.optimizer would be called in the script, but every stage "
+        "steps by itself; subclass the optimizer and do it in its step, or hook the parameters"
+    )
 
 
 def _as_groups(params: list[Any]) -> list[dict[str, Any]]:
@@ -232,9 +363,23 @@ OptimizerArgument = (
 """What `Pipeline` accepts: a class with keyword arguments, or an optimizer over the model."""
 
 
-def grouped_names(
-    argument: OptimizerArgument, names: dict[int, str]
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any], list[tuple[list[str], Hyper]]] | None:
+class Parts(NamedTuple):
+    """An optimizer argument taken apart.
+
+    Attributes:
+        optimizer_class: The class.
+        kwargs: Its keyword arguments.
+        groups: For each group the names of its parameters and its options.
+        attributes: Attributes that the optimizer of every stage gets after it was built.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    kwargs: dict[str, Any]
+    groups: list[tuple[list[str], Hyper]]
+    attributes: Hyper
+
+
+def grouped_names(argument: OptimizerArgument, names: dict[int, str]) -> Parts | None:
     """Check the optimizer argument of `Pipeline`, before a worker starts, and take it apart.
 
     Args:
@@ -242,24 +387,88 @@ def grouped_names(
         names: Name of each trainable parameter of the model by its ``id``.
 
     Returns:
-        The class, its keyword arguments, and for each group the names of its parameters and its
-        options; None without an optimizer.
+        Its parts; None without an optimizer.
 
     Raises:
         ConfigError: The argument is no optimizer, or not one over this model's parameters.
     """
     if argument is None:
         return None
+    if not names:
+        raise ConfigError(
+            "no parameter of the model requires a gradient, so an optimizer has nothing to step; "
+            "unfreeze some, or pass optimizer=None for inference alone"
+        )
     if isinstance(argument, torch.optim.Optimizer):
-        return type(argument), {}, [_named_group(g, names) for g in argument.param_groups]
+        return _parts_of(argument, names)
     if not isinstance(argument, Sequence) or len(argument) != 2:
         raise ConfigError(
             "optimizer must be (class, dict of its arguments) or a torch optimizer over the "
             f"model's parameters, not {argument!r}"
         )
     optimizer_class, kwargs = argument
+    if not isinstance(kwargs, dict):
+        raise ConfigError(f"the arguments of the optimizer must be a dict, not {kwargs!r}")
+    if groups := [name for name in ("params", "param_groups") if name in kwargs]:
+        raise ConfigError(
+            f"the arguments of the optimizer have {groups[0]!r}; for parameter groups give an "
+            "optimizer over the model's parameters"
+        )
     build_prototype(optimizer_class, [{"params": [_placeholder()]}], (), kwargs)
-    return optimizer_class, dict(kwargs), [(list(names.values()), {})]
+    return Parts(optimizer_class, dict(kwargs), [(list(names.values()), {})], {})
+
+
+def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
+    """Take an optimizer of the user's apart.
+
+    Raises:
+        ConfigError: It has a hook, or a parameter that is not one of the model's; or its class
+            needs more than groups.
+    """
+    hooks = [name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value]
+    if hooks:
+        raise ConfigError(
+            f"the optimizer has hooks ({hooks[0].strip('_')}), which would be called in the "
+            "script, but every stage steps by itself; subclass it and do it in its step"
+        )
+    groups = [_named_group(g, names) for g in optimizer.param_groups]
+    like = build_prototype(
+        type(optimizer),
+        [{"params": [_placeholder() for _ in named], **options} for named, options in groups],
+    )
+    return Parts(type(optimizer), {}, groups, own_attributes(optimizer, like))
+
+
+class GivenOptimizer:
+    """The optimizer that the script gave to `Pipeline`, of which the pipeline has made its own.
+
+    A scheduler or a line that changes it later would change nothing, so that is refused.
+
+    Args:
+        argument: See `OptimizerArgument`.
+    """
+
+    def __init__(self, argument: OptimizerArgument) -> None:
+        """Note its hyper-parameters."""
+        given = argument if isinstance(argument, torch.optim.Optimizer) else None
+        self._groups = [] if given is None else given.param_groups
+        self._before = [pack_group(group) for group in self._groups]
+
+    def refuse_changes(self) -> None:
+        """Refuse to go on if the script has changed it.
+
+        Raises:
+            ConfigError: A hyper-parameter was changed.
+        """
+        for number, (group, before) in enumerate(zip(self._groups, self._before)):
+            now = pack_group(group)
+            name = next((n for n in now if n in before and now[n] != before[n]), None)
+            if name is not None:
+                raise ConfigError(
+                    f"{name!r} of group {number} was changed in the optimizer that was given to "
+                    "Pipeline; the stages step with pipe.optimizer, so change its param_groups, "
+                    "and make schedulers with it: LRScheduler(pipe.optimizer, ...)"
+                )
 
 
 def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[str, dict[str, Any]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.coordinator.checkpointer import result_of
-from pipedream_rt.coordinator.feeder import Feeder, pair_of
+from pipedream_rt.coordinator.feeder import Feeder, Prepare, pair_of
 from pipedream_rt.coordinator.loading import Loading, begin_epoch_at, between_epochs
 from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 class Epochs:
@@ -20,50 +24,82 @@ class Epochs:
 
     Attributes:
         number: Number of epochs that have ended.
+        seen: Number of the mini-batches whose results the script has been given, counted from the
+            start of the run; `Feeder.step` counts those that were injected.
     """
 
     def __init__(self, feeder: Feeder) -> None:
         """Begin with epoch 0."""
         self._feeder = feeder
-        self.number = 0
+        self.number = self.seen = 0
         self._loading: Loading | None = None
         self._last_loader: Iterable[Any] | None = None
         self._resumed: Manifest | None = None
 
     def train(
-        self, loader: Iterable[tuple[Any, Any]], injected: Callable[[], None]
+        self,
+        loader: Iterable[Any],
+        injected: Callable[[], None],
+        prepare: Prepare | None = None,
     ) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader; see `Pipeline.train_epoch`.
 
         Args:
-            loader: Yields pairs ``(x, y)``.
+            loader: Yields pairs ``(x, y)``, or what ``prepare`` makes one of.
             injected: Called after each injection of a mini-batch.
+            prepare: Makes the pair of an item; None if it is one.
 
         Yields:
             The result of each mini-batch, in order.
 
         Raises:
-            ConfigError: An item of the loader is no pair, or cannot be split.
+            ConfigError: An item of the loader is no pair, or cannot be split; or another epoch is
+                under way.
             Exception: What the loader raised, after the results of the items before it.
         """
         feeder = self._feeder
+        if self._loading is not None:
+            raise ConfigError(
+                f"epoch {self.number} is under way: an iteration over train_epoch has not ended. "
+                "Two at a time (nested, or in zip) would mix their mini-batches; end the first "
+                "one, or close it: epoch = pipe.train_epoch(...), then epoch.close()"
+            )
         self._loading = items = self._load_from(loader)
         try:
             while True:
                 while len(items.pending) >= feeder.credits:
-                    yield items.pending.popleft().result()
+                    yield self._seen(items.pending.popleft().result())
                 if not items.fetched:
                     break
-                items.pending.append(feeder.inject(*pair_of(items.fetched.pop())))
+                items.pending.append(feeder.inject(*pair_of(items.fetched.pop(), prepare)))
                 injected()
                 items.fetch()  # now, while the pipe computes, rather than after the result
             while items.pending:
-                yield items.pending.popleft().result()
+                yield self._seen(items.pending.popleft().result())
+        except GeneratorExit:
+            if items.pending:
+                _log.info(
+                    "epoch %d was left after result %d: the mini-batches up to %d are trained on, "
+                    "and their results are not handed out",
+                    self.number, self.seen - 1, feeder.step - 1,
+                )  # fmt: skip
+            raise
         finally:
             self._loading = None
             self.number += 1
+        if items.is_empty:
+            _log.warning(
+                "the loader of epoch %d yielded nothing. A generator or an iterator can be used "
+                "once: give train_epoch something that begins anew, as a list or a DataLoader",
+                self.number - 1,
+            )
         if items.error is not None:
             raise items.error
+
+    def _seen(self, result: StepResult) -> StepResult:
+        """Note that the script is given a result."""
+        self.seen = result.step + 1
+        return result
 
     def _load_from(self, loader: Iterable[Any]) -> Loading:
         """Begin an epoch over a loader, or go on at the place where a checkpoint was made."""
@@ -82,6 +118,7 @@ class Epochs:
     def resume(self, manifest: Manifest) -> None:
         """Let the next epoch go on at the place where a checkpoint was made."""
         self._resumed = manifest
+        self.seen = manifest.step - len(manifest.results)
         if manifest.place is not None:
             self.number = manifest.place["epoch"]
 

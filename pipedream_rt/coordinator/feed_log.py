@@ -45,6 +45,8 @@ class Origin:
         folder: The checkpoint that was made at this point; None for the start of the run.
         floor: The oldest weight version that a stage reads after this point; None for the one that
             the checkpoint names.
+        with_optimizer: Whether the optimizer state of the checkpoint belongs to this point; not if
+            the script has gone on with another optimizer.
         optimizer: The pickled `OptimizerSpec` that the stages had at this point; empty if none.
         training: The mode that all modules had been set to (`Module.train`); None if never.
     """
@@ -52,6 +54,7 @@ class Origin:
     position: int = 0
     folder: Path | None = None
     floor: int | None = None
+    with_optimizer: bool = True
     optimizer: bytes = b""
     training: bool | None = None
 
@@ -102,6 +105,15 @@ class FeedLog:
         first = self.origins[0].position
         while self._entries and self._entries[0].position < first:
             self._entries.popleft()
+
+    def forget(self, position: int) -> None:
+        """Forget what was fed at a position: it has left no trace, and its result was taken."""
+        later = []
+        while self._entries and self._entries[-1].position >= position:
+            entry = self._entries.pop()
+            if entry.position > position:
+                later.append(entry)
+        self._entries.extend(reversed(later))
 
     def stop(self) -> None:
         """Forget all entries, and keep none from now on."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -30,7 +30,14 @@ from pipedream_rt.messages.tree import (
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
 from pipedream_rt.schedules import COORDINATOR, EdgeKind
+from pipedream_rt.stage.fingerprint import total as combined
 from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.stage.settings import (
+    refuse_contexts,
+    refuse_no_grad,
+    refuse_other_settings,
+    settings_now,
+)
 
 
 class _Part(NamedTuple):
@@ -50,17 +57,27 @@ def _part(x: Any, y: Any) -> _Part:
     return _Part(flat_copy(x), flat_copy(y))
 
 
-def pair_of(item: Any) -> tuple[Any, Any]:
+Prepare: TypeAlias = Callable[[Any], tuple[Any, Any]]
+"""Makes the pair ``(x, y)`` of an item of a loader."""
+
+
+def pair_of(item: Any, prepare: Prepare | None = None) -> tuple[Any, Any]:
     """Return the input and the target of an item of a loader.
 
+    Args:
+        item: The item.
+        prepare: Makes the pair of it; None if it is one.
+
     Raises:
-        ConfigError: The item is no pair.
+        ConfigError: It is no pair.
     """
+    item = item if prepare is None else prepare(item)
     if isinstance(item, tuple | list) and len(item) == 2:
         return item[0], item[1]
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     raise ConfigError(
-        f"the loader must yield pairs (x, y); this item is a {type(item).__name__}{length}"
+        f"the loader must yield pairs (x, y); this item is a {type(item).__name__}{length}. Give "
+        'prepare=, which makes the pair: prepare=lambda item: (item["input_ids"], item["labels"])'
     )
 
 
@@ -72,6 +89,9 @@ class Feeder:
         credits: Number of mini-batches on their way at a time.
         has_loss: Whether the last stage computes a loss.
         recorder: Where the coordinator writes its spans; None for no trace.
+        fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
+            no fingerprints.
+        refuse: Called before every injection, to refuse what would not reach the stages.
 
     Attributes:
         credits: Number of mini-batches on their way at a time.
@@ -88,8 +108,13 @@ class Feeder:
         credits: int,
         has_loss: bool,
         recorder: Recorder | None,
+        fingerprint_every: int | None = None,
+        refuse: Callable[[], None] = lambda: None,
     ) -> None:
         """Feed nothing yet."""
+        self._fingerprint_every = fingerprint_every
+        self._refuse = refuse
+        self._settings = settings_now()
         self._lease = lease
         self._group = lease.group
         self._has_loss = has_loss
@@ -116,21 +141,37 @@ class Feeder:
         optimizer = self.optimizer
         if not self._has_loss or optimizer is None:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
+        refuse_no_grad()
+        self._refuse_what_stays_here()
+        self._refuse()
         parts, sizes = self._parts(x, y)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
         hyper = optimizer.hyper()
         pending = PendingStep(self, self.step, self._group.position, sizes)
+        every = self._fingerprint_every
+        wants_mark = every is not None and (self.step + 1) % every == 0
         with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
             for i, part in enumerate(parts):
                 number = self.step * self._per_update + i
                 start = time.monotonic_ns()
-                self._feed(Mode.TRAIN, number, part, share=sizes[i] / sum(sizes), hyper=hyper)
+                share = sizes[i] / sum(sizes)
+                marks = wants_mark and i == len(parts) - 1
+                self._feed(Mode.TRAIN, number, part, share=share, hyper=hyper, fingerprint=marks)
                 self._record(INJECTED, number, NOBODY, start, start)
-            optimizer.step()
+            optimizer.count_step()
             self.step += 1
             self.pending.append(pending)
         return pending
+
+    def _refuse_what_stays_here(self) -> None:
+        """Refuse settings and contexts of this process that would not reach the workers.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        refuse_other_settings(self._settings)
+        refuse_contexts()
 
     def _parts(self, x: Any, y: Any) -> tuple[list[_Part | None], list[int]]:
         """Cut a mini-batch into micro-batches, before any of it is sent.
@@ -160,6 +201,7 @@ class Feeder:
         *,
         share: float = 1.0,
         hyper: list[Hyper] | None = None,
+        fingerprint: bool = False,
     ) -> int:
         """Feed one micro-batch, with its target where the stages compute a loss.
 
@@ -169,6 +211,7 @@ class Feeder:
             part: The micro-batch; None for an empty one.
             share: Share of the mini-batch's samples that it has, between 0 and 1.
             hyper: Hyper-parameters of its update, by parameter group; None unless it is trained on.
+            fingerprint: Whether each stage adds a fingerprint.
 
         Returns:
             Its position.
@@ -178,11 +221,12 @@ class Feeder:
             micro_batch=number,
             mode=mode,
             empty=part is None,
+            fingerprint=fingerprint,
             hyper=hyper,
             structure=structure,
             requires_grad=[False] * len(tensors),
         )
-        if part is None or mode is Mode.INFER:
+        if part is None or not mode.has_target:
             return self._group.feed(head, tensors)
         structure, of_target = part.y
         target = Target(structure=structure, share=share)
@@ -240,11 +284,12 @@ class Feeder:
 
     # -- evaluation and inference ---------------------------------------------------------------
 
-    def evaluate(self, loader: Iterable[Any]) -> float:
+    def evaluate(self, loader: Iterable[Any], prepare: Prepare | None = None) -> float:
         """Return the mean loss over a loader; see `Pipeline.evaluate`."""
         self._group.life.check()
         if not self._has_loss:
             raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
+        self._refuse_what_stays_here()
         self.flush()
         ahead: deque[tuple[int, int]] = deque()
         losses: list[tuple[float, int]] = []
@@ -253,11 +298,12 @@ class Feeder:
             """Take the loss of the oldest micro-batch on its way."""
             position, size = ahead.popleft()
             loss = self._take_loss(position)[0].loss
+            self._group.log.forget(position)
             losses.append((loss if loss is not None else 0.0, size))
 
         try:
             for item in loader:
-                parts, sizes = self._parts(*pair_of(item))
+                parts, sizes = self._parts(*pair_of(item, prepare))
                 for part, size in zip(parts, sizes, strict=True):
                     if part is not None:
                         ahead.append((self._pass(Mode.EVALUATE, part), size))
@@ -274,10 +320,16 @@ class Feeder:
             total += loss * size
         return total / samples
 
-    def infer(self, x: Any) -> Any:
+    def infer(self, x: Any, *, training: bool) -> Any:
         """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
+        self._refuse_what_stays_here()
         self.flush()
-        return self._take_loss(self._pass(Mode.INFER, _part(x, None)))[1]
+        mode = Mode.INFER_IN_TRAINING_MODE if training else Mode.INFER
+        position = self._pass(mode, _part(x, None))
+        _, output = self._take_loss(position)
+        if mode.leaves_no_trace:
+            self._group.log.forget(position)
+        return output
 
     def _pass(self, mode: Mode, part: _Part) -> int:
         """Feed one micro-batch for evaluation or inference, and return its position."""
@@ -301,12 +353,14 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         for loss, size in zip(losses, pending.sizes, strict=True)
         if loss is not None
     )
-    oldest = min(version for loss in taken for _, version, _ in loss.trail)
+    oldest = min(version for loss in taken for _, version, *_ in loss.trail)
+    marks = [mark for *_, mark in taken[-1].trail]
     return StepResult(
         step=pending.step,
         loss=mean,
         losses=tuple(loss for loss in losses if loss is not None),
-        versions=tuple(version for _, version, _ in taken[-1].trail),
+        versions=tuple(version for _, version, *_ in taken[-1].trail),
         staleness=max(0, pending.step - oldest),
-        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns in taken[-1].trail),
+        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, _ in taken[-1].trail),
+        fingerprint=combined(marks) if all(marks) else None,
     )

@@ -72,7 +72,9 @@ Addressed = tuple[Address, Payload, tuple[Tensor, ...]]
 """The address, the payload and the tensors of a message."""
 
 
-def restore_argument(folder: Path, manifest: Manifest, floor: int | None = None) -> dict[str, Any]:
+def restore_argument(
+    folder: Path, manifest: Manifest, floor: int | None = None, with_optimizer: bool = True
+) -> dict[str, Any]:
     """Return the arguments with which a stage calls `restore_stage`.
 
     Args:
@@ -80,12 +82,14 @@ def restore_argument(folder: Path, manifest: Manifest, floor: int | None = None)
         manifest: Manifest of the checkpoint.
         floor: The oldest weight version that a stage reads after it; None for the one that the
             manifest names.
+        with_optimizer: Whether to load the optimizer state too.
     """
     return {
         "folder": str(folder),
         "step": manifest.step,
         "plain": manifest.plain,
         "floor": manifest.floor if floor is None else floor,
+        "with_optimizer": with_optimizer,
     }
 
 
@@ -136,7 +140,7 @@ class WorkerGroup:
         self.life = Lifecycle("the pipeline", self._end)
         self.at_end: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = 0
-        self._first_position = 0  # the first position that this generation was fed
+        self._turns = 0  # the number of items that this generation was fed
         self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
@@ -211,7 +215,11 @@ class WorkerGroup:
 
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
         """Feed a command as `tell` does, and wait for the replies of all stages."""
-        return self.replies(self.tell(name, argument, role))
+        position = self.tell(name, argument, role)
+        replies = self.replies(position)
+        if name.leaves_no_trace:
+            self.log.forget(position)
+        return replies
 
     def _feed(
         self, role: Role, payload: MicroBatch | Command | Target, tensors: tuple[Tensor, ...]
@@ -227,13 +235,17 @@ class WorkerGroup:
             self._send(address, entry.position, payload, tensors)
 
     def _addressed(self, entry: Entry) -> Iterator[Addressed]:
-        """Yield the messages of an item; its turn counts from the first item of this generation."""
-        role, position, payload, tensors = entry
+        """Yield the messages of an item, whose turn is the number of items before it.
+
+        That counts from the first item that this generation was fed.
+        """
+        role, _, payload, tensors = entry
         if isinstance(payload, Target):
             for stage in self.plan.exits:
                 yield stage, payload, tensors
             return
-        payload = dataclasses.replace(payload, turn=position - self._first_position)
+        payload = dataclasses.replace(payload, turn=self._turns)
+        self._turns += 1
         if role is Role.OWN:
             for stage, own in enumerate(self.plan.part(unflatten(payload.structure, tensors))):
                 structure, of_stage = flatten(own)
@@ -486,10 +498,10 @@ class WorkerGroup:
             raise PipelineClosed("the pipeline was closed")
         reception.cluster = self._cluster
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
-        self._first_position = origin.position
+        self._turns = 0
         restore = None
         if origin.folder is not None and manifest is not None:
-            restore = restore_argument(origin.folder, manifest, origin.floor)
+            restore = restore_argument(origin.folder, manifest, origin.floor, origin.with_optimizer)
         parts = zip(self.plan.edges(EdgeKind.START), self._specs, self._digests, strict=True)
         for edge, spec, digest in parts:
             start = Start(

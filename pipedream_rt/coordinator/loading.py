@@ -206,6 +206,11 @@ class Loading:
         except Exception as error:  # the user's code; raised again by `train_epoch`
             self.error = error
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the loader has ended without an item."""
+        return not self._drawn and not self.error
+
     def place(self) -> dict[str, Any]:
         """Return the place of the next item to be injected, for a `Loading` in another process."""
         ahead, now = bool(self.fetched), generators(self._loader)

@@ -7,12 +7,15 @@ torchrun set.
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
 from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
+from pipedream_rt.coordinator.identity import require_acceptable
 from pipedream_rt.errors import ConfigError
 
 
@@ -27,22 +30,36 @@ class Checkpoints:
         keep: Number of the newest checkpoints to keep; None to keep all.
         resume: Whether to go on from the newest whole checkpoint in the folder, if there is one.
             None: yes under `pipedream-rt run --resume`, and where torchrun starts a job again.
+        accept: What may differ between the script that made the checkpoint and the one that goes
+            on, of ``"seed"``, ``"optimizer"``, ``"groups"``, ``"loss"``, ``"hyper_parameters"``,
+            ``"schedule"``, ``"threads"`` and ``"torch"``. Another seed, optimizer or grouping is
+            refused otherwise, and the others are logged with both values. With another optimizer
+            accepted, its state starts empty; with other hyper-parameters, those of the script hold.
+        attempts: Number of checkpoints in a row that may fail to be written; the last of them ends
+            the loop with its `CheckpointError`. None to go on for ever.
+        grace: With ``every``, how long SIGTERM waits for a checkpoint: the run makes one after the
+            next mini-batch and ends with exit code 143, or ends without one after this time.
 
     Raises:
-        ConfigError: The folder is no path, or a number is below 1.
+        ConfigError: The folder is no path, a number is below 1, or a name is unknown.
     """
 
     folder: str | os.PathLike[str]
     every: int | None = None
     keep: int | None = 3
     resume: bool | None = None
+    accept: Sequence[str] = ()
+    attempts: int | None = 3
+    grace: timedelta = timedelta(seconds=20)
 
     def __post_init__(self) -> None:
         """Check the values."""
+        require_acceptable(self.accept)
+        require_time("the grace time of the checkpoints", self.grace)
         if not isinstance(self.folder, str | os.PathLike):
             raise ConfigError(f"the folder of the checkpoints must be a path, not {self.folder!r}")
         require_choice("resume, of the checkpoints,", self.resume, (True, False, None))
-        for name in ("every", "keep"):
+        for name in ("every", "keep", "attempts"):
             value = getattr(self, name)
             if value is not None:
                 require_count(f"{name}, of the checkpoints,", value)
@@ -78,11 +95,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         """Check the values."""
         for name in ("heartbeat", "answer", "start"):
-            value = getattr(self, name)
-            if not isinstance(value, timedelta) or value <= timedelta(0):
-                raise ConfigError(
-                    f"the timeout {name} must be a positive datetime.timedelta, not {value!r}"
-                )
+            require_time(f"the timeout {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,44 @@ def require_count(name: str, value: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+def require_seed(value: object) -> None:
+    """Refuse a seed that is no integer, which would make other random numbers in every process.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"seed must be an integer, not {value!r}")
+
+
+def require_time(name: str, value: object) -> None:
+    """Refuse an option that must be a positive time and is not.
+
+    Raises:
+        ConfigError: The value is no positive `timedelta`.
+    """
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
+
+
+def require_folder(checkpoints: Checkpoints | None) -> None:
+    """Refuse a folder for checkpoints in which none could be written.
+
+    Raises:
+        ConfigError: Checkpoints are to be made by themselves, and no file can be made there.
+    """
+    if checkpoints is None or checkpoints.every is None:
+        return
+    try:
+        checkpoints.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=checkpoints.path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"no checkpoint can be written to {checkpoints.path}: {error.strerror or error}"
+        ) from error
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

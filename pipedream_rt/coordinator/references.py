@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 
 from pipedream_rt.cluster.base import Reference
@@ -13,8 +12,10 @@ from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.planning import dumps
 from pipedream_rt.stage.optimizer import Hyper
 
 
@@ -53,15 +54,16 @@ class References:
     Args:
         lease: Keeps the workers.
         feeder: Sends the optimizer's hyper-parameters along with micro-batches, and flushes.
-        names: Names of the trainable parameters, in the order of the unsplit model.
+        model: The unsplit model, which names the trainable parameters.
     """
 
-    def __init__(self, lease: Lease, feeder: Feeder, names: list[str]) -> None:
+    def __init__(self, lease: Lease, feeder: Feeder, model: UnsplitModel) -> None:
         """Ask the workers for no reference yet."""
+        self._model = model
         self._lease = lease
         self._feeder = feeder
         self._group = lease.group
-        self._names = names
+        self._names = list(model.names.values())
         self._by_generation: dict[int, list[tuple[Reference, str]]] = {}
 
     def handles(self) -> list[StageHandle]:
@@ -96,6 +98,7 @@ class References:
         optimizer_class: type[torch.optim.Optimizer],
         kwargs: dict[str, Any],
         groups: list[tuple[list[str], Hyper]],
+        attributes: Hyper,
     ) -> DistributedOptimizer:
         """Return an optimizer over references to named parameters.
 
@@ -103,16 +106,19 @@ class References:
             optimizer_class: The class of the optimizer that every stage builds.
             kwargs: Keyword arguments of that class.
             groups: The parameter names and the options of each group.
+            attributes: Attributes that every stage's optimizer gets after it was built.
 
         Raises:
             ConfigError: The class does not accept the arguments.
         """
         by_name = {name: reference for reference, name in self.of_parameters()}
-        return DistributedOptimizer(
+        optimizer = DistributedOptimizer(
             optimizer_class,
             [{"params": [by_name[name] for name in names], **options} for names, options in groups],
             **kwargs,
         )
+        optimizer.attributes = attributes
+        return optimizer
 
     def use(self, optimizer: DistributedOptimizer) -> None:
         """Flush, and let the stages step with an optimizer from now on; its state starts empty.
@@ -133,8 +139,14 @@ class References:
             spec = optimizer.spec(lambda reference: names[id(reference)])
         except KeyError:
             raise ConfigError("the optimizer has references of another pipeline") from None
+        data, tensors = dumps(spec)
+        if name := next((self._model.names[t] for t in tensors if t in self._model.names), ""):
+            raise ConfigError(
+                f"the optimizer holds the parameter {name} in an option or an attribute; stages "
+                "would get copies of it, so keep what it needs by name or in its state"
+            )
         self._feeder.flush()
-        self._group.command(CommandName.OPTIMIZER, cloudpickle.dumps(spec))
+        self._group.command(CommandName.OPTIMIZER, data)
         optimizer.attach(self, spec)
         self._feeder.optimizer = optimizer
 

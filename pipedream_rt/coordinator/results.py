@@ -18,6 +18,9 @@ class StepResult:
         staleness: Number of updates between the oldest weight version that was read and the one
             that the gradient is applied to; 0 in schedules that flush.
         busy_s: Seconds that each stage has computed since its worker was started.
+        fingerprint: A number, in hex, for the weights that the last micro-batch read and the
+            buffers behind it, on all stages; None where the pipeline was not asked for one. Equal
+            runs have equal ones.
     """
 
     step: int
@@ -26,6 +29,7 @@ class StepResult:
     versions: tuple[int, ...]
     staleness: int
     busy_s: tuple[float, ...]
+    fingerprint: str | None = None
 
     @property
     def version(self) -> int:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from pipedream_rt.checkpoint import Manifest, checkpoints, newest_good, refuse_unsaveable, shapes
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.fingerprints import Fingerprint
 from pipedream_rt.coordinator.group import restore_argument
+from pipedream_rt.coordinator.identity import Identity
 from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.coordinator.preemption import EXIT_CODE, Preemption
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.message import CommandName
@@ -32,6 +38,8 @@ class RunState:
         epochs: Knows the place of the script in its loader.
         model: The unsplit model.
         checkpointer: Makes checkpoints.
+        identity: Returns what the script has given to `Pipeline`, with its present optimizer.
+        preemption: Says whether the script is to end after a checkpoint; None if it is never.
 
     Attributes:
         resumed: The manifest of the checkpoint from which the run goes on; None if from none.
@@ -44,8 +52,12 @@ class RunState:
         epochs: Epochs,
         model: UnsplitModel,
         checkpointer: Checkpointer,
+        identity: Callable[[], Identity],
+        preemption: Preemption | None,
     ) -> None:
         """Begin at the start of a run."""
+        self._identity = identity
+        self._preemption = preemption
         self._group = lease.group
         self._feeder = feeder
         self._epochs = epochs
@@ -53,6 +65,7 @@ class RunState:
         self._checkpointer = checkpointer
         self._floor = 0
         self._attached: dict[str, Any] = {}
+        self._with_groups = True  # whether a checkpoint's hyper-parameters are taken
         self.resumed: Manifest | None = None
 
     # -- weights --------------------------------------------------------------------------------
@@ -64,6 +77,19 @@ class RunState:
         for part in self._group.command(CommandName.STATE):
             found.update(part)
         return self._model.in_order(found)
+
+    def fingerprint(self) -> Fingerprint:
+        """Flush, and return the fingerprint of the state of now; see `Pipeline.fingerprint`."""
+        self._feeder.flush()
+        return Fingerprint.of_plain(self._group.command(CommandName.FINGERPRINT))
+
+    def loss_module(self) -> nn.Module:
+        """Flush, and return a copy of the loss function; see `Pipeline.loss_module`."""
+        self._feeder.flush()
+        found: dict[str, Any] = {}
+        for part in self._group.command(CommandName.STATE):
+            found.update(part)
+        return self._model.loss_with(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Flush, and load weights and buffers; see `Pipeline.load_state_dict`."""
@@ -91,7 +117,13 @@ class RunState:
         """Finish a checkpoint that the stages have written, and begin one if it is due.
 
         The new checkpoint is as of the mini-batch that was fed last.
+
+        Raises:
+            CheckpointError: Too many in a row could not be written.
+            SystemExit: The script was told to end; a checkpoint was made.
         """
+        if self._preemption is not None and self._preemption.noted:
+            self._end_with_checkpoint()
         checkpointer, step = self._checkpointer, self._feeder.step
         checkpointer.finish_if_written()
         if not checkpointer.due(step):
@@ -103,6 +135,23 @@ class RunState:
             _log.info("no checkpoint after step %d: the previous one is not written yet", step)
             return
         checkpointer.begin_by_itself(self._manifest(None), self._epochs.unseen())
+
+    def _end_with_checkpoint(self) -> None:
+        """Make a checkpoint as of the mini-batch that was fed last, and end the script.
+
+        Raises:
+            CheckpointError: It cannot be written.
+            SystemExit: It is written.
+        """
+        manifest, unseen = self._manifest(None), self._epochs.unseen()
+        self._feeder.flush()
+        self.finish_checkpoint()
+        assert self._checkpointer.folder is not None
+        self._checkpointer.begin(
+            self._checkpointer.folder, self._checkpointer.keep, manifest, unseen
+        )
+        _log.warning("SIGTERM: %s is written; the script ends", self._checkpointer.finish())
+        raise SystemExit(EXIT_CODE)
 
     def finish_checkpoint(self) -> None:
         """Wait, after a flush, for a checkpoint that was due; log that it cannot be written."""
@@ -124,31 +173,38 @@ class RunState:
             workers=plan.workers,
             stages_per_worker=plan.shape.stages_per_worker,
             per_update=plan.per_update,
-            groups=optimizer.hyper() if optimizer else [],
+            groups=optimizer.groups() if optimizer else [],
             extra=extra,
             floor=self._floor,
             passes=self._feeder.passes,
             place=self._epochs.place(),
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
             slack=list(plan.shape.slack),
+            identity=self._identity().plain(),
         )
 
     # -- loading --------------------------------------------------------------------------------
 
-    def load(self, path: Path) -> Manifest:
+    def load(self, path: Path, accept: Sequence[str] = ()) -> Manifest:
         """Flush, and go on from a checkpoint; see `Pipeline.load`."""
         self._group.life.check()
         found, manifest = newest_good(path)
-        self._require_fit(found, manifest)
+        self._require_fit(found, manifest, accept)
         self._warn_of_other_slack(found, manifest)
         self._feeder.flush()
         self.finish_checkpoint()
-        self._restore(found, manifest)
+        same_optimizer = "optimizer" not in accept or (
+            manifest.identity.get("optimizer") == self._identity().optimizer
+        )
+        self._restore(found, manifest, same_optimizer)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
-        here = dataclasses.replace(self._group.origin(), folder=found, floor=self._floor)
+        here = dataclasses.replace(
+            self._group.origin(), folder=found, floor=self._floor, with_optimizer=same_optimizer
+        )
         self._group.log.begin(here)
         self._count_from(manifest)
         self.resumed = manifest
+        self._with_groups = same_optimizer and not {"hyper_parameters", "groups"} & {*accept}
         self._epochs.resume(manifest)
         self.attach(**self._attached)
         return manifest
@@ -165,12 +221,12 @@ class RunState:
                 list(plan.shape.slack) or 0,
             )
 
-    def _require_fit(self, found: Path, manifest: Manifest) -> None:
+    def _require_fit(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
         """Refuse a checkpoint that does not belong to this model, optimizer and split.
 
         Raises:
             CheckpointError: The shapes of the weights, the parameter groups or the micro-batches
-                per update differ.
+                per update differ, or what `Identity.compare` refuses.
         """
         per_update, optimizer = self._group.plan.per_update, self._feeder.optimizer
         if manifest.per_update != per_update:
@@ -178,19 +234,15 @@ class RunState:
                 f"{found} was made with {manifest.per_update} micro-batches per update, this "
                 f"pipeline has {per_update}; give the same number to Pipeline"
             )
-        groups = optimizer.param_groups if optimizer else []
-        if optimizer and len(groups) != len(manifest.groups):
-            raise CheckpointError(
-                f"{found} has {len(manifest.groups)} parameter groups, the optimizer has "
-                f"{len(groups)}"
-            )
         if misfit := self._model.first_misfit(shapes(found)):
             raise CheckpointError(f"{found} was made with another model: {misfit}")
+        if optimizer:
+            self._identity().compare(manifest.identity, found, accept)
 
-    def _restore(self, found: Path, manifest: Manifest) -> None:
+    def _restore(self, found: Path, manifest: Manifest, with_optimizer: bool) -> None:
         """Let every stage load its state from a checkpoint."""
         self._floor = manifest.floor
-        argument = restore_argument(found, manifest)
+        argument = restore_argument(found, manifest, with_optimizer=with_optimizer)
         if all(self._group.command(CommandName.LOAD, argument)):
             return
         _log.warning(
@@ -200,7 +252,8 @@ class RunState:
         )
         # All stages do so, so that the result does not depend on which of them lacked one.
         self._floor = manifest.step
-        self._group.command(CommandName.LOAD, restore_argument(found, manifest, self._floor))
+        argument = restore_argument(found, manifest, self._floor, with_optimizer)
+        self._group.command(CommandName.LOAD, argument)
 
     def _count_from(self, manifest: Manifest) -> None:
         """Let the counts of steps, passes and micro-batches go on from those of a checkpoint."""
@@ -208,8 +261,11 @@ class RunState:
         number = manifest.step * self._group.plan.per_update
         self._group.next_micro_batch = self._group.next_loss = number
 
-    def resume(self) -> None:
+    def resume(self, accept: Sequence[str]) -> None:
         """Load the newest whole checkpoint of the run; without any, begin at the start.
+
+        Args:
+            accept: What may differ; see `Checkpoints`.
 
         Raises:
             CheckpointError: There are checkpoints, and none of them can be loaded.
@@ -220,7 +276,7 @@ class RunState:
             _log.warning("there is no checkpoint in %s yet; the run begins at its start", folder)
             return
         with self._group.life.guard():
-            self.load(folder)
+            self.load(folder, accept)
         _log.warning("the run goes on after step %d of %s", self._feeder.step, folder)
 
     # -- what the user attaches -----------------------------------------------------------------
@@ -237,7 +293,7 @@ class RunState:
             if name in back:
                 value.load_state_dict(back[name])
         self._attached.update(stateful)
-        if resumed is not None and at_once:
+        if resumed is not None and at_once and self._with_groups:
             groups = self._feeder.optimizer.param_groups if self._feeder.optimizer else []
             for group, saved in zip(groups, resumed.groups):
                 set_hyper(group, saved)

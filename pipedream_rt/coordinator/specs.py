@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import cloudpickle
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import Layers
-from pipedream_rt.schedules import Plan
-from pipedream_rt.stage.spec import LossFunction, OnNan, StageSpec
+from pipedream_rt.planning import dumps, foreign, gradient_hooks, shared_buffers, why_unpicklable
+from pipedream_rt.schedules import Kind, Plan
+from pipedream_rt.schedules.plan import LOSS_LAYER
+from pipedream_rt.stage.settings import settings_now
+from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
 
 def pickled_specs(
-    layers: Layers,
+    model: UnsplitModel,
     plan: Plan,
     *,
     loss_fn: LossFunction | None,
@@ -24,7 +28,7 @@ def pickled_specs(
     """Pickle the `StageSpec` of every stage.
 
     Args:
-        layers: The layers of the unsplit model, by name.
+        model: The unsplit model.
         plan: The plan, which says which layers each stage has.
         loss_fn: The loss function; None for a pipeline that only infers.
         seed: The seed of random numbers, as in `StageSpec`.
@@ -35,40 +39,109 @@ def pickled_specs(
         One tensor of bytes for each stage.
 
     Raises:
-        ConfigError: A layer or the loss function does not pickle; the message says which.
+        ConfigError: A layer or the loss function does not pickle, or takes a weight of another
+            stage along; the message says which.
     """
     pickled = []
+    shared, owners = shared_buffers(model.layers, _points(plan)), _owners(model, plan)
+    settings = settings_now()
     for stage, names in enumerate(plan.layers):
+        of_stage = {name: model.layers[name] for name in names}
+        loss = loss_fn if stage in plan.exits else None
+        if isinstance(loss, nn.Module):
+            of_stage[LOSS_LAYER] = loss
         part = nn.Sequential()
-        for name in names:
-            part.add_module(name, layers[name])
+        for name, layer in of_stage.items():
+            part.add_module(name, layer)
         spec = StageSpec(
             stage=stage,
             layers=part,
-            loss_fn=loss_fn if stage in plan.exits else None,
+            loss_fn=None if isinstance(loss, nn.Module) else loss,
             plan=plan,
             seed=seed,
             on_nan=on_nan,
             trace_spans=trace_spans,
+            hooks=_hooks(of_stage, plan),
+            shared=shared[stage],
+            settings=settings,
         )
+        pieces = [
+            *((f"layer {name}", layer) for name, layer in of_stage.items() if name != LOSS_LAYER),
+            ("loss_fn", loss),
+            *((f"the hook of {hook.parameter}", hook.call) for hook in spec.hooks),
+        ]
         try:
-            data = cloudpickle.dumps(spec)
+            data, tensors = dumps(spec)
         except Exception as error:  # a foreign class may raise anything when pickled
-            raise ConfigError(_unpicklable(layers, names, loss_fn, error)) from error
+            raise ConfigError(_unpicklable(pieces, error)) from error
+        if foreign(tensors, owners, stage):
+            raise ConfigError(_takes_along(pieces, owners, stage))
         pickled.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return pickled
 
 
-def _unpicklable(
-    layers: Layers, names: tuple[str, ...], loss_fn: LossFunction | None, error: Exception
-) -> str:
-    """Find the layer, or the loss function, that does not pickle, and return the error's text."""
-    for what, value in (*((f"layer {n}", layers[n]) for n in names), ("loss_fn", loss_fn)):
+def _points(plan: Plan) -> list[int]:
+    """Return the index of the first layer of every stage."""
+    counts = [len(names) for names in plan.layers]
+    return [sum(counts[:stage]) for stage in range(len(counts))]
+
+
+def _owners(model: UnsplitModel, plan: Plan) -> dict[int, tuple[set[int], str]]:
+    """Return, by ``id`` of each weight and buffer, the stages that have it and a name of it."""
+    owners: dict[int, tuple[set[int], str]] = {}
+    for stage, names in enumerate(plan.layers):
+        for name in names:
+            layer = model.layers[name]
+            for key, tensor in (
+                *layer.named_parameters(prefix=name),
+                *layer.named_buffers(prefix=name),
+            ):
+                owners.setdefault(id(tensor), (set(), key))[0].add(stage)
+    return owners
+
+
+def _hooks(layers: dict[str, nn.Module], plan: Plan) -> tuple[GradientHook, ...]:
+    """Return the hooks on the parameters of a stage.
+
+    Raises:
+        ConfigError: The schedule cuts a backward in two, and a hook would run for a part of it.
+    """
+    found = [
+        GradientHook(*hook)
+        for name, layer in layers.items()
+        for hook in gradient_hooks(layer, name)
+    ]
+    halves = any(action.kind is Kind.INPUT for action in plan.order(0, 0, plan.per_update))
+    if found and halves:
+        raise ConfigError(
+            f"{found[0].parameter} has a hook on its gradient, and {plan.name} computes gradients "
+            "in two halves; remove the hook, or use a schedule that does not split the backward"
+        )
+    return tuple(found)
+
+
+def _unpicklable(pieces: Sequence[tuple[str, object]], error: Exception) -> str:
+    """Find the layer, the loss function or the hook that does not pickle, and say so."""
+    for what, value in pieces:
         try:
-            cloudpickle.dumps(value)
+            dumps(value)
         except Exception as reason:  # as above
             return (
                 f"{what} ({type(value).__name__}) cannot be pickled, so it cannot reach a worker: "
-                f"{reason}; keep files, locks, connections and lambdas over them out of the model"
+                f"{why_unpicklable(value, reason)}"
             )
     return f"the stage cannot be pickled: {error}"
+
+
+def _takes_along(
+    pieces: Sequence[tuple[str, object]], owners: dict[int, tuple[set[int], str]], stage: int
+) -> str:
+    """Find the layer, the loss function or the hook that takes a foreign weight along."""
+    for what, value in pieces:
+        if weight := foreign(dumps(value)[1], owners, stage):
+            return (
+                f"{what} of stage {stage} refers to {weight}, by a closure, a tuple, a list or an "
+                "attribute that is no submodule; its stage would have a copy that is never "
+                "trained. Put both into one stage, or pass the value along"
+            )
+    raise AssertionError("the stage as a whole has a foreign weight, and no piece of it")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 
+import cloudpickle
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import Layers, layers_of
+from pipedream_rt.planning import Layers, dumps, layers_of, refuse_unfit_layers
+from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.buffers import buffer_slots
 
 
@@ -17,23 +19,34 @@ class UnsplitModel:
 
     Args:
         model: An ``nn.Sequential`` or a list of modules.
+        loss_fn: The loss function, whose parameters are trained too if it is a module.
 
     Attributes:
         layers: The layers of the model, by name.
-        names: The name of each trainable parameter by its ``id``, in the order of the model.
+        names: The name of each trainable parameter by its ``id``, in the order of the model; those
+            of the loss come last.
 
     Raises:
-        ConfigError: The model is neither.
+        ConfigError: The model is neither, or something of it would be another thing on stages.
     """
 
-    def __init__(self, model: nn.Sequential | Iterable[nn.Module]) -> None:
+    def __init__(self, model: nn.Sequential | Iterable[nn.Module], loss_fn: object = None) -> None:
         """Name the layers and the parameters."""
         self._model = model
         self.layers: Layers = layers_of(model)
         self._whole = nn.Sequential()
         for name, layer in self.layers.items():
             self._whole.add_module(name, layer)
-        self.names = {id(p): n for n, p in self._whole.named_parameters() if p.requires_grad}
+        self._loss = loss_fn if isinstance(loss_fn, nn.Module) else None
+        with_loss = dict(self.layers) | ({LOSS_LAYER: self._loss} if self._loss else {})
+        refuse_unfit_layers(with_loss)
+        named = list(self._whole.named_parameters())
+        if self._loss is not None:
+            named += self._loss.named_parameters(prefix=LOSS_LAYER)
+        self.names: dict[int, str] = {}
+        for name, parameter in named:
+            if parameter.requires_grad:
+                self.names.setdefault(id(parameter), name)
 
     def in_order(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict with its keys in the order of the model's state dict."""
@@ -90,6 +103,38 @@ class UnsplitModel:
             A copy of the ``nn.Sequential``; where a list was given, one made of its layers.
         """
         given = self._model
-        whole = copy.deepcopy(given if isinstance(given, nn.Sequential) else self._whole)
+        whole = _copy_of(given if isinstance(given, nn.Sequential) else self._whole)
         whole.load_state_dict(state_dict)
         return whole
+
+    def loss_with(self, state_dict: dict[str, Tensor]) -> nn.Module:
+        """Return a copy of the loss with the weights and buffers of a stage's state dict.
+
+        Raises:
+            ConfigError: The loss is no module.
+        """
+        if self._loss is None:
+            raise ConfigError("the loss function is no nn.Module, so it has no weights of its own")
+        loss, prefix = _copy_of(self._loss), f"{LOSS_LAYER}."
+        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        loss.load_state_dict(own)
+        return loss
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """Return a copy of a module: by ``deepcopy``, or as it is sent to workers.
+
+    Raises:
+        ConfigError: It can be copied in neither way.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # a foreign class may raise anything when copied
+        try:
+            made: nn.Module = cloudpickle.loads(dumps(module)[0])
+        except Exception:
+            raise ConfigError(
+                f"the model cannot be copied: {error}; read pipe.state_dict() and load it into a "
+                "model that you build"
+            ) from error
+        return made

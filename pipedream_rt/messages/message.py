@@ -18,6 +18,9 @@ from torch import Tensor
 from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.plan import Address, Edge, EdgeKind, name_of
 
+Passed: TypeAlias = list[Any]
+"""What a stage adds to the trail of a micro-batch; see `MicroBatch`."""
+
 
 class Mode(Enum):
     """What the stages do with a micro-batch."""
@@ -25,6 +28,17 @@ class Mode(Enum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     INFER = "infer"
+    INFER_IN_TRAINING_MODE = "infer in training mode"
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the stages compute a loss, for which a target is fed."""
+        return self in (Mode.TRAIN, Mode.EVALUATE)
+
+    @property
+    def leaves_no_trace(self) -> bool:
+        """Whether the stages are afterwards as they were, so that a recovery need not do it."""
+        return self in (Mode.EVALUATE, Mode.INFER)
 
 
 class CommandName(Enum):
@@ -41,6 +55,25 @@ class CommandName(Enum):
     TRACE = "trace"
     SAVE = "save"
     LOAD = "load"
+    FINGERPRINT = "fingerprint"
+
+    @property
+    def leaves_no_trace(self) -> bool:
+        """Whether the stages are afterwards as they were, so that a recovery need not do it.
+
+        A flush counts as one that does, for the sake of layers that change buffers in backward.
+        """
+        return self in _ONLY_LOOK
+
+
+_ONLY_LOOK = {
+    CommandName.STATE,
+    CommandName.OPTIMIZER_STATE,
+    CommandName.STATISTICS,
+    CommandName.TRACE,
+    CommandName.SAVE,
+    CommandName.FINGERPRINT,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +117,14 @@ class MicroBatch:
         micro_batch: Number of the micro-batch among those to train on, or among all others.
         mode: What the stages do with it.
         empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.
-        hyper: The hyper-parameters of each parameter group at injection; None unless it is trained
-            on.
+        fingerprint: Whether each stage adds a fingerprint to the trail.
+        hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
+            `pack_hyper`; None unless it is trained on.
         structure: The structure of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
-            and the nanoseconds that it has computed so far.
+            the nanoseconds that it has computed so far, and where it was asked for a fingerprint of
+            the weights that it read and of its buffers, in hex; else an empty text.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.ACTIVATION
@@ -97,10 +132,11 @@ class MicroBatch:
     micro_batch: int
     mode: Mode
     empty: bool = False
+    fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
-    trail: list[list[int]] = field(default_factory=list)
+    trail: list[Passed] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +187,13 @@ class Loss:
 
     Attributes:
         loss: The loss without its weight; None for an empty micro-batch and in inference.
-        trail: For each stage, in rising order: its index, the weight version that it read, and the
-            nanoseconds that it has computed so far.
+        trail: For each stage, in rising order, what `MicroBatch.trail` has.
         structure: The structure of the output in inference; empty otherwise.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.LOSS
     loss: float | None
-    trail: list[list[int]]
+    trail: list[Passed]
     structure: Structure = field(default_factory=list)
 
 

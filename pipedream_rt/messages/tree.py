@@ -164,7 +164,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 
 
 def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Return the tensor detached, in a storage that holds its elements and nothing else.
+    """Return the tensor detached and resolved, in a storage with its elements and nothing else.
 
     With a view of a large tensor, the whole storage would be sent. The strides of a dense tensor
     are kept (transposed, channels last), and so are expanded dimensions (the gradient of a sum):
@@ -175,7 +175,8 @@ def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
         tensor: Any tensor.
         copy: Whether the storage must be a new one.
     """
-    tensor = tensor.detach()
+    # A conjugate or negative view says so in a flag, which does not travel.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided:
         return tensor.clone()
     expanded = [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -1,5 +1,13 @@
-"""The split of a model into stages."""
+"""The split of a model into stages, and what of a model cannot be split or shipped."""
 
+from pipedream_rt.planning.refusals import (
+    gradient_hooks,
+    refuse_loss,
+    refuse_unfit_layers,
+    refuse_unfit_plan,
+    shared_buffers,
+)
+from pipedream_rt.planning.shipping import dumps, foreign, why_unpicklable
 from pipedream_rt.planning.split import (
     Layers,
     layers_of,
@@ -7,4 +15,17 @@ from pipedream_rt.planning.split import (
     split_points,
 )
 
-__all__ = ["Layers", "layers_of", "refuse_shared_parameters", "split_points"]
+__all__ = [
+    "Layers",
+    "dumps",
+    "foreign",
+    "gradient_hooks",
+    "layers_of",
+    "refuse_loss",
+    "refuse_shared_parameters",
+    "refuse_unfit_layers",
+    "refuse_unfit_plan",
+    "shared_buffers",
+    "split_points",
+    "why_unpicklable",
+]

@@ -32,7 +32,12 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
         # named_children would leave out a layer that stands in the sequence a second time.
         layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     else:
-        listed = list(model)
+        try:
+            listed = list(model)
+        except TypeError:
+            raise ConfigError(
+                f"the model is a {type(model).__name__}; give an nn.Sequential or a list of modules"
+            ) from None
         layers = {str(i): layer for i, layer in enumerate(listed)}
     for name, layer in layers.items():
         if not isinstance(layer, nn.Module):
@@ -156,7 +161,9 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
 
 def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
-    """Refuse a weight or buffer that two stages would share.
+    """Refuse a weight that two stages would share.
+
+    A buffer may be shared as long as no forward changes it, which the stages see to.
 
     Args:
         layers: The layers of the model.
@@ -168,7 +175,7 @@ def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for i, (name, layer) in enumerate(layers.items()):
         stage = sum(point <= i for point in points) - 1
-        for key, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        for key, tensor in layer.named_parameters():
             first = owners.setdefault(id(tensor), (stage, f"{name}.{key}"))
             if first[0] != stage:
                 raise ConfigError(

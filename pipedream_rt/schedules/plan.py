@@ -30,6 +30,14 @@ from pipedream_rt.schedules.shape import Shape, slack_of
 T = TypeVar("T")
 
 Address: TypeAlias = int
+EVERY_STAGE = "/"
+"""The first character of keys, beside those that begin with a layer's name, that are for every
+stage: the state of optimizers themselves has such keys."""
+
+LOSS_LAYER = "(loss)"
+"""The name under which a loss that is a module stands behind the layers of its stage. No layer of
+a user's has it, so the keys of the loss's weights are apart from those of the model."""
+
 """The place that a message goes to: the index of a stage, or `COORDINATOR`."""
 
 COORDINATOR: Address = -1
@@ -250,10 +258,19 @@ class Plan:
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
         """Return, by stage, the entries of a dictionary whose keys are names in its layers.
 
+        The stage that computes the loss has a layer more, `LOSS_LAYER`. Entries whose keys begin
+        with `EVERY_STAGE`, which no layer's name does, are for every stage.
+
         Args:
             named: The entries, by name in the unsplit model, as ``"3.weight"``.
         """
-        prefixes = [tuple(f"{layer}." for layer in layers) for layers in self.layers]
+        prefixes = [
+            (
+                EVERY_STAGE,
+                *(f"{name}." for name in (*layers, *((LOSS_LAYER,) if s in self.exits else ()))),
+            )
+            for s, layers in enumerate(self.layers)
+        ]
         return [{k: v for k, v in named.items() if k.startswith(own)} for own in prefixes]
 
     # -- edges ----------------------------------------------------------------------------------

@@ -41,9 +41,11 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             if stage.optimizer:
                 stage.optimizer.load_state(argument)
         case CommandName.TRAINING:
-            stage.module.train(argument)
+            stage.set_mode(argument)
         case CommandName.LOAD:
             return restore_stage(stage, **argument)
+        case CommandName.FINGERPRINT:
+            return stage.fingerprints()
         case CommandName.FLUSH | CommandName.TRACE | CommandName.SAVE | CommandName.STATISTICS:
             raise ScheduleError(f"stage {stage.index}: the loop carries {name.value} out itself")
         case other:

@@ -22,6 +22,7 @@ from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.plan import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.saving import restore_stage
+from pipedream_rt.stage.settings import apply_settings
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 
@@ -118,7 +119,7 @@ class StageHost:
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
             message = self.inbox.take(key, Deadline(self._timeout))
             start, spec = _spec_of(message)
-            spec.settings.apply()
+            apply_settings(spec.settings)
             self._stages[index] = _begun(Stage(spec), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
         options = LoopOptions(

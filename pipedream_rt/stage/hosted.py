@@ -12,6 +12,7 @@ from pipedream_rt.messages.message import (
     Loss,
     Message,
     MicroBatch,
+    Passed,
     Payload,
     Reply,
     Saved,
@@ -80,17 +81,24 @@ class Hosted:
         self.stage.require_in_flight(micro_batch)
         return self.positions[micro_batch]
 
-    def send_on(self, inputs: Sequence[Message], made: Value | float | None, version: int) -> None:
+    def send_on(
+        self,
+        inputs: Sequence[Message],
+        made: Value | float | None,
+        version: int,
+        mark: str = "",
+    ) -> None:
         """Send the output or the loss of a forward on every edge that the forward gives.
 
         Args:
             inputs: The messages that the forward needed.
             made: The output or the loss, as `Stage.forward` returns it.
             version: The weight version that the forward read.
+            mark: The fingerprint of the stage; empty if none was asked for.
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
-        trail = [*trail_of(inputs), [self.index, version, self.busy_ns]]
+        trail = [*trail_of(inputs), [self.index, version, self.busy_ns, mark]]
         output = made if isinstance(made, Value) else _NOTHING
         for edge in self.outputs:
             payload: Payload
@@ -104,6 +112,7 @@ class Hosted:
                     micro_batch=head.micro_batch,
                     mode=head.mode,
                     empty=head.empty,
+                    fingerprint=head.fingerprint,
                     hyper=head.hyper,
                     structure=output.structure,
                     requires_grad=list(output.requires_grad),
@@ -168,7 +177,7 @@ def gradients_of(message: Message) -> Gradients:
     return [next(tensors) if there else None for there in head.present]
 
 
-def trail_of(inputs: Sequence[Message]) -> list[list[int]]:
+def trail_of(inputs: Sequence[Message]) -> list[Passed]:
     """Return the trails of all inputs merged into one, in the order of the stages."""
     trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
     merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}

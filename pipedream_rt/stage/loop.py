@@ -262,7 +262,7 @@ class Loop:
         assert isinstance(head, MicroBatch)
         messages, target = [item], None
         arrived, waited_for = self._inbox.arrived_ns, item.sender
-        has_target = head.mode is not Mode.INFER and not head.empty
+        has_target = head.mode.has_target and not head.empty
         for edge in hosted.inputs[1:]:
             if edge.kind is EdgeKind.ACTIVATION:
                 messages.append(self._take(Key(edge, head.turn)))
@@ -333,7 +333,8 @@ class Loop:
         with self._computing(hosted):
             made = stage.forward(micro_batch, inputs, head.hyper or [], target, share)
         version = stage.version_of(micro_batch)
-        hosted.send_on(needed.messages, made, version)
+        mark = stage.fingerprint_of(micro_batch) if head.fingerprint else ""
+        hosted.send_on(needed.messages, made, version, mark)
         return version
 
     def _backward(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
@@ -395,7 +396,8 @@ class Loop:
             if head.mode is Mode.EVALUATE:
                 made = stage.evaluate(head.micro_batch, inputs, target_of(needed.target)[0])
             else:
-                made = stage.infer(head.micro_batch, inputs)
+                training = head.mode is Mode.INFER_IN_TRAINING_MODE
+                made = stage.infer(head.micro_batch, inputs, training=training)
         hosted.send_on(needed.messages, made, stage.parameters.ledger.newest)
 
     def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:

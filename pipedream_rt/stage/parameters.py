@@ -20,7 +20,7 @@ and steps there; if no micro-batch in flight reads the newest version, it steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError, VersionError
 from pipedream_rt.schedules import VersionLedger
+from pipedream_rt.stage.spec import GradientHook
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,6 @@ class _Version:
     leaves: list[Tensor]
 
 
-def _version_over(buffers: list[Tensor]) -> _Version:
-    """Return a version with new leaves over the given buffers.
-
-    The leaves are made from the raw buffers, not from the Parameters, because a detached Parameter
-    shares the Parameter's autograd version counter: after the next update autograd would raise an
-    error though nothing is wrong. A leaf shares the counter of its buffer, so that to recycle a
-    buffer under a graph that still needs it is an error of autograd and not a wrong gradient.
-    """
-    return _Version(buffers, [b.detach().requires_grad_() for b in buffers])
-
-
 class VersionedParameters:
     """The parameters of a stage in all the versions that micro-batches in flight read.
 
@@ -63,15 +53,17 @@ class VersionedParameters:
     Args:
         module: The module of the stage. It keeps its Parameters; frozen ones have no versions.
         stage: Index of the stage, for messages.
+        hooks: The user's hooks on parameters, which every leaf over such a parameter gets.
 
     Attributes:
         ledger: The list of which micro-batch reads which version.
         allocated: Number of sets of buffers that were allocated, including the module's own.
     """
 
-    def __init__(self, module: nn.Module, stage: int) -> None:
+    def __init__(self, module: nn.Module, stage: int, hooks: Sequence[GradientHook] = ()) -> None:
         """Take the module's weights as version 0."""
         self._stage = stage
+        self._hooks = hooks
         named = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._names = list(named)
         self._parameters = list(named.values())
@@ -83,10 +75,29 @@ class VersionedParameters:
             if p is not None and id(p) in number
         ]
         self.ledger = VersionLedger(stage)
-        self._versions = {0: _version_over([p.data for p in self._parameters])}
+        self._versions = {0: self._version_over([p.data for p in self._parameters])}
         self._free: list[_Version] = []
         self._gradients: list[Tensor | None] = [None] * len(self._parameters)
         self.allocated = 1
+
+    def _version_over(self, buffers: list[Tensor]) -> _Version:
+        """Return a version with new leaves over the given buffers.
+
+        The leaves are made from the raw buffers, not from the Parameters, because a detached
+        Parameter shares the Parameter's autograd version counter: after the next update autograd
+        would raise an error though nothing is wrong. A leaf shares the counter of its buffer, so
+        that to recycle a buffer under a graph that still needs it is an error of autograd and not a
+        wrong gradient.
+        """
+        leaves = [b.detach().requires_grad_() for b in buffers]
+        by_name = dict(zip(self._names, leaves, strict=True))
+        for hook in self._hooks:
+            leaf = by_name[hook.parameter]
+            if hook.after_sum:
+                leaf.register_post_accumulate_grad_hook(hook.call)
+            else:
+                leaf.register_hook(hook.call)
+        return _Version(buffers, leaves)
 
     @property
     def nbytes(self) -> int:
@@ -111,16 +122,53 @@ class VersionedParameters:
         """Let the module's weights be the version that a micro-batch reads, while the body runs.
 
         Raises:
+            ConfigError: The body put another Parameter in the place of one of the module's.
             VersionError: The micro-batch is not in flight.
         """
         leaves = self.leaves(micro_batch)
         for slots, name, i in self._slots:
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
+        replaced = -1
         try:
             yield
         finally:
             for slots, name, i in self._slots:
+                if slots.get(name) is not leaves[i]:
+                    replaced = i
                 slots[name] = self._parameters[i]
+        if replaced >= 0:
+            raise ConfigError(
+                f"stage {self._stage}: a layer put another tensor in the place of its parameter "
+                f"{self._names[replaced]!r} in forward or backward, which would be lost; change "
+                "parameters by the optimizer alone"
+            )
+
+    def copies(self, micro_batch: int) -> list[Tensor]:
+        """Return copies of the weights that a micro-batch reads, for `require_unchanged`."""
+        return [b.clone() for b in self._versions[self.ledger.pinned(micro_batch)].buffers]
+
+    def require_unchanged(self, micro_batch: int, before: Sequence[Tensor] | None) -> None:
+        """Refuse a forward that has changed weights.
+
+        Args:
+            micro_batch: Number of the micro-batch, which is in flight.
+            before: The weights before the forward, where its version is not the only one; None
+                where a change in place does what it does in plain PyTorch.
+
+        Raises:
+            ConfigError: A weight was changed.
+        """
+        version = self._versions[self.ledger.pinned(micro_batch)]
+        for i, (leaf, buffer) in enumerate(zip(version.leaves, version.buffers, strict=True)):
+            moved = leaf.data_ptr() != buffer.data_ptr()
+            if moved or (before is not None and not _same(buffer, before[i])):
+                raise ConfigError(
+                    f"stage {self._stage}: the forward changed the parameter {self._names[i]!r} "
+                    + ("by assigning its .data" if moved else "in place")
+                    + ". Micro-batches in flight read several versions of it, so this would hold "
+                    "for some of them alone; use a schedule that flushes and change it in place, "
+                    "keep such values in a buffer, or change parameters by the optimizer alone"
+                )
 
     @contextmanager
     def accumulating(self, micro_batch: int) -> Iterator[None]:
@@ -182,8 +230,12 @@ class VersionedParameters:
         for i, parameter in enumerate(self._parameters):
             parameter.grad, self._gradients[i] = self._gradients[i], None
         update()
-        for parameter in self._parameters:
+        for parameter, buffer in zip(self._parameters, target.buffers, strict=True):
             parameter.grad = None
+            if parameter.data_ptr() != buffer.data_ptr():  # the optimizer has assigned .data
+                with torch.no_grad():
+                    buffer.copy_(parameter)
+                parameter.data = buffer
 
     def begin(self, micro_batch: int, version: int) -> None:
         """Let a micro-batch read a version until the ledger unpins it; recycle older versions.
@@ -244,6 +296,18 @@ class VersionedParameters:
             for name, buffer in zip(self._names, kept.buffers, strict=True):
                 buffer.copy_(named[name])
 
+    @torch.no_grad()
+    def put_back(self, kept: Sequence[Tensor]) -> None:
+        """Give the newest version the values that copies of the module's Parameters have.
+
+        Args:
+            kept: The copies, in the order of `named`.
+        """
+        newest = self._versions[self.ledger.newest].buffers
+        for parameter, buffer, copy in zip(self._parameters, newest, kept, strict=True):
+            parameter.data = buffer
+            buffer.copy_(copy)
+
     def _recycle(self, versions: list[int]) -> None:
         """Keep the buffers of dropped versions for later versions."""
         self._free.extend(self._versions.pop(version) for version in versions)
@@ -253,4 +317,9 @@ class VersionedParameters:
         if self._free:
             return self._free.pop()
         self.allocated += 1
-        return _version_over([torch.empty_like(b) for b in like.buffers])
+        return self._version_over([torch.empty_like(b) for b in like.buffers])
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, where NaN is the same as NaN."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

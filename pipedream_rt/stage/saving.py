@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.checkpoint import StageState, read_stage, write_stage
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.buffers import buffer_slots
+from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.stage import Stage
 
 _CHANGED_IN_BACKWARD = (
@@ -61,8 +63,8 @@ class StageSaver:
         stage: The stage whose state is written.
         num_stages: Number of stages in the pipeline.
         tell: Called with the result of every command to save: what `write_stage` returns, as a
-            list; or the reason why the part could not be written, as a text. Training goes on
-            either way.
+            list with the fingerprints of the stage behind it; or the reason why the part could not
+            be written, as a text. Training goes on either way.
     """
 
     def __init__(self, stage: Stage, num_stages: int, tell: Tell) -> None:
@@ -126,7 +128,11 @@ class StageSaver:
         if saving is None or stage.parameters.ledger.newest < saving.step:
             return
         self._saving = None
-        optimizer = stage.optimizer.state() if stage.optimizer else {}
+        try:
+            optimizer = stage.optimizer.state() if stage.optimizer else {}
+        except ConfigError as error:
+            self._tell(saving.position, str(error))
+            return
         state = StageState(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
@@ -150,10 +156,24 @@ class StageSaver:
         """Write the files and tell the result; the saver's thread runs this, on copies alone."""
         result: object
         try:
-            result = list(write_stage(saving.folder, self._stage.index, self._num_stages, state))
+            written = write_stage(saving.folder, self._stage.index, self._num_stages, state)
+            result = [*written, self._fingerprints(saving.step, state)]
         except Exception as error:  # the top of a thread; the training goes on after any error
             result = str(error)
         self._tell(saving.position, result)
+
+    def _fingerprints(self, step: int, state: StageState) -> dict[str, Any]:
+        """Return the fingerprints of the state that was written; see `fingerprints_of`."""
+        module, tensors = self._stage.module, {**state.weights, **state.hidden}
+        parameters = [name for name, _ in module.named_parameters()]
+        buffers = [name for name, _ in module.named_buffers()]
+        return fingerprints_of(
+            {name: tensors[name] for name in parameters if name in tensors},
+            {name: tensors[name] for name in buffers if name in tensors},
+            state.optimizer,
+            state.versions,
+            step,
+        )
 
     def close(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -162,7 +182,14 @@ class StageSaver:
 
 
 @torch.no_grad()
-def restore_stage(stage: Stage, folder: str, step: int, plain: dict[str, Any], floor: int) -> bool:
+def restore_stage(
+    stage: Stage,
+    folder: str,
+    step: int,
+    plain: dict[str, Any],
+    floor: int,
+    with_optimizer: bool = True,
+) -> bool:
     """Let a stage go on from a verified checkpoint, while nothing is in flight.
 
     Args:
@@ -171,6 +198,7 @@ def restore_stage(stage: Stage, folder: str, step: int, plain: dict[str, Any], f
         step: Number of updates after which the checkpoint was made.
         plain: The part of the optimizer state that is no tensor, by parameter and name.
         floor: The oldest weight version that a micro-batch to come may read.
+        with_optimizer: Whether to load the optimizer state too.
 
     Returns:
         Whether the checkpoint has every version that a micro-batch to come reads. If not, those
@@ -189,7 +217,7 @@ def restore_stage(stage: Stage, folder: str, step: int, plain: dict[str, Any], f
     whole = all(version in state.versions for version in needed)
     older = {version: state.versions[version] for version in needed} if whole else {}
     stage.restore(step, state.weights, older, state.hidden)
-    if stage.optimizer is not None:
+    if stage.optimizer is not None and with_optimizer:
         stage.optimizer.load_state(state.optimizer)
     return whole
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,7 +20,9 @@ from torch.autograd.graph import Node
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
+from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.buffers import load_buffers, load_state
+from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import VersionedParameters
 from pipedream_rt.stage.seeds import layer_seed
@@ -97,6 +99,8 @@ class Stage:
         optimizer: The optimizer of the stage; None until one is set.
         next_forward: Number of the next micro-batch to train on.
         ended: Number of micro-batches whose backward is done.
+        at: Name of the layer that computes now, with its input, for reports of errors; None if no
+            layer does.
     """
 
     def __init__(self, spec: StageSpec) -> None:
@@ -105,7 +109,19 @@ class Stage:
         self.module: nn.Sequential = spec.layers
         self._spec = spec
         self.plan = spec.plan
-        self.parameters = VersionedParameters(self.module, self.index)
+        self._layers_in_order = [
+            (name, layer)
+            # named_children would leave out a layer that stands in the sequence a second time.
+            for name, layer in self.module._modules.items()
+            if layer is not None and name != LOSS_LAYER
+        ]
+        # A loss that is a module has its weights and its mode among those of the stage.
+        self._loss_fn = self.module._modules.get(LOSS_LAYER) or spec.loss_fn
+        self.parameters = VersionedParameters(self.module, self.index, spec.hooks)
+        self._changes_modes = any(map(_changes_modes, self.module.modules()))
+        self._shared = {name: self.module.get_buffer(name) for name in spec.shared}
+        self._shared_versions = {name: b._version for name, b in self._shared.items()}
+        self.at: tuple[str, Any] | None = None
         self.optimizer: StageOptimizer | None = None
         self.next_forward = self.ended = 0
         self._in_flight: dict[int, _InFlight] = {}
@@ -138,7 +154,8 @@ class Stage:
 
         Raises:
             NonFiniteLoss: The loss is NaN or infinite, unless the pipeline ignores that.
-            ConfigError: The loss is no tensor with one element.
+            ConfigError: The loss is no tensor with one element, or a layer does what versions do
+                not allow.
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
         self.parameters.begin(micro_batch, self.plan.reads(self.index, micro_batch))
@@ -147,13 +164,13 @@ class Stage:
         if inputs is None:
             return None
         value = self._enter(inputs, flight)
-        with self.parameters.reading(micro_batch):
+        with self._watching(micro_batch), self.parameters.reading(micro_batch):
             output = self._layers(value, micro_batch)
-        if target is None:
+            loss = None if target is None else self._loss(output, target)
+        if loss is None:
             outgoing = _outgoing(output)
             flight.outputs = [t for t in flatten(output)[1] if t.requires_grad]
             return outgoing
-        loss = self._loss(output, target)
         reported = float(loss.item())
         self._check_finite(reported, micro_batch)
         flight.outputs = [loss * share if share != 1.0 else loss]
@@ -178,13 +195,38 @@ class Stage:
             entered.append(unflatten(structure, tensors))
         return entered[0] if len(entered) == 1 else tuple(entered)
 
+    @contextmanager
+    def _watching(self, micro_batch: int) -> Iterator[None]:
+        """Refuse what a forward, the body, may not do to weights and to shared buffers.
+
+        To compare all weights takes as long as to copy them, so it is done for the micro-batches 0,
+        1, 2, 4, 8 and so on: a layer that changes its weights does so more than once.
+
+        Raises:
+            ConfigError: A weight or a shared buffer was changed.
+        """
+        looks = micro_batch & (micro_batch - 1) == 0
+        # Where a schedule flushes there is one version, and a change in place is one of it.
+        compares = looks and not self.plan.flushes
+        before = self.parameters.copies(micro_batch) if compares else None
+        yield
+        if looks:
+            self.parameters.require_unchanged(micro_batch, before)
+        for name, buffer in self._shared.items():
+            if buffer._version != self._shared_versions[name]:
+                raise ConfigError(
+                    f"stage {self.index}: a forward changed the buffer {name!r}, which layers of "
+                    "other stages share; each stage has a copy of it, so they would part. Keep the "
+                    "layers that share it in one stage"
+                )
+
     def _layers(self, value: Any, number: int | str) -> Any:
         """Run the layers one after another, each with its own seed."""
-        # named_children would leave out a layer that stands in the sequence a second time.
-        for name, layer in self.module._modules.items():
-            assert layer is not None
+        for name, layer in self._layers_in_order:
             self._seed(number, name)
+            self.at = name, value
             value = layer(value)
+        self.at = None
         return value
 
     def _seed(self, number: int | str, name: str) -> None:
@@ -197,8 +239,8 @@ class Stage:
         Raises:
             ConfigError: It is no tensor with one element.
         """
-        assert self._spec.loss_fn is not None
-        loss = self._spec.loss_fn(output, unflatten(target.structure, target.tensors))
+        assert self._loss_fn is not None
+        loss = self._loss_fn(output, unflatten(target.structure, target.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
@@ -349,6 +391,8 @@ class Stage:
     def evaluate(self, number: int, inputs: Sequence[Value], target: Value | None) -> Value | float:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
+        It leaves the stage as it was.
+
         Args:
             number: Number of the micro-batch among those that are not trained on.
             inputs: One value from each producer, or the model's input.
@@ -360,26 +404,27 @@ class Stage:
         Raises:
             ConfigError: The loss is no tensor with one element.
         """
-        with self._eval_mode():
+        with torch.no_grad(), self._eval_mode():
             output = self._pass(f"evaluate {number}", inputs)
             if target is None:
                 return _outgoing(output)
-            with torch.no_grad():
-                return float(self._loss(output, target).item())
+            return float(self._loss(output, target).item())
 
-    def infer(self, number: int, inputs: Sequence[Value]) -> Value:
-        """Run a forward for inference: newest weights, the mode that was set last, no gradient.
+    def infer(self, number: int, inputs: Sequence[Value], *, training: bool = False) -> Value:
+        """Run a forward for inference: newest weights, no gradient.
 
         Args:
             number: Number of the micro-batch among those that are not trained on.
             inputs: One value from each producer, or the model's input.
+            training: Whether every module keeps the mode that it has in training, in which buffers
+                may change; else eval mode, which leaves the stage as it was.
 
         Returns:
             The output.
         """
-        return _outgoing(self._pass(f"infer {number}", inputs))
+        with torch.no_grad(), nullcontext() if training else self._eval_mode():
+            return _outgoing(self._pass(f"infer {number}", inputs))
 
-    @torch.no_grad()
     def _pass(self, number: str, inputs: Sequence[Value]) -> Any:
         """Run the layers without gradient."""
         values = [unflatten(structure, tensors) for structure, tensors, _ in inputs]
@@ -387,14 +432,53 @@ class Stage:
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Switch every module to eval mode, and afterwards back to the mode that it had."""
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
+        """Switch every module to eval mode, and leave the stage as it was afterwards.
+
+        A module's own ``train`` method may do more than set a mode: adapters merge their weights
+        into a layer in eval mode and take them out again. So it is called in both directions, and
+        the weights get the very bits back that they had. Buffers too, which a forward may change in
+        eval mode: an evaluation is not fed again in a recovery, so it may leave no trace.
+        """
+        module = self.module
+        modes = [(each, each.training) for each in module.modules()]
+        kept: list[Tensor] = []
+        if self._changes_modes:
+            kept = [p.detach().clone() for p in self.parameters.named.values()]
+        buffers = [
+            (owner, name, buffer, buffer if buffer is None else (buffer._version, buffer.clone()))
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+        ]
         try:
+            module.eval()
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for each, mode in modes:  # parents come first, and may change the modes of children
+                if each.training != mode:
+                    each.train(mode)
+            if kept:
+                self.parameters.put_back(kept)
+            for owner, name, buffer, before in buffers:
+                owner._buffers[name] = buffer
+                if buffer is not None and before is not None and buffer._version != before[0]:
+                    buffer.copy_(before[1])
+
+    def set_mode(self, training: bool) -> None:
+        """Set every module to training or eval mode, as `nn.Module.train`.
+
+        Raises:
+            ConfigError: That changes weights of which there are several versions.
+        """
+        before = [p.detach().clone() for p in self.parameters.named.values()]
+        self.module.train(training)
+        after = self.parameters.named.items()
+        changed = [n for (n, p), b in zip(after, before, strict=True) if not torch.equal(p, b)]
+        if changed and not self.plan.flushes:
+            raise ConfigError(
+                f"stage {self.index}: to set the mode changed the parameter {changed[0]!r}; in an "
+                "asynchronous schedule the older versions of it, which micro-batches to come read, "
+                "would not change with it. evaluate and pipe(x) switch modes by themselves"
+            )
 
     # -- state --------------------------------------------------------------------------------
 
@@ -433,10 +517,36 @@ class Stage:
         self.parameters.restore(step, older, lambda: load_state(self.module, weights))
         self.next_forward = self.ended = step * self.plan.per_update
 
+    @torch.no_grad()
+    def fingerprints(self) -> dict[str, Any]:
+        """Return the fingerprints of the stage; see `fingerprints_of`."""
+        parameters = self.parameters
+        return fingerprints_of(
+            dict(self.module.named_parameters()),
+            dict(self.module.named_buffers()),
+            self.optimizer.state() if self.optimizer else {},
+            parameters.older(),
+            parameters.ledger.newest,
+        )
+
+    @torch.no_grad()
+    def fingerprint_of(self, micro_batch: int) -> str:
+        """Return the fingerprint of the trainable weights that a micro-batch reads, and buffers.
+
+        Neither depends on timing or on a flush: the plan says which version is read, and buffers
+        advance in the order of the forwards.
+
+        Args:
+            micro_batch: Number of the micro-batch, which is in flight.
+        """
+        leaves = self.parameters.leaves(micro_batch)
+        weights = dict(zip(self.parameters.named, leaves, strict=True))
+        return fingerprint({**weights, **dict(self.module.named_buffers())})
+
     def set_optimizer(self, pickled: bytes) -> None:
         """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""
         spec: OptimizerSpec = cloudpickle.loads(pickled)
-        self.optimizer = StageOptimizer(spec, self.parameters.named)
+        self.optimizer = StageOptimizer(spec, self.parameters.named, self.index)
 
     def statistics(self) -> dict[str, int]:
         """Return the counters of this stage for `Pipeline.statistics`."""
@@ -449,6 +559,12 @@ class Stage:
             "buffers_allocated": self.parameters.allocated,
             "parameters": sum(p.numel() for p in self.module.parameters()),
         }
+
+
+def _changes_modes(module: nn.Module) -> bool:
+    """Whether a module does something of its own when its mode is set."""
+    cls = type(module)
+    return cls.train is not nn.Module.train or cls.eval is not nn.Module.eval
 
 
 def _outgoing(output: Any) -> Value:

@@ -16,6 +16,7 @@ from support.oracle import assert_same
 from torch import nn
 
 from pipedream_rt import (
+    CheckpointError,
     Checkpoints,
     ConfigError,
     MessageTimeout,
@@ -234,7 +235,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_failure_after_going_back(tmp_path, stages):
     """Also to a checkpoint that has not all versions that this split reads."""
-    with open_pipe(stages=stages) as pipe:
+    with open_pipe(stages=stages, folder=tmp_path / "first") as pipe:
         list(pipe.train_epoch(DATA[:6]))
         pipe.save(tmp_path / "run")
 
@@ -287,14 +288,58 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
     """As on a full disk: it is said, the run goes on, and can still be recovered."""
     with open_pipe() as pipe:
         expected = [r.loss for r in pipe.train_epoch(DATA)]
-    (tmp_path / "file").write_text("in the way")
     with open_pipe(
         folder=tmp_path, faults=[fault(0, "forward", 12)],
-        checkpoint=Checkpoints(tmp_path / "file", every=5),
+        checkpoint=Checkpoints(tmp_path / "run", every=5, attempts=None),
     ) as pipe:  # fmt: skip
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("in the way")
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert len(pipe.restarts) == 1
     assert "the run goes on, and a recovery would go back to its start" in caplog.text
+
+
+@pytest.mark.threads
+def test_a_run_that_can_write_no_checkpoint_ends_after_some(tmp_path):
+    """A week without a checkpoint is worse than an error. The pipeline can still be used."""
+    with open_pipe(checkpoint=Checkpoints(tmp_path / "run", every=2, attempts=4)) as pipe:
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("in the way")
+        with pytest.raises(
+            CheckpointError, match="4 checkpoints in a row could not be written; th"
+        ):
+            list(pipe.train_epoch(DATA))
+        assert pipe.step == 8
+        pipe.save(tmp_path / "elsewhere")
+
+
+@pytest.mark.threads
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"no checkpoint can be written to .*file: File exists"):
+        open_pipe(checkpoint=Checkpoints(tmp_path / "file", every=2))
+
+
+@pytest.mark.threads
+def test_an_evaluation_is_not_fed_again(tmp_path):
+    """Neither the log nor a recovery has what leaves no trace; what moves statistics it has."""
+    with open_pipe(folder=tmp_path / "calm") as pipe:
+        list(pipe.train_epoch(DATA[:6]))
+        pipe(DATA[0][0], training=True)
+        expected = [r.loss for r in pipe.train_epoch(DATA[6:])]
+    with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 9)]) as pipe:
+        list(pipe.train_epoch(DATA[:6]))
+        before = len(pipe._group.log._entries)
+        for _ in range(3):
+            pipe.evaluate(DATA)
+            pipe.fingerprint()
+            pipe.state_dict()
+            pipe(DATA[0][0])
+        flushes = 3 * 4
+        assert len(pipe._group.log._entries) == before + flushes
+        pipe(DATA[0][0], training=True)
+        assert [r.loss for r in pipe.train_epoch(DATA[6:])] == expected
+        assert pipe.restarts[0].replayed < 20  # an evaluation has 30
 
 
 @pytest.mark.threads

@@ -26,7 +26,8 @@ from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, plan_named
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
-from pipedream_rt.stage.spec import StageSpec, TorchSettings
+from pipedream_rt.stage.settings import apply_settings, settings_now
+from pipedream_rt.stage.spec import StageSpec
 
 GENERATION = 6
 
@@ -37,12 +38,12 @@ ONE = plan_named("async-1f1b", num_stages=1)
 def as_it_was():
     """A host names its thread and sets what is torch's for the whole process."""
     settings, threads, name = (
-        TorchSettings.capture(),
+        settings_now(),
         torch.get_num_threads(),
         threading.current_thread().name,
     )
     yield
-    settings.apply()
+    apply_settings(settings)
     torch.set_num_threads(threads)
     threading.current_thread().name = name
 
@@ -99,7 +100,7 @@ def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, **changes
         seed=0,
         on_nan="raise",
         trace_spans=trace_spans,
-        settings=settings or TorchSettings.capture(),
+        settings=settings or settings_now(),
     )
     data = cloudpickle.dumps(spec)
     names = tuple(name for name, _ in module.named_parameters())
@@ -209,14 +210,14 @@ def replies(host):
 
 
 def test_the_settings_of_the_users_process_are_applied():
-    settings = TorchSettings(
-        default_dtype=torch.float64,
-        deterministic=True,
-        deterministic_warn_only=True,
-        matmul_precision="high",
-    )
+    settings = {
+        **settings_now(),
+        "torch.get_default_dtype()": torch.float64,
+        "torch.are_deterministic_algorithms_enabled()": [True, True],
+        "torch.get_float32_matmul_precision()": "high",
+    }
     Host().put(start(settings=settings)).serve()
-    assert TorchSettings.capture() == settings
+    assert settings_now() == settings
 
 
 def test_what_a_stage_is_made_of_must_be_what_was_sent():

@@ -296,7 +296,8 @@ def test_a_micro_batch_carries_what_the_next_stage_needs():
     assert (message.index, head.turn, head.micro_batch, head.mode) == (4, 0, 0, Mode.TRAIN)
     assert (head.empty, head.hyper, head.requires_grad) == (False, [{}], [True])
     assert head.trail[0] == [0, 7, 123]
-    ((stage, version, busy_ns),) = head.trail[1:]
+    ((stage, version, busy_ns, mark),) = head.trail[1:]
+    assert mark == ""
     assert (stage, version) == (1, 0)
     assert busy_ns > 0
     expected = worker.stages[1].module(rows(4))
@@ -653,7 +654,7 @@ def test_a_save_is_told_of_when_it_is_written_and_other_commands_do_not_wait(tmp
     assert lines[0] == "reply 1 0>*"
     assert sorted(lines) == sorted(["reply 1 0>*", "loss 2 0>*", "saved 0 0>*"])
     (saved,) = [m for m in worker.sent if line(m).startswith("saved")]
-    files, _, _ = unflatten(saved.payload.structure, saved.tensors)
+    files, _, _, _ = unflatten(saved.payload.structure, saved.tensors)
     assert files.keys() == {path.name for path in tmp_path.iterdir()}
     again = Worker(ONE, rate=0.3)
     restore = {"folder": str(tmp_path), "step": 1, "plain": {}, "floor": 0}
@@ -940,7 +941,7 @@ def test_time_held_up_by_other_stages_of_the_process_is_no_work(clock):
         ("C", 1097, 1000, 1097, 1097),
     ]
     assert replied(worker, 1)["busy_ns"] == 7
-    assert worker.sent[0].payload.trail == [[1, 0, 7]]
+    assert worker.sent[0].payload.trail == [[1, 0, 7, ""]]
 
 
 def test_a_trace_is_asked_for_stage_by_stage(clock):

@@ -1,19 +1,97 @@
+import msgpack
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec, StageOptimizer, plain_hyper
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.optimizer import (
+    GroupSpec,
+    OptimizerSpec,
+    StageOptimizer,
+    pack_hyper,
+    unpack_hyper,
+)
 
 
 def spec(*groups, cls=torch.optim.AdamW, **kwargs):
     return OptimizerSpec(optimizer_class=cls, kwargs=kwargs, groups=groups)
 
 
-def test_plain_hyper_leaves_out_what_cannot_travel():
-    group = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5)).param_groups[0]
-    hyper = plain_hyper(group)
-    assert hyper["lr"] == 0.5
-    assert hyper["betas"] == (0.9, 0.999)
-    assert "params" not in hyper
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, 0.1, "text", (0.9, 0.999), [1, (2, None)], {"a": [1.5]}, {3: 1},
+        np.float32(0.1), np.float64(0.1), np.int64(3), np.bool_(True),
+        torch.tensor(0.1), torch.tensor([[1, 2], [3, 4]]), torch.tensor(0.1, dtype=torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_a_hyper_parameter_is_the_very_same_value_on_the_other_side(value):
+    there = unpack_hyper(
+        msgpack.unpackb(msgpack.packb(pack_hyper(value, "x")), strict_map_key=False)
+    )
+    assert type(there) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert there.dtype == value.dtype
+        assert torch.equal(there, value)
+    else:
+        assert there == value
+        assert getattr(there, "dtype", None) == getattr(value, "dtype", None)
+
+
+@pytest.mark.parametrize("value", [print, object(), {1, 2}, np.ones(2), {(1,): 2}, [print]])
+def test_other_hyper_parameters_are_refused_by_name(value):
+    with pytest.raises(ConfigError, match="the hyper-parameter 'lr' is"):
+        pack_hyper(value, "lr")
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a count in its groups and one in itself, and uses both."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.calls = 0
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"] / (group["k"] + self.calls))
+
+
+def test_what_an_optimizer_keeps_in_groups_and_attributes_is_part_of_its_state():
+    def made():
+        weight = nn.Parameter(torch.ones(1))
+        return weight, StageOptimizer(spec(GroupSpec(names=("w",)), cls=Counts), {"w": weight})
+
+    def steps(weight, optimizer, numbers):
+        for number in numbers:
+            weight.grad = torch.ones(1)
+            optimizer.step([{"lr": 0.3}] if number else [{}])
+
+    weight, optimizer = made()
+    steps(weight, optimizer, range(3))
+    state = optimizer.state()
+    assert state["/group/0/0"] == {"k": 3}  # not the rate, which the script has set
+    assert state["/attributes/0"] == {"calls": 3}
+    again, other = made()
+    with torch.no_grad():
+        again.copy_(weight)
+    other.load_state(state)
+    steps(weight, optimizer, [3])
+    steps(again, other, [3])
+    assert torch.equal(weight, again)
+
+
+def test_an_attribute_that_cannot_be_saved_is_named():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = StageOptimizer(spec(GroupSpec(names=("w",)), cls=Counts), {"w": weight})
+    optimizer.torch_optimizer.odd = {1, 2}
+    with pytest.raises(ConfigError, match=r"'odd' is \{1, 2\}"):
+        optimizer.state()
 
 
 def test_groups_keep_their_numbers_on_a_stage_that_has_only_some():
@@ -25,11 +103,11 @@ def test_groups_keep_their_numbers_on_a_stage_that_has_only_some():
     assert weight.item() == 0.75
 
 
-def test_lists_become_tuples_again_as_after_msgpack():
+def test_packed_hyper_parameters_are_set():
     weight = nn.Parameter(torch.ones(1))
     optimizer = StageOptimizer(spec(GroupSpec(names=("w",))), {"w": weight})
     weight.grad = torch.ones(1)
-    optimizer.step([{"betas": [0.5, 0.5], "lr": 0.1}])
+    optimizer.step([{"betas": pack_hyper((0.5, 0.5), "betas"), "lr": 0.1}])
     assert optimizer.torch_optimizer.param_groups[0]["betas"] == (0.5, 0.5)
 
 

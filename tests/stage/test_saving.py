@@ -185,7 +185,7 @@ def test_it_holds_weights_as_of_the_update_and_buffers_as_of_the_command(tmp_pat
     }
     for name, tensor in found.hidden.items():
         assert torch.equal(tensor, at_the_command.state()[f"hidden {name}"]), name
-    files, plain, weights = result
+    files, plain, weights, _ = result
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
     assert weights.keys() <= files.keys()
     assert plain == {}
@@ -285,7 +285,7 @@ def test_without_an_optimizer_there_is_no_state_of_one(tmp_path):
 def test_a_stage_goes_on_bit_for_bit(tmp_path, plan, optimizer):
     """From the middle of a run that never stopped: weights, versions, moments, buffers."""
     undisturbed = Run(plan=plan, optimizer=optimizer).go(8, 4, tmp_path, 4).closed()
-    ((_, (_, plain, _)),) = undisturbed.told
+    ((_, (_, plain, _, _)),) = undisturbed.told
     again = Run(plan=plan, optimizer=optimizer)
     assert restore_stage(again.stage, str(tmp_path), 4, plain, 0)
     assert (again.stage.next_forward, again.stage.ended) == (4, 4)
@@ -307,7 +307,7 @@ def test_optimizer_state_that_is_no_tensor_comes_from_the_manifest(tmp_path):
     run = Run([nn.Linear(4, 4)], optimizer=Plain).go(4)
     run.saver.begin(POSITION, str(tmp_path), 4)
     run.closed()
-    ((_, (_, plain, _)),) = run.told
+    ((_, (_, plain, _, _)),) = run.told
     assert plain == {"0.weight": {"steps": 4}, "0.bias": {"steps": 4}}
     again = Run([nn.Linear(4, 4)], optimizer=Plain)
     restore_stage(again.stage, str(tmp_path), 4, plain, 0)

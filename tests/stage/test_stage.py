@@ -662,11 +662,139 @@ def test_evaluate_returns_the_loss_where_there_is_a_target():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_infer_runs_in_the_mode_that_was_set_last(mode):
+@pytest.mark.parametrize("training", [True, False])
+def test_infer_runs_in_eval_mode_unless_told_otherwise(mode, training):
     stage = a_stage([Modes()])
     stage.module.train(mode)
-    assert content(stage.infer(0, [value(torch.ones(1))])).tolist() == [2]
-    assert stage.module[0].seen == [(mode, False)]
+    assert content(stage.infer(0, [value(torch.ones(1))], training=training)).tolist() == [2]
+    assert stage.module[0].seen == [(mode and training, False)]
+    assert stage.module.training == mode
+
+
+class Merges(nn.Module):
+    """As adapters do: in eval mode it adds to the weight what it has learned beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.beside = nn.Parameter(torch.ones(2) / 3), nn.Parameter(torch.ones(2) / 7)
+        self.merged = False
+
+    def train(self, mode=True):
+        if mode is self.merged:
+            with torch.no_grad():
+                self.weight.add_(self.beside, alpha=-1 if self.merged else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return x * (self.weight if self.merged else self.weight + self.beside)
+
+
+@pytest.mark.parametrize("run", ["evaluate", "infer"])
+def test_modules_that_do_more_than_set_a_mode_are_called_and_put_back(run):
+    stage, x = a_stage([Merges(), nn.BatchNorm1d(2)]), torch.ones(2, 2)
+    stage.module[1].eval()  # a frozen one stays so
+    before = {k: v.clone() for k, v in stage.module.state_dict().items()}
+    made = stage.evaluate(0, [value(x)], None) if run == "evaluate" else stage.infer(0, [value(x)])
+    assert torch.equal(content(made), stage.module[1](x * (torch.ones(2) / 3 + torch.ones(2) / 7)))
+    assert_same(stage.module.state_dict(), before)
+    assert (stage.module[0].training, stage.module[0].merged) == (True, False)
+    assert not stage.module[1].training
+
+
+def test_a_mode_that_changes_weights_is_refused_where_there_are_versions():
+    for plan, refused in ((ONE, False), (ASYNC, True)):
+        stage = a_stage([Merges()], plan, 0)
+        if refused:
+            with pytest.raises(ConfigError, match=r"to set the mode changed the parameter '0.weig"):
+                stage.set_mode(False)
+        else:
+            stage.set_mode(False)
+            assert stage.module[0].merged
+
+
+class CountsInEval(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("table", None)
+
+    def forward(self, x):
+        self.calls += 1
+        self.table = torch.ones(3)
+        return x + self.calls
+
+
+def test_an_evaluation_leaves_no_trace_in_buffers():
+    stage = a_stage([CountsInEval()])
+    for _ in range(2):
+        assert content(stage.infer(0, [value(torch.ones(1))])).tolist() == [2]
+    assert stage.module[0].calls.tolist() == [0]
+    assert stage.module[0].table is None
+    stage.infer(0, [value(torch.ones(1))], training=True)
+    assert stage.module[0].calls.tolist() == [1]
+
+
+class Edits(nn.Module):
+    """Changes its weight in forward, in one of three ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.ones(2)), how
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "in place":
+                self.weight.mul_(0.5)
+            elif self.how == "data":
+                self.weight.data = self.weight.data * 0.5
+            elif self.how == "another":
+                self._parameters["weight"] = nn.Parameter(torch.zeros(2))
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("how", "plan", "words"),
+    [
+        ("in place", ASYNC, r"stage 0: the forward changed the parameter '0.weight' in place"),
+        ("in place", ONE, None),
+        ("data", ASYNC, r"changed the parameter '0.weight' by assigning its .data"),
+        ("data", ONE, r"changed the parameter '0.weight' by assigning its .data"),
+        ("another", ONE, r"another tensor in the place of its parameter '0.weight'"),
+    ],
+)
+def test_weights_that_a_forward_changes(how, plan, words):
+    stage = a_stage([Edits(how)], plan, 0)
+    if words is None:
+        stage.forward(0, [value(torch.ones(2))], HYPER)
+        assert stage.module[0].weight.tolist() == [0.5, 0.5]
+    else:
+        with pytest.raises(ConfigError, match=words):
+            stage.forward(0, [value(torch.ones(2))], HYPER)
+
+
+class Rebinds(torch.optim.SGD):
+    """Assigns .data, as old optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+def test_an_optimizer_may_assign_data():
+    stage = a_stage([nn.Linear(1, 1)], ASYNC, 0)
+    plain = copy.deepcopy(stage.module)
+    spec = OptimizerSpec(
+        optimizer_class=Rebinds, kwargs={"lr": 0.5}, groups=(GroupSpec(names=("0.weight",)),)
+    )
+    stage.set_optimizer(cloudpickle.dumps(spec))
+    for m in range(3):
+        stage.forward(m, [value(torch.ones(1, 1))], HYPER)
+    stage.backward(0, [[torch.ones(1, 1)]])
+    stage.step(0)
+    assert torch.equal(stage.module[0].weight, plain[0].weight - 0.5)
+    assert [stage.parameters.leaves(m)[0].item() for m in (1, 2)] == [plain[0].weight.item()] * 2
 
 
 def test_passes_take_the_tuple_of_two_producers_outputs_too():
@@ -691,7 +819,7 @@ def test_passes_read_the_newest_weights_and_change_nothing_that_is_in_flight():
 def test_random_numbers_of_passes_depend_on_kind_number_and_layer():
     stage, x = a_stage([nn.Dropout(0.5)], first=3, seed=5), torch.ones(50)
     for number in range(2):
-        made = content(stage.infer(number, [value(x)]))
+        made = content(stage.infer(number, [value(x)], training=True))
         torch.manual_seed(layer_seed(5, f"infer {number}", "3"))
         assert torch.equal(made, F.dropout(x, 0.5))
 

@@ -1,0 +1,91 @@
+"""The fingerprint of a whole pipeline, made of those of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipedream_rt.stage.fingerprint import total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFingerprint:
+    """The fingerprints of one stage, each 32 hex digits.
+
+    Attributes:
+        version: Number of the newest weight version.
+        weights: Of the newest version of the parameters, frozen ones too.
+        buffers: Of all buffers.
+        optimizer: Of the optimizer state of all parameters.
+        older: Of each older version that is kept, by its number.
+    """
+
+    version: int
+    weights: str
+    buffers: str
+    optimizer: str
+    older: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The fingerprint of a state of a pipeline: equal states have equal ones, others do not.
+
+    ``digest`` does not depend on the split of the model; the fingerprints of the stages do.
+
+    Attributes:
+        stages: The fingerprints of the stages.
+    """
+
+    stages: tuple[StageFingerprint, ...]
+
+    @property
+    def digest(self) -> str:
+        """One number for the newest weights, the buffers and the optimizer state, in hex."""
+        return total((self.weights, self.buffers, self.optimizer))
+
+    @property
+    def weights(self) -> str:
+        """The fingerprint of the newest weights."""
+        return total(stage.weights for stage in self.stages)
+
+    @property
+    def buffers(self) -> str:
+        """The fingerprint of the buffers."""
+        return total(stage.buffers for stage in self.stages)
+
+    @property
+    def optimizer(self) -> str:
+        """The fingerprint of the optimizer state."""
+        return total(stage.optimizer for stage in self.stages)
+
+    def __str__(self) -> str:
+        """Return the digest."""
+        return self.digest
+
+    @staticmethod
+    def of_plain(stages: Sequence[dict[str, Any]]) -> Fingerprint:
+        """Return a fingerprint from the plain data of each stage, as a manifest keeps it."""
+        return Fingerprint(
+            tuple(
+                StageFingerprint(
+                    **{**stage, "older": {int(v): each for v, each in stage["older"].items()}}
+                )
+                for stage in stages
+            )
+        )
+
+    def first_difference(self, other: Fingerprint) -> str:
+        """Name the first stage and part in which two fingerprints differ; empty if in none."""
+        if len(self.stages) != len(other.stages):
+            parts = [p for p in _PARTS if getattr(self, p) != getattr(other, p)]
+            return f"{' and '.join(parts)} (of other splits)" if parts else ""
+        for number, (one, two) in enumerate(zip(self.stages, other.stages, strict=True)):
+            parts = [p for p in (*_PARTS, "older") if getattr(one, p) != getattr(two, p)]
+            if parts:
+                return f"stage {number}: {' and '.join(parts)}"
+        return ""
+
+
+_PARTS = ("weights", "buffers", "optimizer")

@@ -1,0 +1,168 @@
+"""What a script that goes on from a checkpoint must give again, and what it may change.
+
+A checkpoint keeps what the script had given to `Pipeline`. If the script that resumes gives
+something else, the run would silently become another one. What changes results in a way that nobody
+asks for is refused; everything else is logged with both values. Either can be accepted by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.stage.optimizer import Hyper, unpack_hyper
+
+_log = logging.getLogger(__name__)
+
+_REFUSED = {
+    "seed": "the random numbers of layers would be others",
+    "optimizer": "its state is of another kind",
+    "groups": "the parameters are grouped otherwise, so rates and state would be mixed up",
+}
+_LOGGED = {
+    "loss": "the run goes on with the loss of the script",
+    "hyper_parameters": "the run goes on with those of the checkpoint",
+    "schedule": "the run goes on with the schedule of the script",
+    "threads": "the bits may be others",
+    "torch": "the bits may be others",
+}
+ACCEPTABLE = (*_REFUSED, *_LOGGED)
+"""The names of what can be accepted to differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a script has given to `Pipeline`, in plain data.
+
+    Attributes:
+        seed: The seed.
+        optimizer: The name of the optimizer's class; empty for none.
+        groups: The names of the parameters of each group.
+        hyper_parameters: The hyper-parameters of each group as the script gave them, packed.
+        loss: The name of the loss function and a digest of its code.
+        schedule: The name of the schedule.
+        threads: The number of threads of each worker.
+        torch: The version of torch.
+    """
+
+    seed: int
+    optimizer: str = ""
+    groups: list[list[str]] = field(default_factory=list)
+    hyper_parameters: list[Hyper] = field(default_factory=list)
+    loss: str = ""
+    schedule: str = ""
+    threads: int = 1
+    torch: str = torch.__version__
+
+    def plain(self) -> dict[str, Any]:
+        """Return the identity as plain data, for a manifest."""
+        return asdict(self)
+
+    def compare(self, saved: dict[str, Any], where: object, accept: Collection[str]) -> None:
+        """Compare this script with the one that has made a checkpoint.
+
+        Args:
+            saved: The identity in the checkpoint's manifest.
+            where: The checkpoint, for messages.
+            accept: Names of what may differ without a word.
+
+        Raises:
+            CheckpointError: Something differs that must be the same.
+        """
+        mine = self.plain()
+        for name in ACCEPTABLE:
+            if name in accept or name not in saved or _are_same(name, saved[name], mine[name]):
+                continue
+            before, now = _shown(name, saved[name], mine[name])
+            text = f"{where} was made with the {_words(name)} {before}, this script has {now}"
+            if name in _REFUSED:
+                raise CheckpointError(
+                    f"{text}: {_REFUSED[name]}. Give the same, or say that you mean it: "
+                    f"Checkpoints(..., accept=[{name!r}]), or load(..., accept=[{name!r}])"
+                )
+            _log.warning("%s: %s; accept=[%r] %s", text, _LOGGED[name], name, _accepting(name))
+
+
+def _are_same(name: str, one: Any, other: Any) -> bool:
+    """Whether two values of a part are the same.
+
+    A class of the script's own has another module where the script is run and where it is imported.
+    """
+    if name == "optimizer" and any(str(v).startswith("__main__.") for v in (one, other)):
+        return str(one).rpartition(".")[2] == str(other).rpartition(".")[2]
+    return bool(one == other)
+
+
+def require_acceptable(accept: object) -> tuple[str, ...]:
+    """Return the names of what may differ.
+
+    Raises:
+        ConfigError: It is no list of such names.
+    """
+    names = accept if isinstance(accept, list | tuple | set | frozenset) else [accept]
+    for name in names:
+        if name not in ACCEPTABLE:
+            raise ConfigError(
+                f"accept is a list of what may differ from the checkpoint, of {list(ACCEPTABLE)}; "
+                f"not {accept!r}"
+            )
+    return tuple(names)
+
+
+def _accepting(name: str) -> str:
+    """What it means to accept that something differs."""
+    if name == "hyper_parameters":
+        return "takes those of the script instead"
+    return "ends this warning"
+
+
+def _words(name: str) -> str:
+    """The name of a part of an identity, in words."""
+    return name.replace("_", "-")
+
+
+def _shown(name: str, before: Any, now: Any) -> tuple[str, str]:
+    """Return two different values in words, as far as they differ."""
+    if name == "groups":
+        return f"of {[len(g) for g in before]} parameters", f"those of {[len(g) for g in now]}"
+    if name == "hyper_parameters" and len(before) == len(now):
+        for number, (one, two) in enumerate(zip(before, now, strict=True)):
+            for key in sorted(one.keys() | two.keys()):
+                if one.get(key) != two.get(key):
+                    values = (unpack_hyper(group.get(key)) for group in (one, two))
+                    return tuple(f"{key} = {v!r} in group {number}" for v in values)  # type: ignore[return-value]
+    return repr(before), repr(now)
+
+
+def name_of_class(cls: type | None) -> str:
+    """Return the full name of a class; empty for None."""
+    return "" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
+    """Return what a loss function is, so that another one is very likely to have another name.
+
+    Of a function that is a full name and a digest of its code; of a module, what it prints.
+    """
+    if loss_fn is None:
+        return ""
+    if isinstance(loss_fn, functools.partial):
+        values = [repr(v) for v in (*loss_fn.args, *loss_fn.keywords.items())]
+        return f"partial({name_of_loss(loss_fn.func)}, {', '.join(values)})"
+    if isinstance(loss_fn, nn.Module):
+        return f"{name_of_class(type(loss_fn))} {loss_fn!r}"
+    code = getattr(loss_fn, "__code__", None)
+    name = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', '')}"
+    if code is None:
+        return name if name != "." else name_of_class(type(loss_fn))
+    constants = [repr(c) for c in code.co_consts if not hasattr(c, "co_code")]
+    told = "|".join([code.co_code.hex(), *code.co_names, *constants])
+    return f"{name} {blake2b(told.encode(), digest_size=4).hexdigest()}"

@@ -1,0 +1,54 @@
+"""Shorter tracebacks for errors whose cause is not in the frames of this package.
+
+A worker's error tells where it happened by itself, and Ctrl-C happens wherever the script waits.
+The frames of the package between the script and the wait say nothing about either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from pipedream_rt.errors import PipelineError
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+def shorten(error: BaseException | None) -> None:
+    """Take the frames of this package out of an error's traceback, and out of its causes' ones.
+
+    Errors that are neither of this package's kinds nor Ctrl-C keep theirs, since they may be ours.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, PipelineError | KeyboardInterrupt | SystemExit):
+            error.__traceback__ = _without_ours(error.__traceback__)
+        error = error.__cause__
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package, and those that they called."""
+    kept: list[TracebackType] = []
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if name.startswith(_PACKAGE):
+            break
+        kept.append(traceback)
+        traceback = traceback.tb_next
+    following: TracebackType | None = None
+    for each in reversed(kept):
+        following = TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return following
+
+
+@contextmanager
+def shorter_tracebacks() -> Iterator[None]:
+    """Shorten the traceback of an error that leaves the body."""
+    try:
+        yield
+    except BaseException as error:
+        shorten(error)
+        raise

@@ -1,0 +1,138 @@
+"""What of a model would be something else on stages than in plain PyTorch, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.split import Layers
+from pipedream_rt.schedules import Plan
+
+
+def refuse_unfit_layers(layers: Layers) -> None:
+    """Refuse layers that cannot be trained on stages, whatever the split.
+
+    Args:
+        layers: The layers of the model, and the loss if it is a module.
+
+    Raises:
+        ConfigError: The message names the layer and says what to do.
+    """
+    for name, layer in layers.items():
+        for key, tensor in _tensors_of(layer):
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise ConfigError(
+                    f"{name}.{key} has no shape yet, because a lazy layer takes it from its first "
+                    "input; run the model once on a batch before you give it to Pipeline"
+                )
+    _refuse_overlaps(layers)
+
+
+def _tensors_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a layer with their names."""
+    yield from layer.named_parameters()
+    yield from layer.named_buffers()
+
+
+def _refuse_overlaps(layers: Layers) -> None:
+    """Refuse two tensors that share memory: a change of one would have to change the other.
+
+    Raises:
+        ConfigError: Two do, of which one is a parameter.
+    """
+    ranges = {}
+    for name, layer in layers.items():
+        for key, tensor in _tensors_of(layer):
+            if tensor.numel() and tensor.device.type != "meta":
+                start = tensor.data_ptr()
+                reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()))
+                end = start + (reach + 1) * tensor.element_size()
+                ranges[id(tensor)] = (start, end, f"{name}.{key}", tensor)
+    last_end, last, trained = 0, "", False
+    for start, end, name, tensor in sorted(ranges.values(), key=lambda r: r[:2]):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if start < last_end and (trained or is_parameter):
+            raise ConfigError(
+                f"{last} and {name} are two tensors over the same memory, so a step of one would "
+                "change the other; on stages each would go its own way. To tie weights, use one "
+                "Parameter in both places (b.weight = a.weight)"
+            )
+        if end > last_end:
+            last_end, last, trained = end, name, is_parameter
+
+
+def refuse_unfit_plan(layers: Layers, plan: Plan) -> None:
+    """Refuse layers that cannot be trained by a schedule.
+
+    Raises:
+        ConfigError: The message names the layer and says what to do.
+    """
+    for name, layer in layers.items():
+        for path, module in layer.named_modules(prefix=name):
+            edits = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if edits and module.max_norm is not None and not plan.flushes:
+                raise ConfigError(
+                    f"{path} is an {type(module).__name__} with max_norm, which changes its weight "
+                    f"in forward; {plan.name} keeps several versions of it, so use a schedule that "
+                    "flushes (1f1b, gpipe), or normalise the rows that were looked up"
+                )
+
+
+def refuse_loss(loss_fn: Any) -> None:
+    """Refuse a loss that cannot be called as one.
+
+    Raises:
+        ConfigError: It is not callable, or a class of modules.
+    """
+    if loss_fn is None:
+        return
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise ConfigError(
+            f"loss_fn is the class {loss_fn.__name__}; give an instance, {loss_fn.__name__}()"
+        )
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn must be callable, not {loss_fn!r}")
+
+
+Hook = tuple[str, bool, Callable[[Tensor], Any]]
+"""Name of a parameter, whether the hook runs after its gradient was added, and the hook."""
+
+
+def gradient_hooks(layer: nn.Module, name: str) -> list[Hook]:
+    """Return the hooks that were registered on the parameters of a layer; pickle leaves them out.
+
+    Args:
+        layer: The layer.
+        name: Its name.
+    """
+    found: list[Hook] = []
+    for key, parameter in layer.named_parameters(prefix=name):
+        before: Any = getattr(parameter, "_backward_hooks", None) or {}
+        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        found += [(key, False, hook) for hook in before.values()]
+        found += [(key, True, hook) for hook in after.values()]
+    return found
+
+
+def shared_buffers(layers: Layers, points: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return, by stage, the names of the buffers that another stage has too.
+
+    Args:
+        layers: The layers of the model.
+        points: The index of the first layer of every stage.
+    """
+    places: dict[int, list[tuple[int, str]]] = {}
+    for i, (name, layer) in enumerate(layers.items()):
+        stage = sum(point <= i for point in points) - 1
+        for key, buffer in layer.named_buffers(prefix=name):
+            places.setdefault(id(buffer), []).append((stage, key))
+    found: list[list[str]] = [[] for _ in points]
+    for users in places.values():
+        if len({stage for stage, _ in users}) > 1:
+            for stage, key in users:
+                found[stage].append(key)
+    return [tuple(names) for names in found]

@@ -1,0 +1,78 @@
+"""Fingerprints: short numbers that two states share only if they are equal bit for bit.
+
+The fingerprint of a set of named tensors is the sum, modulo 2^128, of a BLAKE2b digest of each: its
+name, dtype, shape and bytes. So the fingerprint of a model is the sum of those of its stages, and
+does not depend on the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.schedules.plan import EVERY_STAGE
+
+_BYTES = 16
+
+
+def fingerprint(named: Mapping[str, Any]) -> str:
+    """Return the fingerprint of named tensors and plain values, as 32 hex digits.
+
+    Args:
+        named: The values; what is no tensor counts by its ``repr``.
+    """
+    return total(_digest(name, value) for name, value in named.items())
+
+
+def total(fingerprints: Iterable[str]) -> str:
+    """Return the fingerprint of several sets together."""
+    number = sum(int(each, 16) for each in fingerprints) % (1 << 8 * _BYTES)
+    return number.to_bytes(_BYTES, "big").hex()
+
+
+def _digest(name: str, value: Any) -> str:
+    """Return the digest of one named value."""
+    digest = blake2b(digest_size=_BYTES)
+    if isinstance(value, Tensor):
+        digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        # The bytes of the elements in order, whatever the strides.
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    else:
+        digest.update(f"{name}|{value!r}".encode())
+    return digest.hexdigest()
+
+
+def fingerprints_of(
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    older: Mapping[int, Mapping[str, Tensor]],
+    version: int,
+) -> dict[str, Any]:
+    """Return the fingerprints of a stage, as plain data.
+
+    Args:
+        parameters: The newest weights by name, frozen ones too.
+        buffers: All buffers by name.
+        optimizer: The optimizer state by parameter and name.
+        older: The trainable weights of each older version.
+        version: Number of the newest version.
+    """
+    state = {
+        f"{name}/{key}": value
+        for name, values in optimizer.items()
+        if not name.startswith(EVERY_STAGE)
+        for key, value in values.items()
+    }
+    return {
+        "version": version,
+        "weights": fingerprint(parameters),
+        "buffers": fingerprint(buffers),
+        "optimizer": fingerprint(state),
+        "older": {str(v): fingerprint(named) for v, named in sorted(older.items())},
+    }

@@ -1,0 +1,170 @@
+"""The settings of torch that hold for a process or a thread and change what layers compute.
+
+The user's process reads them once, when the pipeline starts, and every worker applies them. They
+cannot change while the pipeline is open: micro-batches are in flight all the time, and it would
+depend on timing which of them a new setting meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from pipedream_rt.errors import ConfigError
+
+Settings: TypeAlias = dict[str, Any]
+"""The value of each setting, by the expression that reads it."""
+
+
+class _Setting(NamedTuple):
+    """How a setting is read and set."""
+
+    read: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes denormal numbers for zero; torch has no function that tells."""
+    tiny = torch.tensor(1e-310, dtype=torch.float64, device="cpu")
+    return bool((tiny * 1).item() == 0)
+
+
+def _set_deterministic(mode: list[bool]) -> None:
+    """Set whether algorithms are deterministic, and whether torch only warns of others."""
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _set_mkldnn(value: list[Any]) -> None:
+    """Set the flags of oneDNN."""
+    enabled, deterministic = value
+    torch.backends.mkldnn.set_flags(enabled, deterministic)
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    """Return a setting that is an attribute of a module of torch."""
+    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+_cuda = torch.backends.cuda
+_SETTINGS: dict[str, _Setting] = {
+    "torch.get_default_dtype()": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_default_device()": _Setting(
+        lambda: str(torch.get_default_device()), torch.set_default_device
+    ),
+    "torch.are_deterministic_algorithms_enabled()": _Setting(
+        lambda: [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
+        _set_deterministic,
+    ),
+    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
+        torch.utils.deterministic, "fill_uninitialized_memory"
+    ),
+    "torch.get_float32_matmul_precision()": _Setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    "torch.set_flush_denormal(...)": _Setting(_flushes_denormals, torch.set_flush_denormal),
+    "torch.backends.mkldnn.flags(...)": _Setting(
+        lambda: [torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic], _set_mkldnn
+    ),
+    "torch.backends.cuda.flash_sdp_enabled()": _Setting(
+        _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp
+    ),
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": _Setting(
+        _cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp
+    ),
+    "torch.backends.cuda.math_sdp_enabled()": _Setting(
+        _cuda.math_sdp_enabled, _cuda.enable_math_sdp
+    ),
+    "torch.backends.cuda.cudnn_sdp_enabled()": _Setting(
+        _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp
+    ),
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": _Setting(
+        _cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp
+    ),
+    "torch.backends.mha.get_fastpath_enabled()": _Setting(
+        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled
+    ),
+    "torch.backends.nnpack.flags(...)": _Setting(
+        torch._C._get_nnpack_enabled, lambda on: torch.backends.nnpack.set_flags(on)
+    ),
+    "torch.backends.opt_einsum.enabled": _attribute(torch.backends.opt_einsum, "enabled"),
+    "torch.backends.opt_einsum.strategy": _attribute(torch.backends.opt_einsum, "strategy"),
+    "torch.backends.quantized.engine": _attribute(torch.backends.quantized, "engine"),
+    "torch.is_anomaly_enabled()": _Setting(
+        torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on)
+    ),
+}
+
+
+def settings_now() -> Settings:
+    """Return the settings of this process and thread."""
+    return {name: setting.read() for name, setting in _SETTINGS.items()}
+
+
+def apply_settings(settings: Settings) -> None:
+    """Apply settings to this process and thread, but only those that differ.
+
+    To set some of them again would cost time: torch imports its compiler for one.
+    """
+    for name, now in settings_now().items():
+        if name in settings and settings[name] != now:
+            _SETTINGS[name].set(settings[name])
+
+
+def refuse_other_settings(settings: Settings) -> None:
+    """Refuse to go on where the script has changed a setting since the pipeline started.
+
+    Raises:
+        ConfigError: A setting differs; the message names it with both values.
+    """
+    now = settings_now()
+    if now == settings:
+        return
+    for name, value in settings.items():
+        if now[name] != value:
+            raise ConfigError(
+                f"{name} was {value} when the pipeline started and is {now[name]} now; the workers "
+                "have the settings of the start, so set it before Pipeline(...) and leave it"
+            )
+
+
+def refuse_contexts() -> None:
+    """Refuse contexts around the loop that would not reach the workers.
+
+    Raises:
+        ConfigError: The calling thread is in one of them.
+    """
+    where = "; it acts on this thread alone, and the layers compute on workers: "
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise ConfigError(
+            f"torch.autocast is on around the pipeline{where}use it inside the layers' forward and "
+            "in loss_fn"
+        )
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise ConfigError(
+            f"saved_tensors_hooks (or save_on_cpu) are on around the pipeline{where}use them "
+            "inside the layers' forward"
+        )
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if modes:
+        name = type(modes[-1]).__name__
+        raise ConfigError(
+            f"the dispatch mode {name} is on around the pipeline{where}use it inside the layers' "
+            "forward"
+        )
+
+
+def refuse_no_grad() -> None:
+    """Refuse to train where plain PyTorch could not.
+
+    Raises:
+        ConfigError: Gradients are off on this thread.
+    """
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "training inside torch.no_grad() or inference_mode(): leave that block, or use evaluate"
+        )
