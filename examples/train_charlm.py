@@ -273,7 +273,9 @@ def train(
                     f"step {result.step + 1}: training loss {smooth:.3f}, validation {loss:.3f}, "
                     f"staleness {result.staleness}"
                 )
+                # What the stages computed in the validation is not part of the next figures.
                 since = time.perf_counter()
+                busy_then = [counters["busy_ns"] / 1e9 for counters in pipe.statistics()]
 
 
 def save(path: Path, state: dict[str, Tensor]) -> None:

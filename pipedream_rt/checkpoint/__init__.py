@@ -1,7 +1,7 @@
 """Checkpoints on disk: how they are written whole, found, verified and read."""
 
 from pipedream_rt.checkpoint.layout import checkpoints
-from pipedream_rt.checkpoint.manifest import Manifest, refuse_unsaveable
+from pipedream_rt.checkpoint.manifest import Manifest, read_manifest, refuse_unsaveable
 from pipedream_rt.checkpoint.reading import newest_good, read_stage, shapes, verify, weights_of
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.checkpoint.writing import (
@@ -20,6 +20,7 @@ __all__ = [
     "newest_good",
     "prune",
     "put_aside_later",
+    "read_manifest",
     "read_stage",
     "refuse_unsaveable",
     "shapes",

@@ -29,6 +29,10 @@ from pathlib import Path
 MANIFEST = "manifest.msgpack"
 INDEX = "model.safetensors.index.json"
 
+AS_PAIRS = "complex128 as pairs"
+"""Metadata of a file of tensors: a JSON list of the keys whose complex numbers stand there as pairs
+of real ones, along a last dimension."""
+
 BEING_REPLACED = ".old.part"
 """How the hidden name ends that a checkpoint has while another takes its place."""
 

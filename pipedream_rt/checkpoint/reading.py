@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from pipedream_rt.checkpoint.layout import (
+    AS_PAIRS,
     MANIFEST,
     checkpoints,
     digest_of,
@@ -120,6 +123,12 @@ def read_stage(
         weights=found,
         optimizer=_optimizer_state(folder, parameters, plain),
         versions=_older_versions(folder, set(parameters)),
+        extra={
+            key: value
+            for name, values in plain.items()
+            if name.startswith(f"{EVERY_STAGE}extra/")
+            for key, value in values.items()
+        },
         hidden=_tensors(folder, "buffers", buffered)
         | _tensors(folder, "model", buffered)
         | _tensors(folder, "loss", buffered),
@@ -130,7 +139,8 @@ def _optimizer_state(
     folder: Path, parameters: Sequence[str], plain: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state of some parameters, by parameter and name; and that of the optimizers."""
-    mine = {*parameters, *(name for name in plain if name.startswith(EVERY_STAGE))}
+    own = (f"{EVERY_STAGE}group/", f"{EVERY_STAGE}attributes/")
+    mine = {*parameters, *(name for name in plain if name.startswith(own))}
     state = {name: dict(plain[name]) for name in mine if name in plain}
     tensors = _tensors(folder, "optimizer", lambda key: key.rpartition("/")[0] in mine)
     for key, tensor in tensors.items():
@@ -158,8 +168,10 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     found = {}
     for path in files_of(folder, "model"):
         with safe_open(path, framework="pt") as file:
+            pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
             for key in file.keys():  # noqa: SIM118 - no dict
-                found[key] = tuple(file.get_slice(key).get_shape())
+                shape = tuple(file.get_slice(key).get_shape())
+                found[key] = shape[:-1] if key in pairs else shape
     return found
 
 
@@ -177,5 +189,8 @@ def _tensors(folder: Path, kind: str, wanted: Callable[[str], bool]) -> dict[str
     found: dict[str, Tensor] = {}
     for path in files_of(folder, kind):
         with safe_open(path, framework="pt") as file:
-            found.update({key: file.get_tensor(key) for key in file.keys() if wanted(key)})  # noqa: SIM118
+            pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
+            for key in filter(wanted, file.keys()):
+                tensor = file.get_tensor(key)
+                found[key] = torch.view_as_complex(tensor) if key in pairs else tensor
     return found

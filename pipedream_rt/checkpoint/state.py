@@ -18,9 +18,12 @@ class StageState:
         versions: Older weight versions that later micro-batches read: the trainable weights by
             name, by version.
         hidden: Buffers that are in no state dict, by name.
+        extra: What modules give by ``get_extra_state`` that is no tensor, packed by `pack_hyper`,
+            by key of the state dict.
     """
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
     versions: dict[int, dict[str, Tensor]]
     hidden: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)

@@ -11,11 +11,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedream_rt.checkpoint.layout import (
+    AS_PAIRS,
     BEING_REPLACED,
     INDEX,
     MANIFEST,
@@ -30,7 +32,7 @@ from pipedream_rt.checkpoint.layout import (
 from pipedream_rt.checkpoint.manifest import Manifest, is_plain, seal
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.schedules.plan import LOSS_LAYER
+from pipedream_rt.schedules.plan import EVERY_STAGE, LOSS_LAYER
 
 _log = logging.getLogger(__name__)
 
@@ -114,13 +116,15 @@ def write_stage(
 
     Returns:
         Size and checksum of each file, by name; the optimizer state that is no tensor, by parameter
-        and name; the bytes of each weight, by file and key.
+        and name, with ``extra``; the bytes of each weight, by file and key.
 
     Raises:
         CheckpointError: A file cannot be written, or the optimizer state has a value that has no
             place in a checkpoint.
     """
     moments, plain = _tensors_and_plain(state.optimizer)
+    if state.extra:
+        plain[f"{EVERY_STAGE}extra/{stage}"] = state.extra
     older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
     loss = {key: t for key, t in state.weights.items() if key.startswith(f"{LOSS_LAYER}.")}
     kinds = {
@@ -172,8 +176,12 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         CheckpointError: It cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    # safetensors knows no complex numbers of double precision: they are written as pairs.
+    pairs = [key for key, tensor in tensors.items() if tensor.dtype is torch.complex128]
+    tensors = {**tensors, **{key: torch.view_as_real(tensors[key]) for key in pairs}}
+    metadata = {"format": "pt"} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
     try:
-        save_file(tensors, part, metadata={"format": "pt"})
+        save_file(tensors, part, metadata=metadata)
         sync(part)
         part.replace(path)
     except (OSError, SafetensorError) as error:

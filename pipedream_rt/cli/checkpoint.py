@@ -39,6 +39,8 @@ def verify(folder: Path) -> None:
 def inspect(folder: Path) -> None:
     """Show what a checkpoint says of itself; of a run, its newest whole one."""
     from pipedream_rt.checkpoint import newest_good
+    from pipedream_rt.coordinator.fingerprints import Fingerprint
+    from pipedream_rt.stage.optimizer import unpack_hyper
 
     found, manifest = newest_good(folder)
     click.echo(
@@ -46,8 +48,13 @@ def inspect(folder: Path) -> None:
         f"{manifest.workers * manifest.stages_per_worker} stages on {manifest.workers} workers, "
         f"{manifest.per_update} micro-batches per update"
     )
+    mark = Fingerprint.of_plain(manifest.fingerprints)
+    click.echo(
+        f"fingerprint: {mark.digest} (weights {mark.weights[:8]}, buffers {mark.buffers[:8]}, "
+        f"optimizer {mark.optimizer[:8]})"
+    )
     for number, group in enumerate(manifest.groups):
-        values = ", ".join(f"{name} {value}" for name, value in group.items())
+        values = ", ".join(f"{name} {unpack_hyper(value)}" for name, value in group.items())
         click.echo(f"parameter group {number}: {values}")
     if manifest.place is not None:
         click.echo(
@@ -60,6 +67,37 @@ def inspect(folder: Path) -> None:
     rows = [("file", "size")]
     rows += [(name, bytes_text(size)) for name, (size, _) in sorted(manifest.files.items())]
     click.echo(table(rows))
+
+
+@checkpoint.command()
+@click.argument("first", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("second", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def compare(first: Path, second: Path) -> None:
+    """Find the first step at which the checkpoints of two runs differ; exit code 1 if one does.
+
+    It compares fingerprints, of the steps at which both runs have a checkpoint. FIRST and SECOND
+    are folders of runs, or of single checkpoints.
+    """
+    from pipedream_rt.checkpoint import checkpoints, read_manifest
+    from pipedream_rt.coordinator.fingerprints import Fingerprint
+
+    runs = [
+        {manifest.step: Fingerprint.of_plain(manifest.fingerprints) for manifest in manifests}
+        for manifests in (
+            [read_manifest(each) for each in checkpoints(folder) or [folder]]
+            for folder in (first, second)
+        )
+    ]
+    common = sorted(runs[0].keys() & runs[1].keys())
+    if not common:
+        steps = [", ".join(map(str, sorted(run))) for run in runs]
+        raise CheckpointError(f"no step has a checkpoint in both: {steps[0]}; {steps[1]}")
+    for step in common:
+        if place := runs[0][step].first_difference(runs[1][step]):
+            before = [earlier for earlier in common if earlier < step]
+            same = f"equal up to step {before[-1]}, " if before else ""
+            raise click.ClickException(f"{same}different at step {step}: {place}")
+    click.echo(f"equal at the steps {', '.join(map(str, common))}")
 
 
 @checkpoint.command()

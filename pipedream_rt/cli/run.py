@@ -46,18 +46,19 @@ def worker(arguments: tuple[str, ...]) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--nproc-per-node", required=True, type=click.IntRange(min=1),
+@click.option("--nproc-per-node", "--nproc_per_node", required=True, type=click.IntRange(min=1),
               help="Number of workers to start.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
               help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True),
               help="File to write what every stage did when; see timeline.")  # fmt: skip
-@click.option("--max-restarts", type=click.IntRange(min=0),
+@click.option("--max-restarts", "--max_restarts", type=click.IntRange(min=0),
               help="Number of failures of workers to recover from; 3 by default where the script "
               "makes checkpoints.")  # fmt: skip
 @click.option("--resume", is_flag=True,
               help="Go on from the last checkpoint in the script's folder.")  # fmt: skip
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
     nproc_per_node: int,
@@ -65,6 +66,7 @@ def run(
     trace: str | None,
     max_restarts: int | None,
     resume: bool,
+    module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -73,6 +75,8 @@ def run(
     The script's Pipeline uses these workers unless it asks for others. Each worker hosts a stage
     for one pipeline after another. Workers that fail are replaced when the script asks for it.
     """
+    if not module and not os.path.isfile(script):
+        raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     settings = {
         NPROC: str(nproc_per_node),
@@ -83,7 +87,8 @@ def run(
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         workers = _Workers(nproc_per_node, threads, listener)
         with workers.running():
-            code = _run_script([sys.executable, script, *arguments], workers, settings)
+            named = ["-m", script] if module else [script]
+            code = _run_script([sys.executable, *named, *arguments], workers, settings)
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -495,4 +496,5 @@ def _named_group(group: dict[str, Any], names: dict[int, str]) -> tuple[list[str
             found.append(names[id(parameter)])
         elif parameter.requires_grad:
             raise ConfigError("the optimizer has a parameter that is not one of the model's")
-    return found, {k: v for k, v in group.items() if k != "params"}
+    # A copy, because a scheduler changes a rate that is a tensor in place.
+    return found, {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}

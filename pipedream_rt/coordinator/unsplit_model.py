@@ -62,9 +62,9 @@ class UnsplitModel:
         missing = [k for k in expected if k not in state_dict]
         extra = [k for k in state_dict if k not in expected]
         shapes = [
-            f"{k} has the shape {tuple(state_dict[k].shape)}, in the model {tuple(v.shape)}"
+            f"{k} has the shape {_shape(state_dict[k])}, in the model {_shape(v)}"
             for k, v in expected.items()
-            if k in state_dict and v.shape != state_dict[k].shape
+            if k in state_dict and _shape(v) != _shape(state_dict[k])
         ]
         if missing or extra or shapes:
             raise ConfigError(
@@ -83,7 +83,11 @@ class UnsplitModel:
         """
         flexible = buffer_slots(self._whole)
         state = self._whole.state_dict()
-        expected = {k: tuple(v.shape) for k, v in state.items() if k not in flexible}
+        expected = {
+            k: tuple(v.shape)
+            for k, v in state.items()
+            if k not in flexible and isinstance(v, Tensor)
+        }
         there = {k: shape for k, shape in shapes.items() if k not in flexible}
         if not (differing := sorted(there.items() ^ expected.items())):
             return ""
@@ -138,3 +142,8 @@ def _copy_of(module: nn.Module) -> nn.Module:
                 "model that you build"
             ) from error
         return made
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """Return the shape of an entry of a state dict; None for extra state, which has none."""
+    return tuple(value.shape) if isinstance(value, Tensor) else None

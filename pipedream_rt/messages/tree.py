@@ -83,6 +83,11 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
         ConfigError: The node cannot cross stages.
     """
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise ConfigError(
+                f"{path} is a tensor of layout {value.layout}, which cannot cross stages; send its "
+                "parts, as indices and values, or a dense tensor"
+            )
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
     cls: type = type(value)  # not isinstance: a subclass would arrive as something less than it is
     if cls in _PLAIN:
@@ -177,8 +182,6 @@ def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """
     # A conjugate or negative view says so in a flag, which does not travel.
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.layout is not torch.strided:
-        return tensor.clone()
     expanded = [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     if any(expanded):
         once = tensor[tuple(slice(0, 1) if e else slice(None) for e in expanded)]

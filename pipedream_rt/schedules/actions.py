@@ -130,7 +130,7 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
         ScheduleError: The order ends too early, or goes on without ever ending these micro-batches.
     """
     updates = stop // per_update
-    patience = most_left_out = 1000 + 8 * stop
+    patience = most_left_out = 100_000 + 8 * stop
     while left:
         action = next(order, None)
         if action is None:

@@ -297,7 +297,10 @@ _SIZES = {
     "": 1.0, "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9,
     "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
 }  # fmt: skip
-_BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
+_BITS = {
+    "bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8,
+    "bps": 1 / 8, "kbps": 1e3 / 8, "Mbps": 1e6 / 8, "Gbps": 1e9 / 8,
+}  # fmt: skip
 _QUANTITY = re.compile(r"\s*([0-9.eE+-]+?)\s*([a-zA-Zµ]*)(?:/s|ps)?\s*")
 
 

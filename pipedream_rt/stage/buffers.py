@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -40,3 +44,65 @@ def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
     """Load those entries of a state dict that belong to this module, and ignore the others."""
     keys = module.state_dict()
     module.load_state_dict({k: state[k] for k in keys if k in state}, strict=False)
+
+
+class ForwardBuffers:
+    """Keeps what a backward needs of buffers that later forwards change in place.
+
+    Between the forward of a micro-batch and its backward, other micro-batches pass forward. If a
+    layer changes a buffer in place that autograd has saved, the backward would find it changed. So
+    a buffer that a forward was seen to change is replaced by a copy before the next forward, which
+    changes the copy. BatchNorm and its kin are left alone: their backward reads no statistics that
+    their forward has changed.
+
+    Args:
+        module: The module of the stage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Look for buffers once, since a forward that makes new ones replaces rather than edits."""
+        by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not isinstance(owner, _NormBase):
+                    by_tensor.setdefault(id(buffer), []).append((owner, name))
+        self._slots = list(by_tensor.values())
+        self._changing: set[int] = set()
+
+    @contextmanager
+    def kept_for_backward(self, others: bool) -> Iterator[None]:
+        """Run a forward, the body, so that it edits no buffer that another micro-batch has saved.
+
+        Args:
+            others: Whether other micro-batches are in flight.
+        """
+        if not self._slots:
+            yield
+            return
+        if others:
+            for number in self._changing:
+                self._replace(self._slots[number])
+        before = [self._state(slots) for slots in self._slots]
+        yield
+        for number, slots in enumerate(self._slots):
+            if self._state(slots) != before[number]:
+                self._changing.add(number)
+
+    @staticmethod
+    def _state(slots: list[tuple[nn.Module, str]]) -> tuple[int, int]:
+        """Return what differs once a buffer was changed in place or replaced."""
+        owner, name = slots[0]
+        buffer = owner._buffers.get(name)
+        return (0, 0) if buffer is None else (id(buffer), buffer._version)
+
+    @staticmethod
+    def _replace(slots: list[tuple[nn.Module, str]]) -> None:
+        """Put a copy in the place of a buffer, in all places that hold it."""
+        owner, name = slots[0]
+        buffer = owner._buffers.get(name)
+        if buffer is None:
+            return
+        copy = buffer.clone()
+        for holder, its_name in slots:
+            if holder._buffers.get(its_name) is buffer:
+                holder._buffers[its_name] = copy

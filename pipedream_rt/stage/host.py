@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,17 +14,20 @@ import cloudpickle
 import torch
 
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed, TransportError
+from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.plan import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
+from pipedream_rt.stage.report import advice_on, place_of, trace_of
 from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.settings import apply_settings
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
+
+_log = logging.getLogger(__name__)
 
 
 class StageHost:
@@ -134,12 +137,22 @@ class StageHost:
         self._doing = self._loop.doing
         self._loop.run()
 
+    def _place(self, error: BaseException) -> str:
+        """Return which layer was computing when an error was raised, and what to do about it."""
+        stage = self._stages.get(self._doing.stage)
+        if isinstance(error, PipelineError) or stage is None:
+            return ""
+        if stage.at is None:
+            return advice_on(error, None)
+        name, value = stage.at
+        return f", {place_of(name, stage.layer(name), value)}{advice_on(error, value)}"
+
     def _report(self, error: BaseException) -> None:
         """Send an error to the coordinator: its text, its traceback, and itself if it pickles."""
         index, action = self._doing.stage, self._doing.action
         name = type(error).__qualname__
         try:
-            text, trace = str(error), "".join(traceback.format_exception(error))
+            text, trace = str(error) + self._place(error), trace_of(error)
         except Exception as problem:  # the error's own __str__ may raise
             text = trace = f"(the error has no text: its __str__ raised {type(problem).__name__})"
         try:
@@ -147,6 +160,7 @@ class StageHost:
             cloudpickle.loads(pickled)
         except Exception:  # its pickling may raise too; the text is enough
             pickled = b""
+        _log.debug("%s, %s: %s", self.name, action, error, exc_info=error)
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
         self._send_of(index)(COORDINATOR, 0, failed, ())
 

@@ -22,6 +22,7 @@ from pipedream_rt.checkpoint import StageState, read_stage, write_stage
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
+from pipedream_rt.stage.optimizer import pack_hyper, unpack_hyper
 from pipedream_rt.stage.stage import Stage
 
 _CHANGED_IN_BACKWARD = (
@@ -45,6 +46,7 @@ class _Saving:
         position: Position of the command.
         buffers: Copies of the buffers that the state dict has, by name.
         hidden: Copies of the buffers that the state dict leaves out, by name.
+        extra: What modules give by ``get_extra_state`` that is no tensor, packed.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class _Saving:
     position: int
     buffers: dict[str, Tensor]
     hidden: dict[str, Tensor]
+    extra: dict[str, Any]
 
 
 class StageSaver:
@@ -91,15 +94,17 @@ class StageSaver:
         trained = {id(parameter) for parameter in self._stage.parameters.named.values()}
         state = module.state_dict(keep_vars=True)
         rest = {n: t for n, t in state.items() if id(t) not in trained}
-        for name, value in rest.items():
-            if not isinstance(value, Tensor):
-                self._tell(position, f"{name} is a {type(value).__name__}, not a tensor")
-                return
+        try:
+            extra = {n: pack_hyper(v, n) for n, v in rest.items() if not isinstance(v, Tensor)}
+        except ConfigError as error:
+            self._tell(position, str(error))
+            return
         self._saving = _Saving(
             folder=Path(folder),
             step=step,
             position=position,
-            buffers={name: _copy(tensor) for name, tensor in rest.items()},
+            buffers={name: _copy(t) for name, t in rest.items() if isinstance(t, Tensor)},
+            extra=extra,
             hidden={n: _copy(b) for n, b in module.named_buffers() if n not in state},
         )
         self.save_if_due()
@@ -137,7 +142,9 @@ class StageSaver:
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
                 for name, tensor in stage.module.state_dict().items()
+                if name not in saving.extra
             },
+            extra=saving.extra,
             hidden=saving.hidden,
             optimizer={
                 parameter: {k: _copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -211,12 +218,14 @@ def restore_stage(
     read = max(floor, plan.reads(stage.index, step * plan.per_update))
     names = list(stage.parameters.named)
     slots = buffer_slots(stage.module)
-    keys = [key for key in stage.module.state_dict() if key not in slots]
+    there = stage.module.state_dict()
+    keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
     state = read_stage(Path(folder), keys, names, list(slots), plain)
     needed = range(read, step) if names else range(0)
     whole = all(version in state.versions for version in needed)
     older = {version: state.versions[version] for version in needed} if whole else {}
-    stage.restore(step, state.weights, older, state.hidden)
+    extra = {key: unpack_hyper(v) for key, v in state.extra.items() if key in there}
+    stage.restore(step, {**state.weights, **extra}, older, state.hidden)
     if stage.optimizer is not None and with_optimizer:
         stage.optimizer.load_state(state.optimizer)
     return whole

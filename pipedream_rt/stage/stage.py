@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules.plan import LOSS_LAYER
-from pipedream_rt.stage.buffers import load_buffers, load_state
+from pipedream_rt.stage.buffers import ForwardBuffers, load_buffers, load_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import VersionedParameters
@@ -121,6 +121,7 @@ class Stage:
         self._changes_modes = any(map(_changes_modes, self.module.modules()))
         self._shared = {name: self.module.get_buffer(name) for name in spec.shared}
         self._shared_versions = {name: b._version for name, b in self._shared.items()}
+        self._buffers = ForwardBuffers(self.module)
         self.at: tuple[str, Any] | None = None
         self.optimizer: StageOptimizer | None = None
         self.next_forward = self.ended = 0
@@ -164,7 +165,12 @@ class Stage:
         if inputs is None:
             return None
         value = self._enter(inputs, flight)
-        with self._watching(micro_batch), self.parameters.reading(micro_batch):
+        others = len(self._in_flight) > 1
+        with (
+            self._watching(micro_batch),
+            self._buffers.kept_for_backward(others),
+            self.parameters.reading(micro_batch),
+        ):
             output = self._layers(value, micro_batch)
             loss = None if target is None else self._loss(output, target)
         if loss is None:
@@ -228,6 +234,10 @@ class Stage:
             value = layer(value)
         self.at = None
         return value
+
+    def layer(self, name: str) -> nn.Module | None:
+        """Return a layer by its name in the unsplit model."""
+        return self.module._modules[name]
 
     def _seed(self, number: int | str, name: str) -> None:
         """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""

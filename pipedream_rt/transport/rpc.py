@@ -155,7 +155,9 @@ def refuse_second() -> None:
     if _current is not None:
         raise ConfigError(
             "this process has an open pipeline on worker processes already, and torch RPC allows "
-            'only one; close it first, or use workers="in-process" for one of the two'
+            "only one. Close it first: if the script or the notebook calls it pipe, the line "
+            'pipe.close() does, before the next Pipeline(...). Or use workers="in-process" for one '
+            "of the two"
         )
 
 

@@ -153,8 +153,6 @@ def test_own_copies_when_told_to():
     tensor = torch.ones(3)
     assert own(tensor).data_ptr() == tensor.data_ptr()
     assert own(tensor, copy=True).data_ptr() != tensor.data_ptr()
-    sparse = torch.eye(3).to_sparse()
-    assert torch.equal(own(sparse).to_dense(), torch.eye(3))
 
 
 @given(st.integers(1, 200), st.integers(1, 20))

@@ -327,7 +327,7 @@ def test_an_error_of_a_layer_becomes_data():
     assert (failed.action, failed.type_name, failed.text) == (
         "F0",
         "ZeroDivisionError",
-        "the layer's own words",
+        "the layer's own words, in layer '0' (Raises), whose input was a float32 tensor (1, 2)",
     )
     assert "in forward\n    raise self.make()" in failed.trace
     assert failed.trace.endswith("ZeroDivisionError: the layer's own words\n")

@@ -80,7 +80,7 @@ class Noted(nn.Module):
         return x
 
     def get_extra_state(self):
-        return {"text": "a note"}
+        return {"text": {"a", "note"}}
 
     def set_extra_state(self, state):
         pass
@@ -252,7 +252,7 @@ def test_state_that_is_no_tensor_is_told_of(tmp_path):
     ((position, text),) = run.told
     assert position == POSITION
     assert "1._extra_state" in text
-    assert "dict" in text
+    assert "cannot be" in text
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,79 @@
+"""What is told of an error of an action: the layer, its input, and the lines of the user."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NOT_THE_USERS = (
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(torch.__file__).resolve().parent),
+)
+
+
+def place_of(name: str, layer: nn.Module | None, value: Any) -> str:
+    """Return where an error happened, in words.
+
+    Args:
+        name: Name of the layer in the unsplit model.
+        layer: The layer.
+        value: Its input.
+    """
+    kind = type(layer).__name__
+    return f"in layer {name!r} ({kind}), whose input was {described(value)}"
+
+
+def described(value: Any) -> str:
+    """Return the shapes and dtypes in a value, in words."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        inside = ", ".join(map(described, value))
+        return f"a {type(value).__name__} of {len(value)}: {inside}"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{key!r}: {described(v)}" for key, v in value.items())
+        return f"a dict of {inside}"
+    return f"a {type(value).__name__}"
+
+
+def advice_on(error: BaseException, value: Any) -> str:
+    """Return what to do about an error of a layer; empty where that is not known."""
+    counts = isinstance(error, TypeError) and "positional argument" in str(error)
+    if counts and isinstance(value, tuple | list):
+        return (
+            f". A layer gets one value, here a {type(value).__name__} of {len(value)}: take it "
+            "apart in forward, as forward(self, pair)"
+        )
+    if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+        return (
+            ". Something that the backward needs was changed in place before it ran, because other "
+            "micro-batches pass in between. If it is a buffer, let forward use a clone of it"
+        )
+    return ""
+
+
+def trace_of(error: BaseException) -> str:
+    """Return the traceback of an error with the user's own lines alone, if there are any.
+
+    Frames of this package and of torch are left out, of the causes too.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    found = False
+    seen: set[int] = set()
+    parts: list[traceback.TracebackException | None] = [told]
+    while parts:
+        part = parts.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        own = [frame for frame in part.stack if not frame.filename.startswith(_NOT_THE_USERS)]
+        found = found or bool(own)
+        part.stack = traceback.StackSummary.from_list(own)
+        parts += [part.__cause__, part.__context__]
+    if not found:  # then the error is ours or torch's
+        return "".join(traceback.format_exception(error))
+    return "".join(told.format())

@@ -1,0 +1,68 @@
+"""What a user may write is the same as in plain PyTorch, bit for bit, or refused with words."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.compatibility import FIRST, LAYERS, LAZY, LOSSES, NOT_LAYERS, ROWS, judge, page
+from torch import nn
+
+import pipedream_rt.pipeline
+from pipedream_rt.cluster.fork_server import ForkServer
+
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+
+pytestmark = [
+    pytest.mark.usefixtures("environment"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_on_threads(row):
+    judge(row, "in-process")
+
+
+@pytest.fixture(scope="module")
+def one_fork_server():
+    """A fork server for all rows, since it takes seconds to start."""
+
+    class Shared(ForkServer):
+        def close(self):
+            """Stay, for the next pipeline."""
+
+    server = Shared()
+    server._start()  # before the first test, which would count it as left behind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
+        yield
+    ForkServer.close(server)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_on_processes(row, one_fork_server):
+    judge(row, "local")
+
+
+def test_every_class_of_torch_has_a_row():
+    known = {*LAYERS, *FIRST, *LAZY, *LOSSES, *NOT_LAYERS}
+    layers = {
+        name
+        for name in dir(nn)
+        if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Module)
+    }
+    assert layers - known == set()
+    whats = " ".join(row.what for row in ROWS)
+    for module in (torch.optim, torch.optim.lr_scheduler):
+        base = torch.optim.Optimizer if module is torch.optim else module.LRScheduler
+        for name in dir(module):
+            cls = getattr(module, name)
+            if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
+                assert name.startswith("_") or name in whats, name
+
+
+def test_the_page_is_the_table():
+    assert PAGE.read_text() == page(), "python -m support.compatibility > ../docs/compatibility.md"

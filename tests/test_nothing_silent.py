@@ -1,0 +1,659 @@
+"""What a script does beside training: it is done as it is written, or refused by name.
+
+The table of what may be trained is in test_compatibility.py.
+"""
+
+import copy
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compatibility import LearnedLoss, ScheduleFreeSGD
+from support.models import OPTIMIZERS, batches, kitchen_sink, mlp, regression
+from support.oracle import assert_same
+from torch import nn
+
+import pipedream_rt.pipeline
+from pipedream_rt import (
+    CheckpointError,
+    Checkpoints,
+    ConfigError,
+    Pipeline,
+    PipelineClosed,
+    StageFailed,
+)
+from pipedream_rt.cluster.fork_server import ForkServer
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
+
+DATA = batches(12)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A fork server for all tests, since it takes seconds to start."""
+
+    class Shared(ForkServer):
+        def close(self):
+            """Stay, for the next pipeline."""
+
+    server = Shared()
+    server._start()  # before the first test, which would count it as left behind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
+        yield
+    ForkServer.close(server)
+
+
+@pytest.fixture(params=["in-process", "local"])
+def workers(request, shared):
+    return request.param
+
+
+def open_pipe(workers, model=None, **kwargs):
+    defaults = {
+        "stages": [3, 8], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adamw"],
+        "workers": workers,
+    }  # fmt: skip
+    return Pipeline(model or kitchen_sink(), **{**defaults, **kwargs})
+
+
+def small(workers, **kwargs):
+    defaults = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    return open_pipe(workers, mlp(), **{**defaults, "stages": 3, **kwargs})
+
+
+def losses(pipe, data=DATA):
+    return [result.loss for result in pipe.train_epoch(data)]
+
+
+# -- looking changes nothing ------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A linear layer with an adapter, which is merged into its weight in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+        self.register_buffer("evaluations", torch.zeros(1))
+        self.merged = False
+
+    def train(self, mode=True):
+        if mode is self.merged:
+            with torch.no_grad():
+                delta = self.b.weight @ self.a.weight
+                self.linear.weight.data = self.linear.weight.data + (-delta if mode else delta)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        self.evaluations += not self.training
+        beside = 0 if self.merged else F.linear(F.linear(x, self.a.weight), self.b.weight)
+        return self.linear(x) + beside
+
+
+LOOKS = {
+    "evaluate": lambda pipe: pipe.evaluate(regression(3)),
+    "infer": lambda pipe: pipe(regression(1)[0][0]),
+    "flush": lambda pipe: pipe.flush(),
+    "state_dict": lambda pipe: pipe.state_dict(),
+    "module": lambda pipe: pipe.module(),
+    "loss_module": lambda pipe: pipe.loss_module(),
+    "fingerprint": lambda pipe: pipe.fingerprint(),
+    "statistics": lambda pipe: pipe.statistics(),
+    "explain": lambda pipe: pipe.explain(),
+    "optimizer state": lambda pipe: pipe.optimizer.state_dict(),
+    "the mode it has": lambda pipe: pipe.train(),
+    "repr": repr,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b"])
+def test_looking_changes_nothing(workers, schedule, look):
+    """Not even adapters, counters, statistics and a loss with a state, or their last digit."""
+
+    def train(looks):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), Adapter(), nn.BatchNorm1d(8), Adapter())
+        with Pipeline(
+            model, stages=[1, 3], loss_fn=LearnedLoss(), schedule=schedule, workers=workers,
+            optimizer=(ScheduleFreeSGD, {}),
+        ) as pipe:  # fmt: skip
+            found = []
+            for result in pipe.train_epoch(regression(8)):
+                found.append(result.loss)
+                if looks and result.step in (2, 5):
+                    LOOKS[look](pipe)
+            return found, pipe.state_dict(), pipe.loss_module().state_dict()
+
+    calm, looked = train(False), train(True)
+    assert calm[0] == looked[0]
+    assert_same(looked[1], calm[1])
+    assert_same(looked[2], calm[2])
+
+
+def test_inference_in_training_mode_moves_statistics_only_when_told(workers):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with small(workers, stages=2, loss_fn=F.mse_loss) as pipe:
+        assert pipe.seen == 0
+    with Pipeline(model, stages=2, workers=workers) as pipe:
+        x = regression(1)[0][0]
+        expected = copy.deepcopy(model).eval()(x)
+        assert torch.equal(pipe(x), expected)
+        assert_same(pipe.state_dict(), model.state_dict())
+        assert torch.equal(pipe(x, training=True), copy.deepcopy(model)(x))
+        assert pipe.state_dict()["1.num_batches_tracked"] == 1
+
+
+# -- epochs -----------------------------------------------------------------------------------
+
+
+def test_two_epochs_at_a_time_are_refused(workers):
+    with small(workers) as pipe:
+        data = regression(6)
+        with pytest.raises(ConfigError, match=r"epoch 0 is under way.*close it"):
+            list(zip(pipe.train_epoch(data), pipe.train_epoch(data)))
+    with small(workers) as pipe:
+        first = pipe.train_epoch(data)
+        next(first)
+        with pytest.raises(ConfigError, match="epoch 0 is under way"):
+            next(pipe.train_epoch(data))
+        first.close()
+        assert len(losses(pipe, data)) == 6
+
+
+def test_an_empty_epoch_says_so(workers, caplog):
+    with small(workers) as pipe:
+        once = iter(regression(3))
+        assert [len(losses(pipe, once)) for _ in range(2)] == [3, 0]
+    assert "the loader of epoch 1 yielded nothing. A generator" in caplog.text
+
+
+def test_what_a_break_leaves_behind_can_be_seen(workers, caplog):
+    with caplog.at_level(logging.INFO), small(workers) as pipe:
+        for result in pipe.train_epoch(regression(12)):
+            if result.step == 4:
+                break
+        assert (pipe.seen, pipe.step) == (5, 8)
+        weights = pipe.state_dict()
+    assert "left after result 4: the mini-batches up to 7 are trained on" in caplog.text
+    with small(workers) as pipe:
+        losses(pipe, regression(12)[:8])
+        assert_same(weights, pipe.state_dict())
+
+
+def test_prepare_makes_pairs_of_anything(workers):
+    def pair(item):
+        return item["x"], item["labels"][0]
+
+    dicts = [{"x": x, "labels": (y, None)} for x, y in regression(4)]
+    with small(workers) as pipe, small("in-process") as plain:
+        found = [r.loss for r in pipe.train_epoch(dicts, prepare=pair)]
+        assert found == losses(plain, regression(4))
+        assert pipe.evaluate(dicts, prepare=pair) == plain.evaluate(regression(4))
+
+
+# -- the optimizer ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+def test_a_scheduler_on_the_optimizer_that_was_given(workers):
+    model = mlp()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    with open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given) as pipe:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
+        epoch = pipe.train_epoch(regression(5))
+        next(epoch)
+        scheduler.step()
+        with pytest.raises(ConfigError, match=r"'lr' of group 0 was changed in the optimizer that"):
+            next(epoch)
+
+
+def test_an_optimizer_with_attributes_and_with_hooks(workers):
+    class Halves(torch.optim.SGD):
+        share = 1.0
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad *= self.share
+            super().step()
+
+    model = mlp()
+    given = Halves(model.parameters(), lr=0.1)
+    given.share = 0.5
+    with (
+        open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given) as pipe,
+        small("in-process", optimizer=(torch.optim.SGD, {"lr": 0.05})) as plain,
+    ):
+        losses(pipe, regression(4))
+        losses(plain, regression(4))
+        assert_same(pipe.state_dict(), plain.state_dict())
+    given.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="the optimizer has hooks"):
+        open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given)
+
+
+def test_an_optimizer_that_holds_a_weight_elsewhere(workers):
+    model = mlp()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    given.favourite = model[0].weight
+    with pytest.raises(ConfigError, match=r"the optimizer holds the parameter 0\.weight"):
+        open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given)
+
+
+def test_the_state_that_an_optimizer_keeps_in_its_groups_goes_round(workers):
+    """Through state_dict, and through a checkpoint."""
+    options = {"optimizer": (ScheduleFreeSGD, {}), "schedule": "1f1b"}
+    with small(workers, **options) as pipe:
+        begun = losses(pipe, regression(4))
+        state = pipe.optimizer.state_dict()
+        assert state["param_groups"][0]["k"] == 4
+        weights = pipe.state_dict()
+        rest = losses(pipe, regression(4))
+    assert len(begun) == 4
+    with small(workers, **options) as pipe:
+        losses(pipe, regression(1))  # so that there is something to replace
+        pipe.load_state_dict(weights)
+        pipe.optimizer.load_state_dict(state)
+        assert pipe.optimizer.state_dict()["param_groups"][0]["k"] == 4
+        found = losses(pipe, regression(4))
+    with small(workers, **options) as pipe:
+        pipe.load_state_dict(weights)
+        pipe.optimizer.load_state_dict(state)
+        assert found == losses(pipe, regression(4))
+    assert rest == found
+
+
+# -- resume -----------------------------------------------------------------------------------
+
+
+def other_loss(output, target):
+    return 2 * F.cross_entropy(output, target)
+
+
+DIFFERENT = [
+    ("seed", {"seed": 4}, r"with the seed 0, this script has 4"),
+    (
+        "optimizer", {"optimizer": (torch.optim.SGD, {"lr": 0.1})},
+        r"with the optimizer 'torch.optim.adamw.AdamW', this script has 'torch.optim.sgd.SGD'",
+    ),
+    ("groups", "grouped", r"with the groups of \[13\] parameters, this script has those of \[1, 12"),
+]  # fmt: skip
+TOLD = [
+    ("loss", {"loss_fn": other_loss}, r"the loss '.*cross_entropy.*', this script has '.*other"),
+    (
+        "hyper_parameters",
+        {"optimizer": (torch.optim.AdamW, {**OPTIMIZERS["adamw"][1], "lr": 0.5})},
+        r"with the hyper-parameters lr = 0.003 in group 0, this script has lr = 0.5 in group 0: "
+        r"the run goes on with those of the checkpoint",
+    ),
+    ("threads", {"threads": 2}, r"with the threads 1, this script has 2: the bits may be others"),
+    ("schedule", {"schedule": "1f1b"}, r"with the schedule 'async-1f1b', this script has '1f1b'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    with open_pipe("in-process") as pipe:
+        losses(pipe, DATA[:6])
+        pipe.save(folder)
+    return folder
+
+
+def other_script(changes, **more):
+    model = kitchen_sink()
+    if changes == "grouped":
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+        changes = {"optimizer": torch.optim.AdamW(groups, **OPTIMIZERS["adamw"][1])}
+    return open_pipe("in-process", model, **changes, **more)
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), DIFFERENT, ids=[d[0] for d in DIFFERENT])
+def test_a_resume_refuses_what_changes_results(saved, name, changes, words):
+    with other_script(changes) as pipe:
+        with pytest.raises(CheckpointError, match=words) as error:
+            pipe.load(saved)
+        assert f"load(..., accept=['{name}'])" in str(error.value)
+        assert pipe.step == 0
+        pipe.load(saved, accept=[name])
+        assert len(losses(pipe, DATA[6:])) == 6
+    options = Checkpoints(saved, resume=True, accept=[name])
+    with other_script(changes, checkpoint=options) as pipe:
+        assert pipe.step == 6
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), TOLD, ids=[t[0] for t in TOLD])
+def test_a_resume_tells_of_what_else_is_different(saved, caplog, name, changes, words):
+    with other_script(changes) as pipe:
+        pipe.load(saved)
+        assert re.search(words, caplog.text)
+        caplog.clear()
+    with other_script(changes) as pipe:
+        pipe.load(saved, accept=[name])
+        assert "this script has" not in caplog.text
+        rate = pipe.optimizer.param_groups[0]["lr"]
+        assert rate == (0.5 if name == "hyper_parameters" else 0.003)
+
+
+def test_another_optimizer_that_is_accepted_begins_with_its_own_rate_and_no_state(saved):
+    with other_script({"optimizer": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}) as pipe:
+        pipe.load(saved, accept=["optimizer"])
+        assert pipe.optimizer.param_groups[0]["lr"] == 0.1
+        assert pipe.optimizer.state_dict()["state"] == {}
+
+
+def test_what_can_be_accepted_is_a_list_of_names():
+    for wrong in ("everything", ["seed", "sed"], 3):
+        with pytest.raises(ConfigError, match="accept is a list of what may differ"):
+            Checkpoints("run", accept=wrong)
+
+
+# -- fingerprints -----------------------------------------------------------------------------
+
+
+def test_equal_runs_have_equal_fingerprints_whatever_the_split_and_the_place(workers):
+    def train(points, workers, changed=False):
+        data = [(x.clone(), y) for x, y in DATA[:6]]
+        if changed:
+            data[3][0][0, 0] = (data[3][0][0, 0] + 1) % 11
+        with open_pipe(
+            workers, schedule="1f1b", stages=points, micro_batches=2, fingerprint_every=2
+        ) as pipe:
+            marks = [result.fingerprint for result in pipe.train_epoch(data)]
+            return marks, pipe.fingerprint()
+
+    marks, mark = train([3, 8], workers)
+    assert [each is None for each in marks] == [True, False] * 3
+    assert len({*marks}) == 4
+    assert (marks, mark) == train([3, 8], "in-process")
+    other_marks, other = train([6], "in-process")
+    assert other_marks == marks
+    assert (other.digest, other.weights, other.buffers, other.optimizer) == (
+        mark.digest, mark.weights, mark.buffers, mark.optimizer,
+    )  # fmt: skip
+    late_marks, late = train([3, 8], workers, changed=True)
+    assert late_marks[1] == marks[1]  # the weights that step 1 read
+    assert late_marks[5] != marks[5]
+    assert late.digest != mark.digest
+    assert str(mark) == mark.digest
+
+
+def test_fingerprints_of_checkpoints_find_the_step_at_which_two_runs_part(workers, tmp_path):
+    def train(folder, rates):
+        with open_pipe(workers) as pipe:
+            marks = []
+            for epoch, rate in enumerate(rates):
+                pipe.optimizer.param_groups[0]["lr"] = rate
+                losses(pipe, DATA[3 * epoch : 3 * epoch + 3])
+                pipe.save(tmp_path / folder)
+                marks.append(pipe.fingerprint())
+            return marks
+
+    calm = train("calm", [0.01] * 4)
+    train("same", [0.01] * 4)
+    train("late", [0.01, 0.01, 0.02, 0.01])
+
+    def command(*words):
+        return subprocess.run(
+            [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "checkpoint",
+             *map(str, words)], capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    same = command("compare", tmp_path / "calm", tmp_path / "same")
+    assert (same.returncode, same.stdout) == (0, "equal at the steps 3, 6, 9, 12\n")
+    late = command("compare", tmp_path / "calm", tmp_path / "late")
+    assert late.returncode == 1
+    assert "equal up to step 6, different at step 9: stage 0: weights" in late.stderr
+    shown = command("inspect", tmp_path / "calm").stdout
+    assert f"fingerprint: {calm[-1].digest}" in shown
+
+
+# -- words ------------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(3, 8)
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+def test_an_error_names_the_layer_its_input_and_the_users_own_lines(workers):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Narrow())
+    with (
+        pytest.raises(StageFailed) as error,
+        open_pipe(workers, model, stages=[1], loss_fn=F.mse_loss) as pipe,
+    ):
+        losses(pipe, regression(3))
+    text = str(error.value)
+    assert "stage 1, F0: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+    assert "in layer '2' (Narrow), whose input was a float32 tensor (4, 8)" in text
+    assert "return self.inside(x)" in error.value.trace
+    assert len(error.value.trace.splitlines()) <= 5
+    assert "torch/nn" not in error.value.trace
+
+
+def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple(workers):
+    class Splits(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    model = nn.Sequential(nn.Linear(8, 8), Splits(), nn.Bilinear(8, 8, 8))
+    with (
+        pytest.raises(StageFailed, match=r"A layer gets one value, here a tuple of 2: take it"),
+        open_pipe(workers, model, stages=[1], loss_fn=F.mse_loss) as pipe,
+    ):
+        losses(pipe, regression(3))
+
+
+def test_a_forked_child_cannot_use_the_pipeline(workers):
+    with small(workers) as pipe:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                pipe.flush()
+            except PipelineClosed as error:
+                os.write(writing, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            assert "belongs to process" in told.read()
+        assert len(losses(pipe, regression(2))) == 2
+
+
+def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first(shared):
+    with small("local"), pytest.raises(ConfigError, match=r"the line pipe\.close\(\) does"):
+        small("local")
+
+
+SCRIPT = """
+import sys, torch, torch.nn.functional as F
+from datetime import timedelta
+from pipedream_rt import Checkpoints, Pipeline
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
+    options = Checkpoints(sys.argv[1], every=1000, grace=timedelta(seconds=float(sys.argv[2])))
+    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adam, {}),
+                  checkpoint=options) as pipe:
+        for result in pipe.train_epoch(data):
+            print(result.step, result.loss.hex(), flush=True)
+            if result.step == 10:
+                print("waiting", flush=True)
+                sys.stdin.readline()
+                if sys.argv[3:] == ["stuck"]:
+                    sys.stdin.readline()
+    print(pipe.state, flush=True)
+"""
+
+
+def run_script(tmp_path, *arguments):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, str(path), *map(str, arguments)], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def read_until(process, words):
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if words in line:
+            return lines
+    raise AssertionError(process.stderr.read())
+
+
+def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
+    """As a cluster sends it before it takes a machine back; the next script goes on from there."""
+    process = run_script(tmp_path, tmp_path / "run", 30)
+    read_until(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate("\n", timeout=60)
+    assert process.returncode == 143, errors
+    assert "a checkpoint is made after the next mini-batch" in errors
+    assert "is written; the script ends" in errors
+    (folder,) = (tmp_path / "run").iterdir()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
+    options = {
+        "stages": 2, "loss_fn": F.mse_loss, "optimizer": (torch.optim.Adam, {}),
+        "workers": "in-process",
+    }  # fmt: skip
+    with Pipeline(model, **options) as pipe:
+        whole = losses(pipe, data)
+    with Pipeline(model, checkpoint=Checkpoints(tmp_path / "run", resume=True), **options) as pipe:
+        rest = losses(pipe, data)
+    assert rest == whole[-len(rest) :]
+    assert 0 < len(rest) < 30
+    assert folder.name.startswith("step-")
+
+
+def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
+    process = run_script(tmp_path, tmp_path / "run", 0.5, "stuck")
+    read_until(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    assert "no mini-batch came within" in process.stderr.read()
+    assert not list((tmp_path / "run").iterdir())
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+
+
+def test_ctrl_c_prints_five_lines_at_most(tmp_path):
+    process = run_script(tmp_path, tmp_path / "run", 30)
+    read_until(process, "waiting")
+    process.stdin.write("\n")
+    process.stdin.flush()
+    read_until(process, "12 ")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode:  # it may have come to its end before
+        assert errors.strip().endswith("KeyboardInterrupt")
+        assert len(errors.strip().splitlines()) <= 5, errors
+
+
+class Timed(nn.Module):
+    """Saves a buffer for its backward, and changes it in place in the next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        self.scale.mul_(1.1)
+        return self.linear(x) * self.scale
+
+
+def test_a_buffer_that_a_backward_needs_and_the_next_forward_changes(workers):
+    """As in plain PyTorch, where nothing passes in between."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Timed(), nn.Tanh(), Timed(), Timed())
+    with open_pipe(
+        workers, model, stages=[1, 2], loss_fn=F.mse_loss, schedule="1f1b", micro_batches=4,
+        optimizer=(torch.optim.SGD, {"lr": 0.1}),
+    ) as pipe:  # fmt: skip
+        found = [r.losses for r in pipe.train_epoch(regression(3, samples=8))]
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for (x, y), expected in zip(regression(3, samples=8), found, strict=True):
+        optimizer.zero_grad()
+        for xi, yi, loss_there in zip(x.chunk(4), y.chunk(4), expected, strict=True):
+            loss = F.mse_loss(plain(xi), yi)
+            (loss * 0.25).backward()
+            assert loss.item() == loss_there
+        optimizer.step()
+
+
+class Curious(nn.Module):
+    """Extra state in a dict, and a complex buffer of double precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.notes = nn.Linear(8, 8), {"calls": 0, "text": ("a", 1.5)}
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex128) * 1j)
+
+    def forward(self, x):
+        self.notes["calls"] += 1
+        self.phase = self.phase * 1j
+        return self.linear(x) * (1 + 0.01 * self.notes["calls"]) + self.phase.imag.sum().float()
+
+    def get_extra_state(self):
+        return dict(self.notes)
+
+    def set_extra_state(self, state):
+        self.notes = dict(state)
+
+
+def test_extra_state_and_complex_numbers_go_through_state_dicts_and_checkpoints(workers, tmp_path):
+    def opened():
+        torch.manual_seed(2)
+        model = nn.Sequential(Curious(), nn.Linear(8, 8), Curious())
+        return open_pipe(workers, model, stages=2, loss_fn=F.mse_loss), model
+
+    pipe, model = opened()
+    with pipe:
+        losses(pipe, regression(4))
+        pipe.save(tmp_path)
+        state = pipe.state_dict()
+        assert state["0._extra_state"] == {"calls": 4, "text": ("a", 1.5)}
+        model.load_state_dict(state)
+        assert pipe.module()[0].notes["calls"] == 4
+        expected = losses(pipe, regression(4))
+    again, _ = opened()
+    with again:
+        again.load(tmp_path)
+        assert again.state_dict()["2._extra_state"] == {"calls": 4, "text": ("a", 1.5)}
+        assert torch.equal(again.state_dict()["0.phase"], state["0.phase"])
+        assert losses(again, regression(4)) == expected
+    other, _ = opened()
+    with other:
+        other.load_state_dict(state)
+        assert other.state_dict()["0._extra_state"]["calls"] == 4
+
+
+def test_a_grace_time_is_a_time():
+    with pytest.raises(ConfigError, match="the grace time of the checkpoints must be a positive"):
+        Checkpoints("run", grace=5)
+    assert Checkpoints("run").grace == timedelta(seconds=20)
