@@ -287,7 +287,7 @@ DIFFERENT = [
         "optimizer", {"optimizer": (torch.optim.SGD, {"lr": 0.1})},
         r"with the optimizer 'torch.optim.adamw.AdamW', this script has 'torch.optim.sgd.SGD'",
     ),
-    ("groups", "grouped", r"with the groups of \[13\] parameters, this script has those of \[1, 12"),
+    ("groups", "grouped", r"with the groups of \[13\] parameters, this script has those of \[1,"),
 ]  # fmt: skip
 TOLD = [
     ("loss", {"loss_fn": other_loss}, r"the loss '.*cross_entropy.*', this script has '.*other"),
