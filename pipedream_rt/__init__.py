@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+    from pipedream_rt.coordinator.fingerprints import Fingerprint
     from pipedream_rt.coordinator.options import Checkpoints, ScheduleOptions, Timeouts
     from pipedream_rt.coordinator.recovery import Restart
     from pipedream_rt.coordinator.results import PendingStep, StepResult
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigError",
     "Costs",
     "DistributedOptimizer",
+    "Fingerprint",
     "Kind",
     "MessageTimeout",
     "NonFiniteLoss",
@@ -80,6 +82,7 @@ _HOMES = {
     "Checkpoints": "pipedream_rt.coordinator.options",
     "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
+    "Fingerprint": "pipedream_rt.coordinator.fingerprints",
     "Kind": "pipedream_rt.schedules",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
