@@ -55,6 +55,21 @@ def make(model=None, **kwargs):
         ({"timeouts": lambda: Timeouts(start=timedelta(0))}, "timeout start must be a positive"),
         ({"on_nan": "panic"}, "on_nan must be 'raise' or 'ignore'"),
         ({"loss_fn": 3}, "loss_fn must be callable"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss; give an instance, MSELoss\(\)"),
+        ({"seed": None}, "seed must be an integer, not None"),
+        ({"seed": "7"}, "seed must be an integer, not '7'"),
+        ({"fingerprint_every": 0}, "fingerprint_every must be an integer of at least 1"),
+        ({"optimizer": (torch.optim.SGD, {"lr": "x"})}, "SGD refused its arguments"),
+        ({"optimizer": (torch.optim.SGD, None)}, "arguments of the optimizer must be a dict"),
+        (
+            {"optimizer": (torch.optim.SGD, {"params": []})},
+            "for parameter groups give an optimizer",
+        ),
+        (
+            {"checkpoint": lambda: Checkpoints("run", attempts=0)},
+            "attempts, .* integer of at least",
+        ),
+        ({"checkpoint": lambda: Checkpoints("run", accept=["all"])}, "accept is a list of what"),
         ({"optimizer": "adam"}, r"optimizer must be \(class, dict"),
         ({"optimizer": (nn.Linear, {})}, "no subclass of torch.optim.Optimizer"),
         (
@@ -88,6 +103,12 @@ def test_wrong_arguments(kwargs, words):
     with pytest.raises(ConfigError, match=words):
         make(**{name: value() if callable(value) else value for name, value in kwargs.items()})
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("model", [None, 3, torch.ones(2)])
+def test_what_is_no_model(model):
+    with pytest.raises(ConfigError, match="is a Tensor|give an nn.Sequential or a list of modules"):
+        Pipeline(model, stages=1, workers="in-process")
 
 
 def test_a_model_that_does_not_pickle_is_named():

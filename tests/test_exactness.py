@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from support.compatibility import OldStyle, ScheduleFreeSGD
 from support.models import Recomputes
 from support.oracle import assert_same
 from torch import nn
@@ -113,6 +114,63 @@ class Turned(nn.Module):
         return x @ self.weight
 
 
+class Phases(nn.Module):
+    """A complex buffer of double precision, which every forward turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("phase", torch.ones(8, dtype=torch.complex128))
+
+    def forward(self, x):
+        if self.training:
+            self.phase = self.phase * (0.6 + 0.8j)
+        return self.linear(x) * self.phase.real.float()
+
+
+class Curious(nn.Module):
+    """A count in Python, which it gives as extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(8, 8), {"calls": 0}
+
+    def forward(self, x):
+        self.seen["calls"] += self.training
+        return self.linear(x) / self.seen["calls"]
+
+    def get_extra_state(self):
+        return dict(self.seen)
+
+    def set_extra_state(self, state):
+        self.seen = dict(state)
+
+
+class Hooked(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def Normed():  # noqa: N802 - stands for a class
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+class Moving(nn.Module):
+    """A loss with a weight, and a buffer that it goes by."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, output, target):
+        loss = F.cross_entropy(output, target)
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss * torch.exp(-self.w) + self.w * (1 + self.mean.sum())
+
+
 FUSED = (torch.optim.Adam, {"lr": 1e-2, "fused": True})
 CASES = {
     "tied weights": (Tied, FUSED, torch.float32),
@@ -128,7 +186,19 @@ CASES = {
     ),
     "state of another type": (Turned, (torch.optim.NAdam, {"lr": 1e-2}), torch.float64),
     "lower precision": (Turned, (torch.optim.AdamW, {"lr": 1e-2}), torch.bfloat16),
+    "values in groups": (Turned, (ScheduleFreeSGD, {}), torch.float32),
+    "values in attributes": (Turned, (OldStyle, {}), torch.float32),
+    "complex numbers": (Phases, FUSED, torch.float32),
+    "extra state": (Curious, FUSED, torch.float32),
+    "a loss with weights and buffers": (Turned, FUSED, torch.float32),
+    "a hook of a parameter": (Hooked, FUSED, torch.float32),
+    "parametrizations": (Normed, FUSED, torch.float32),
 }  # fmt: skip
+
+
+def _tensor(value):
+    """Return a tensor to compare, also of extra state."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor(list(value.values()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,7 +207,9 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
 
     def train(marker, folder, resume=False, until=24):
         torch.manual_seed(3)
-        model = nn.Sequential(layer(), nn.ReLU(), layer(), nn.ReLU(), layer()).to(dtype)
+        model = nn.Sequential(layer(), nn.ReLU(), layer(), nn.ReLU(), layer())
+        if dtype is not torch.float32:  # which would make complex numbers real
+            model.to(dtype)
         model.insert(1, FailsOnce(marker, 16))
         generator = torch.Generator().manual_seed(1)
         data = [
@@ -145,14 +217,17 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
             for _ in range(24)
         ]
         with Pipeline(
-            model, stages=[2, 4], loss_fn=F.cross_entropy, optimizer=optimizer,
-            workers="in-process",
+            model, stages=[2, 4], optimizer=optimizer, workers="in-process",
+            loss_fn=Moving() if "loss" in name else F.cross_entropy,
             checkpoint=Checkpoints(folder, every=5, resume=resume, attempts=None),
             max_restarts=1,
         ) as pipe:  # fmt: skip
             losses = [r.loss for r in pipe.train_epoch(data[:until])]
             buffers = dict(pipe.stages[0].rref.to_here().named_buffers())
-            return losses, {**pipe.state_dict(), **buffers}, len(pipe.restarts)
+            weights = {**pipe.state_dict(), **buffers}
+            if "loss" in name:
+                weights.update(pipe.loss_module().state_dict())
+            return losses, {k: _tensor(v) for k, v in weights.items()}, len(pipe.restarts)
 
     torch.manual_seed(0)
     losses, weights, _ = train("", tmp_path / "calm")

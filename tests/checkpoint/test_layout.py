@@ -24,12 +24,23 @@ def test_every_name_of_a_checkpoint_is_known_as_one(step):
     assert is_name(name_of(step))
 
 
-@pytest.mark.parametrize("name", [".step-00000007.part", "abandoned-step-00000007", "other"])
+@pytest.mark.parametrize(
+    "name",
+    [".step-00000007.part", "abandoned-step-00000007", "other", "step-00000007-best", "step-7"],
+)
 def test_other_folders_are_no_checkpoints(name, tmp_path):
     assert not is_name(name)
     (tmp_path / name).mkdir()
     (tmp_path / "step-00000006").mkdir()
     assert checkpoints(tmp_path) == [tmp_path / "step-00000006"]
+
+
+def test_checkpoints_are_listed_by_step_and_not_by_text(tmp_path):
+    steps = [5, 99_999_999, 100_000_000, 123_456_789_012]
+    for step in (steps[2], steps[0], steps[3], steps[1]):
+        (tmp_path / name_of(step)).mkdir()
+    assert [folder.name for folder in checkpoints(tmp_path)] == [name_of(s) for s in steps[::-1]]
+    assert checkpoints(tmp_path / "nowhere") == []
 
 
 def test_the_files_of_a_kind_are_in_the_order_of_the_stages(tmp_path):

@@ -110,6 +110,20 @@ def test_run_starts_workers_for_one_pipeline_after_another(digest):
     assert err == ""
 
 
+def test_run_with_more_workers_than_stages_says_nothing_of_the_others(digest):
+    out, err = output_of([*COMMAND, "run", "--nproc_per_node", 3, SCRIPT])
+    assert digest_of(out) == digest
+    assert err == ""
+
+
+def test_run_runs_a_module(digest, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(SCRIPT).parent.parent))
+    out, _ = output_of([*COMMAND, "run", "--nproc-per-node", 2, "-m", "support.script"])
+    assert digest_of(out) == digest
+    _, err = output_of([*COMMAND, "run", "--nproc-per-node", 2, "nowhere.py"], code=2)
+    assert "there is no file 'nowhere.py'" in err
+
+
 def test_run_gives_the_exit_code_of_the_script(tmp_path):
     script = tmp_path / "exits.py"
     script.write_text("import sys; sys.exit(5)")

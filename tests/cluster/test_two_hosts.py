@@ -81,7 +81,7 @@ def test_faults_of_the_network_and_of_persistent_workers(hosts):
 def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
     """All of them end with the job or with its failure; others in their place go on with it."""
     first = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
-    run = script(hosts, "--stages", "2", "--pause-at", "5", "20")
+    run = script(hosts, "--stages", "2", "--heartbeat", "3", "--pause-at", "5", "15", "25")
     run.wait_for("paused after 5")
     first[1].signal(KILL)
     run.go_on()
@@ -89,9 +89,17 @@ def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
     assert first[0].ended() == 3
     assert "the job goes on with other workers; this one ends" in first[0].text
     second = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
-    run.wait_for("paused after 20")
+    run.wait_for("paused after 15")
+    second[1].signal(STOP)
+    run.go_on()
+    run.wait_for("worker 'b1' (stage 1")
+    assert second[0].ended() == 3
+    second[1].signal(CONT)
+    assert second[1].ended() == 3
+    third = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
+    run.wait_for("paused after 25")
     run.signal(KILL)
-    assert [worker.ended() for worker in second] == [3, 3]
+    assert [worker.ended() for worker in third] == [3, 3]
 
 
 def test_addresses_of_ipv6(hosts):
@@ -137,6 +145,14 @@ def test_what_keeps_a_worker_out_is_said_by_both_sides(hosts):
     assert run.ended() == 9
     assert "'b1' of the group cannot be reached from other machines" in run.text
     assert [worker.ended() for worker in inside] == [3, 3]
+
+    hosts.add_card("b", "ethC", "10.99.0.2/24")
+    away = [hosts.worker("b", "b1", ADDRESS, "--bind", "ethC", bind=False),
+            hosts.worker("a", "a1", ADDRESS)]  # fmt: skip
+    run = script(hosts, "--stages", "2")
+    assert run.ended() == 9
+    assert "has no route to 'b1' at uv://10.99.0.2:" in run.text
+    assert [worker.ended() for worker in away] == [3, 3]
 
     assert hosts.worker("b", "b1", ADDRESS, secret=None).ended(20) == 1
     nobody = hosts.worker("b", "b1", ADDRESS, "--timeout", "0.5")

@@ -144,6 +144,14 @@ class TwoHosts:
         ip("-n", f"{self._prefix}a", "link", "set", "ethA", "up")
         ip("-n", f"{self._prefix}a", "addr", "replace", f"{A6}/64", "dev", "ethA", "nodad")
 
+    def add_card(self, host, device, address):
+        """Give a machine a card with an address in a network that nobody else is in."""
+        name = f"{self._prefix}{host}"
+        ip("-n", name, "link", "add", device, "type", "veth", "peer", "name", f"{device}x")
+        ip("-n", name, "addr", "add", address, "dev", device)
+        for each in (device, f"{device}x"):
+            ip("-n", name, "link", "set", each, "up")
+
     def forget(self, host, address, length):
         """Take an address from a machine."""
         device = f"eth{host.upper()}"
