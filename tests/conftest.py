@@ -48,3 +48,21 @@ def environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PIPEDREAM_RT_LISTEN_FD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", "a secret of these tests alone")
+
+
+@pytest.fixture(scope="module")
+def shared_fork_server():
+    """One fork server for all pipelines of a module of tests, since it takes seconds to start."""
+    import pipedream_rt.pipeline
+    from pipedream_rt.cluster.fork_server import ForkServer
+
+    class Shared(ForkServer):
+        def close(self):
+            """Stay, for the next pipeline."""
+
+    server = Shared()
+    server._start()  # before the first test, which would count it as left behind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
+        yield
+    ForkServer.close(server)

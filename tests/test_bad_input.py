@@ -55,7 +55,10 @@ def make(model=None, **kwargs):
         ({"timeouts": lambda: Timeouts(start=timedelta(0))}, "timeout start must be a positive"),
         ({"on_nan": "panic"}, "on_nan must be 'raise' or 'ignore'"),
         ({"loss_fn": 3}, "loss_fn must be callable"),
-        ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss; give an instance, MSELoss\(\)"),
+        (
+            {"loss_fn": lambda: nn.MSELoss},
+            r"loss_fn is the class MSELoss; give an instance, MSELoss\(\)",
+        ),
         ({"seed": None}, "seed must be an integer, not None"),
         ({"seed": "7"}, "seed must be an integer, not '7'"),
         ({"fingerprint_every": 0}, "fingerprint_every must be an integer of at least 1"),
@@ -107,7 +110,7 @@ def test_wrong_arguments(kwargs, words):
 
 @pytest.mark.parametrize("model", [None, 3, torch.ones(2)])
 def test_what_is_no_model(model):
-    with pytest.raises(ConfigError, match="is a Tensor|give an nn.Sequential or a list of modules"):
+    with pytest.raises(ConfigError, match=r"is a Tensor|give an nn.Sequential or a list"):
         Pipeline(model, stages=1, workers="in-process")
 
 

@@ -7,9 +7,6 @@ import torch
 from support.compatibility import FIRST, LAYERS, LAZY, LOSSES, NOT_LAYERS, ROWS, judge, page
 from torch import nn
 
-import pipedream_rt.pipeline
-from pipedream_rt.cluster.fork_server import ForkServer
-
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 pytestmark = [
@@ -25,25 +22,9 @@ def test_on_threads(row):
     judge(row, "in-process")
 
 
-@pytest.fixture(scope="module")
-def one_fork_server():
-    """A fork server for all rows, since it takes seconds to start."""
-
-    class Shared(ForkServer):
-        def close(self):
-            """Stay, for the next pipeline."""
-
-    server = Shared()
-    server._start()  # before the first test, which would count it as left behind
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
-        yield
-    ForkServer.close(server)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_on_processes(row, one_fork_server):
+def test_on_processes(row, shared_fork_server):
     judge(row, "local")
 
 

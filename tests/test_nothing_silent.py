@@ -20,7 +20,6 @@ from support.models import OPTIMIZERS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from torch import nn
 
-import pipedream_rt.pipeline
 from pipedream_rt import (
     CheckpointError,
     Checkpoints,
@@ -29,31 +28,14 @@ from pipedream_rt import (
     PipelineClosed,
     StageFailed,
 )
-from pipedream_rt.cluster.fork_server import ForkServer
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
 DATA = batches(12)
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """A fork server for all tests, since it takes seconds to start."""
-
-    class Shared(ForkServer):
-        def close(self):
-            """Stay, for the next pipeline."""
-
-    server = Shared()
-    server._start()  # before the first test, which would count it as left behind
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
-        yield
-    ForkServer.close(server)
-
-
 @pytest.fixture(params=["in-process", "local"])
-def workers(request, shared):
+def workers(request, shared_fork_server):
     return request.param
 
 
@@ -478,7 +460,7 @@ def test_a_forked_child_cannot_use_the_pipeline(workers):
         assert len(losses(pipe, regression(2))) == 2
 
 
-def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first(shared):
+def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first(shared_fork_server):
     with small("local"), pytest.raises(ConfigError, match=r"the line pipe\.close\(\) does"):
         small("local")
 

@@ -14,9 +14,7 @@ from support.oracle import assert_same
 from support.sequences import DATA, RATE, OracleRun, make_optimizer
 from torch import nn
 
-import pipedream_rt.pipeline
 from pipedream_rt import Checkpoints, ConfigError, Pipeline, WorkerLost
-from pipedream_rt.cluster.fork_server import ForkServer
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -219,25 +217,9 @@ def test_on_threads(schedule):
     run()
 
 
-@pytest.fixture(scope="module")
-def one_fork_server():
-    """A fork server for all scripts, since it takes seconds to start."""
-
-    class Shared(ForkServer):
-        def close(self):
-            """Stay, for the next pipeline."""
-
-    server = Shared()
-    server._start()  # before the first test, which would count it as left behind
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
-        yield
-    ForkServer.close(server)
-
-
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_on_processes(one_fork_server):
+def test_on_processes(shared_fork_server):
     @settings_for(6)
     @given(st.sampled_from(sorted(PLANS)), scripts)
     def run(schedule, script):
@@ -262,7 +244,7 @@ def test_many_on_threads(schedule):
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
-def test_many_on_processes(one_fork_server):
+def test_many_on_processes(shared_fork_server):
     @settings_for(100)
     @given(st.sampled_from(sorted(PLANS)), scripts)
     def run(schedule, script):
