@@ -342,6 +342,35 @@ def test_what_can_be_accepted_is_a_list_of_names():
             Checkpoints("run", accept=wrong)
 
 
+def test_a_constant_buffer_of_two_stages_goes_through_a_checkpoint(workers, tmp_path):
+    """To load it is no change of it."""
+
+    def opened():
+        torch.manual_seed(2)
+        table = torch.rand(8)
+        model = nn.Sequential(Shares(table), nn.Linear(8, 8), Shares(table))
+        return open_pipe(workers, model, stages=2, loss_fn=F.mse_loss)
+
+    with opened() as pipe:
+        losses(pipe, regression(3))
+        pipe.save(tmp_path)
+        expected = losses(pipe, regression(3))
+    with opened() as pipe:
+        losses(pipe, regression(1))
+        pipe.load(tmp_path)
+        assert losses(pipe, regression(3)) == expected
+
+
+class Shares(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", table)
+
+    def forward(self, x):
+        return self.linear(x) * self.table
+
+
 # -- fingerprints -----------------------------------------------------------------------------
 
 

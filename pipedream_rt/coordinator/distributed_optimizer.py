@@ -461,7 +461,12 @@ class GivenOptimizer:
         Raises:
             ConfigError: A hyper-parameter was changed.
         """
-        for number, (group, before) in enumerate(zip(self._groups, self._before)):
+        if len(self._groups) != len(self._before):
+            raise ConfigError(
+                "a parameter group was added to the optimizer that was given to Pipeline; the "
+                "stages step with pipe.optimizer, so add it before, or assign a new one to it"
+            )
+        for number, (group, before) in enumerate(zip(self._groups, self._before, strict=True)):
             now = pack_group(group)
             name = next((n for n in now if n in before and now[n] != before[n]), None)
             if name is not None:

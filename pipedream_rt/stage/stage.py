@@ -116,11 +116,10 @@ class Stage:
             if layer is not None and name != LOSS_LAYER
         ]
         # A loss that is a module has its weights and its mode among those of the stage.
-        self._loss_fn = self.module._modules.get(LOSS_LAYER) or spec.loss_fn
+        loss_layer = self.module._modules.get(LOSS_LAYER)
+        self._loss_fn = spec.loss_fn if loss_layer is None else loss_layer
         self.parameters = VersionedParameters(self.module, self.index, spec.hooks)
         self._changes_modes = any(map(_changes_modes, self.module.modules()))
-        self._shared = {name: self.module.get_buffer(name) for name in spec.shared}
-        self._shared_versions = {name: b._version for name, b in self._shared.items()}
         self._buffers = ForwardBuffers(self.module)
         self.at: tuple[str, Any] | None = None
         self.optimizer: StageOptimizer | None = None
@@ -215,16 +214,22 @@ class Stage:
         # Where a schedule flushes there is one version, and a change in place is one of it.
         compares = looks and not self.plan.flushes
         before = self.parameters.copies(micro_batch) if compares else None
+        shared = self._shared_buffers()
         yield
         if looks:
             self.parameters.require_unchanged(micro_batch, before)
-        for name, buffer in self._shared.items():
-            if buffer._version != self._shared_versions[name]:
+        for name, now in self._shared_buffers().items():
+            if now != shared[name]:
                 raise ConfigError(
                     f"stage {self.index}: a forward changed the buffer {name!r}, which layers of "
                     "other stages share; each stage has a copy of it, so they would part. Keep the "
                     "layers that share it in one stage"
                 )
+
+    def _shared_buffers(self) -> dict[str, tuple[int, int]]:
+        """Return, for each buffer that other stages share, what differs once it was changed."""
+        buffers = {name: self.module.get_buffer(name) for name in self._spec.shared}
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
 
     def _layers(self, value: Any, number: int | str) -> Any:
         """Run the layers one after another, each with its own seed."""
@@ -479,6 +484,9 @@ class Stage:
         Raises:
             ConfigError: That changes weights of which there are several versions.
         """
+        if not self._changes_modes:
+            self.module.train(training)
+            return
         before = [p.detach().clone() for p in self.parameters.named.values()]
         self.module.train(training)
         after = self.parameters.named.items()
