@@ -27,8 +27,10 @@ class _Setting(NamedTuple):
 
 def _flushes_denormals() -> bool:
     """Whether this thread takes denormal numbers for zero; torch has no function that tells."""
-    tiny = torch.tensor(1e-310, dtype=torch.float64, device="cpu")
-    return bool((tiny * 1).item() == 0)
+    return bool((_DENORMAL * 1).item() == 0)
+
+
+_DENORMAL = torch.tensor(1e-310, dtype=torch.float64, device="cpu")
 
 
 def _set_deterministic(mode: list[bool]) -> None:
