@@ -270,14 +270,15 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_lost(change, word
 
 
 def test_inference_and_modes():
-    """As nn.Module: dropout is active until eval() is called."""
+    """In eval mode, unless told to keep the mode of training, which eval() and train() set."""
     x = torch.ones(64, 8)
     with open_pipe(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale(8)), stages=2) as pipe:
-        assert (pipe(x) == 0).any()
-        output = pipe.eval()(x)
+        output = pipe(x)
         assert not output.requires_grad
         assert torch.equal(output, pipe.module().eval()(x))
-        assert (pipe.train()(x) == 0).any()
+        assert (pipe(x, training=True) == 0).any()
+        assert torch.equal(pipe.eval()(x, training=True), output)
+        assert (pipe.train()(x, training=True) == 0).any()
 
 
 def test_evaluate_is_the_mean_in_eval_mode_and_keeps_each_modules_mode():
@@ -289,7 +290,8 @@ def test_evaluate_is_the_mean_in_eval_mode_and_keeps_each_modules_mode():
             expected = sum(F.cross_entropy(model(x), y).item() for x, y in data) / len(data)
         assert pipe.evaluate(data) == pytest.approx(expected, rel=1e-6)
         # Back in training mode: dropout acts again.
-        assert not torch.equal(pipe(data[0][0]), pipe(data[0][0]))
+        x = data[0][0]
+        assert not torch.equal(pipe(x, training=True), pipe(x, training=True))
 
 
 def test_batch_norm_statistics_follow_the_forwards():
