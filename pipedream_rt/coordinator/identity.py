@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -155,14 +156,22 @@ def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
     if loss_fn is None:
         return ""
     if isinstance(loss_fn, functools.partial):
-        values = [repr(v) for v in (*loss_fn.args, *loss_fn.keywords.items())]
+        values = [_shown_anew(v) for v in (*loss_fn.args, *loss_fn.keywords.items())]
         return f"partial({name_of_loss(loss_fn.func)}, {', '.join(values)})"
     if isinstance(loss_fn, nn.Module):
-        return f"{name_of_class(type(loss_fn))} {loss_fn!r}"
-    code = getattr(loss_fn, "__code__", None)
-    name = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', '')}"
+        return f"{name_of_class(type(loss_fn))} {_shown_anew(loss_fn)}"
+    qualified = getattr(loss_fn, "__qualname__", None)
+    if qualified is None:  # an object that can be called
+        return name_of_class(type(loss_fn))
+    name, code = f"{loss_fn.__module__}.{qualified}", getattr(loss_fn, "__code__", None)
     if code is None:
-        return name if name != "." else name_of_class(type(loss_fn))
-    constants = [repr(c) for c in code.co_consts if not hasattr(c, "co_code")]
+        return name
+    plain = (type(None), bool, int, float, complex, str, bytes)
+    constants = [repr(c) for c in code.co_consts if isinstance(c, plain)]
     told = "|".join([code.co_code.hex(), *code.co_names, *constants])
     return f"{name} {blake2b(told.encode(), digest_size=4).hexdigest()}"
+
+
+def _shown_anew(value: object) -> str:
+    """Return what a value prints, without the addresses that differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -47,7 +48,8 @@ def _refuse_overlaps(layers: Layers) -> None:
     ranges = {}
     for name, layer in layers.items():
         for key, tensor in _tensors_of(layer):
-            if tensor.numel() and tensor.device.type != "meta":
+            dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+            if dense and tensor.numel():
                 start = tensor.data_ptr()
                 reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()))
                 end = start + (reach + 1) * tensor.element_size()
