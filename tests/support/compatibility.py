@@ -259,6 +259,7 @@ LAYERS = {
     "Softplus": (nn.Softplus, S1),
     "Softshrink": (nn.Softshrink, S1),
     "Softsign": (nn.Softsign, S1),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), S2),
     "Tanh": (nn.Tanh, S1),
     "Tanhshrink": (nn.Tanhshrink, S1),
     "Threshold": (lambda: nn.Threshold(0.3, 0.1), S1),
@@ -412,13 +413,18 @@ LOSSES = {
     ),
 }  # fmt: skip
 
+if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
+    LOSSES["LinearCrossEntropyLoss"] = (
+        lambda: nn.LinearCrossEntropyLoss(8, 6),
+        (3, 8),
+        whole(6, 3),
+    )
+
 NOT_LAYERS = {
     "Module": "the base of all layers",
     "Container": "an old name of it",
     "RNNBase": "the base of RNN, LSTM and GRU",
     "RNNCellBase": "the base of the cells",
-    "SyncBatchNorm": "needs a process group of replicas",
-    "LinearCrossEntropyLoss": "new in torch 2.13; it needs a compiled kernel",
 }
 """Classes of torch.nn that no row can train."""
 
@@ -833,7 +839,7 @@ def rows_of_models():
         "hooks", "Parameter.register_hook, zero-bubble",
         a_linear_with(lambda m: m[1].weight.register_hook(lambda g: g * 2)),
         options={"schedule": "zero-bubble"},
-        refused=r"1.weight has a hook on its gradient, and zero-bubble computes gradients in two",
+        refused="1.weight has a hook on its gradient, and zero-bubble computes gradients in two",
     )  # fmt: skip
 
     def reads_other(model):
@@ -862,9 +868,9 @@ def rows_of_models():
         "weights", "tied weights across stages", a_linear_with(ties_across),
         refused="weights tied across stages are not supported",
     )  # fmt: skip
-    for what, change in (("a stage", copies), ("stages", copies_across)):
+    for what, change in (("within a stage", copies), ("across stages", copies_across)):
         yield Row(
-            "weights", f"nn.Parameter(other.weight) within {what}", a_linear_with(change),
+            "weights", f"nn.Parameter(other.weight) {what}", a_linear_with(change),
             refused="two tensors over the same memory",
         )  # fmt: skip
 
@@ -910,7 +916,8 @@ def rows_of_models():
     yield Row("weights", "nn.Embedding(max_norm=...), 1f1b", edits)
     yield Row(
         "weights", "nn.Embedding(max_norm=...), async-1f1b", edits,
-        options={"schedule": "async-1f1b"}, refused="with max_norm, which changes its weight in f",
+        options={"schedule": "async-1f1b"},
+        refused="is an Embedding with max_norm, which changes its weight in forward",
     )  # fmt: skip
 
     def constant(model):
@@ -938,7 +945,8 @@ def rows_of_models():
     )  # fmt: skip
     yield Row(
         "losses", "a loss that is no scalar",
-        linear(loss=lambda: lambda o, t: o - t), refused="loss_fn must return a tensor with one",
+        linear(loss=lambda: lambda o, t: o - t),
+        refused="loss_fn must return a tensor with one element",
     )  # fmt: skip
 
 
@@ -1258,7 +1266,7 @@ def page():
 def _words(pattern):
     """A pattern as people read it."""
     return (
-        re.sub(r"\\(.)", r"\1", pattern).replace(".*", " … ").replace("|", "or").replace("w+", "…")
+        re.sub(r"\\(.)", r"\1", pattern).replace(".*", " … ").replace("w+", "…").replace("  ", " ")
     )
 
 
