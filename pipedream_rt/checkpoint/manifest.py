@@ -129,7 +129,9 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+        return all(isinstance(k, str | int) for k in value) and all(map(is_plain, value.values()))
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return False  # msgpack has no place for it
     return value is None or isinstance(value, bool | int | float | str | bytes)
 
 

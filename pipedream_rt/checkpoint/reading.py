@@ -139,7 +139,7 @@ def _optimizer_state(
     folder: Path, parameters: Sequence[str], plain: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state of some parameters, by parameter and name; and that of the optimizers."""
-    own = (f"{EVERY_STAGE}group/", f"{EVERY_STAGE}attributes/")
+    own = tuple(f"{EVERY_STAGE}{kind}/" for kind in ("group", "attributes", "state"))
     mine = {*parameters, *(name for name in plain if name.startswith(own))}
     state = {name: dict(plain[name]) for name in mine if name in plain}
     tensors = _tensors(folder, "optimizer", lambda key: key.rpartition("/")[0] in mine)
@@ -160,13 +160,13 @@ def _older_versions(folder: Path, parameters: set[str]) -> dict[int, dict[str, T
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all weights in a checkpoint that was verified, by key of the unsplit model.
+    """Shapes of all weights in a checkpoint that was verified, those of the loss too, by key.
 
     Args:
         folder: Folder of the checkpoint.
     """
     found = {}
-    for path in files_of(folder, "model"):
+    for path in (*files_of(folder, "model"), *files_of(folder, "loss")):
         with safe_open(path, framework="pt") as file:
             pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
             for key in file.keys():  # noqa: SIM118 - no dict

@@ -183,6 +183,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._changed: list[set[str]] = [set() for _ in self.param_groups]
 
+    def insist(self, saved: Sequence[Hyper]) -> None:
+        """Send what differs from other groups along from now on, as if the script had changed it.
+
+        Args:
+            saved: The other groups, packed.
+        """
+        for changed, mine, theirs in zip(self._changed, self.groups(), saved):
+            changed.update(name for name, value in mine.items() if theirs.get(name) != value)
+
     def groups(self) -> list[Hyper]:
         """Return all hyper-parameters of every group, packed by `pack_hyper`."""
         return [pack_group(group) for group in self.param_groups]
@@ -275,7 +284,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         packed: dict[str, Any] = super().state_dict()
         for number, group in enumerate(packed["param_groups"]):
             own = (v for k, v in state.items() if k.startswith(f"{EVERY_STAGE}group/{number}/"))
-            set_hyper(group, next(own, {}))
+            kept = next(own, {}).items()
+            set_hyper(group, {k: v for k, v in kept if not k.startswith(EVERY_STAGE)})
         packed["state"] = {i: state[n] for i, n in enumerate(link.names) if n in state}
         return packed
 
@@ -426,6 +436,12 @@ def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
         ConfigError: It has a hook, or a parameter that is not one of the model's; or its class
             needs more than groups.
     """
+    patched = vars(optimizer).get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            "the optimizer's step was replaced on the object, which the stages would not know; "
+            "override it in a subclass"
+        )
     hooks = [name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value]
     if hooks:
         raise ConfigError(

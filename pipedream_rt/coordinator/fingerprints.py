@@ -18,6 +18,8 @@ class StageFingerprint:
         weights: Of the newest version of the parameters, frozen ones too.
         buffers: Of all buffers.
         optimizer: Of the optimizer state of all parameters.
+        rest: Of each value that modules give as extra state, or that the optimizer keeps in its
+            groups and attributes.
         older: Of each older version that is kept, by its number.
     """
 
@@ -25,6 +27,7 @@ class StageFingerprint:
     weights: str
     buffers: str
     optimizer: str
+    rest: tuple[str, ...]
     older: dict[int, str]
 
 
@@ -42,8 +45,8 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """One number for the newest weights, the buffers and the optimizer state, in hex."""
-        return total((self.weights, self.buffers, self.optimizer))
+        """One number for the newest weights, buffers, optimizer and extra state, in hex."""
+        return total((self.weights, self.buffers, self.optimizer, self.rest))
 
     @property
     def weights(self) -> str:
@@ -60,6 +63,14 @@ class Fingerprint:
         """The fingerprint of the optimizer state."""
         return total(stage.optimizer for stage in self.stages)
 
+    @property
+    def rest(self) -> str:
+        """The fingerprint of extra state and of what optimizers keep for all their parameters.
+
+        What is the same on several stages counts once, so it does not depend on the split.
+        """
+        return total({each for stage in self.stages for each in stage.rest})
+
     def __str__(self) -> str:
         """Return the digest."""
         return self.digest
@@ -70,7 +81,11 @@ class Fingerprint:
         return Fingerprint(
             tuple(
                 StageFingerprint(
-                    **{**stage, "older": {int(v): each for v, each in stage["older"].items()}}
+                    **{
+                        **stage,
+                        "rest": tuple(stage["rest"]),
+                        "older": {int(v): each for v, each in stage["older"].items()},
+                    }
                 )
                 for stage in stages
             )
@@ -88,4 +103,4 @@ class Fingerprint:
         return ""
 
 
-_PARTS = ("weights", "buffers", "optimizer")
+_PARTS = ("weights", "buffers", "optimizer", "rest")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.stage.fingerprint import fingerprint
 from pipedream_rt.stage.optimizer import Hyper, unpack_hyper
 
 _log = logging.getLogger(__name__)
@@ -159,17 +160,52 @@ def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
         values = [_shown_anew(v) for v in (*loss_fn.args, *loss_fn.keywords.items())]
         return f"partial({name_of_loss(loss_fn.func)}, {', '.join(values)})"
     if isinstance(loss_fn, nn.Module):
-        return f"{name_of_class(type(loss_fn))} {_shown_anew(loss_fn)}"
+        parts = [_plain_of(each) for _, each in loss_fn.named_modules()]
+        return f"{name_of_class(type(loss_fn))} {_shown_anew(loss_fn)} {_short(parts)}"
+    bound = getattr(loss_fn, "__self__", None)
     qualified = getattr(loss_fn, "__qualname__", None)
     if qualified is None:  # an object that can be called
-        return name_of_class(type(loss_fn))
+        return f"{name_of_class(type(loss_fn))} {_short([_plain_of(loss_fn)])}"
     name, code = f"{loss_fn.__module__}.{qualified}", getattr(loss_fn, "__code__", None)
     if code is None:
         return name
+    cells = [_contents(cell) for cell in getattr(loss_fn, "__closure__", None) or ()]
+    values = [*code.co_consts, *(getattr(loss_fn, "__defaults__", None) or ()), *cells]
+    told = [code.co_code.hex(), *code.co_names, *map(_plain_text, values), _plain_of(bound)]
+    return f"{name} {_short(told)}"
+
+
+def _short(parts: Sequence[str]) -> str:
+    """Return a short digest of texts."""
+    return blake2b("|".join(parts).encode(), digest_size=4).hexdigest()
+
+
+def _contents(cell: Any) -> Any:
+    """Return what a cell of a closure holds; None if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _plain_of(value: object) -> str:
+    """Return the plain attributes of an object, in words."""
+    attributes = getattr(value, "__dict__", {})
+    own = {n: v for n, v in attributes.items() if n not in ("training", "_parameters", "_buffers")}
+    buffers = attributes.get("_buffers") or {}
+    return "|".join(f"{n}={_plain_text(v)}" for n, v in sorted({**own, **buffers}.items()))
+
+
+def _plain_text(value: object) -> str:
+    """Return a plain value or the digest of a tensor as a text; empty for everything else."""
+    if isinstance(value, torch.Tensor):
+        return fingerprint({"": value})
     plain = (type(None), bool, int, float, complex, str, bytes)
-    constants = [repr(c) for c in code.co_consts if isinstance(c, plain)]
-    told = "|".join([code.co_code.hex(), *code.co_names, *constants])
-    return f"{name} {blake2b(told.encode(), digest_size=4).hexdigest()}"
+    if isinstance(value, plain):
+        return repr(value)
+    if isinstance(value, tuple | list) and all(isinstance(v, plain) for v in value):
+        return repr(value)
+    return ""
 
 
 def _shown_anew(value: object) -> str:

@@ -205,6 +205,8 @@ class RunState:
         self._count_from(manifest)
         self.resumed = manifest
         self._with_groups = same_optimizer and not {"hyper_parameters", "groups"} & {*accept}
+        if self._feeder.optimizer is not None and "hyper_parameters" in accept:
+            self._feeder.optimizer.insist(manifest.groups)
         self._epochs.resume(manifest)
         self.attach(**self._attached)
         return manifest

@@ -9,10 +9,19 @@ from torch import Tensor, nn
 
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import dumps, foreign, gradient_hooks, shared_buffers, why_unpicklable
+from pipedream_rt.planning import (
+    alias,
+    dumps,
+    foreign,
+    gradient_hooks,
+    range_of,
+    shared_buffers,
+    why_unpicklable,
+)
+from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Kind, Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
-from pipedream_rt.stage.settings import settings_now
+from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
 
@@ -44,6 +53,8 @@ def pickled_specs(
     """
     pickled = []
     shared, owners = shared_buffers(model.layers, _points(plan)), _owners(model, plan)
+    weights = _weights(model, loss_fn)
+    refuse_global_hooks()
     settings = settings_now()
     for stage, names in enumerate(plan.layers):
         of_stage = {name: model.layers[name] for name in names}
@@ -76,6 +87,8 @@ def pickled_specs(
             raise ConfigError(_unpicklable(pieces, error)) from error
         if foreign(tensors, owners, stage):
             raise ConfigError(_takes_along(pieces, owners, stage))
+        if alias(tensors, weights):
+            raise ConfigError(_lies_over(pieces, weights))
         pickled.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return pickled
 
@@ -100,17 +113,43 @@ def _owners(model: UnsplitModel, plan: Plan) -> dict[int, tuple[set[int], str]]:
     return owners
 
 
+def _weights(model: UnsplitModel, loss_fn: object) -> dict[int, tuple[Range, str]]:
+    """Return, by ``id`` of each weight and buffer, where it lies and a name of it."""
+    layers = dict(model.layers)
+    if isinstance(loss_fn, nn.Module):
+        layers[LOSS_LAYER] = loss_fn
+    return {
+        id(tensor): (range_of(tensor), key)
+        for name, layer in layers.items()
+        for key, tensor in (
+            *layer.named_parameters(prefix=name),
+            *layer.named_buffers(prefix=name),
+        )
+    }
+
+
+def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Range, str]]) -> str:
+    """Find the layer, the loss function or the hook with a tensor over a weight's memory."""
+    for what, value in pieces:
+        if weight := alias(dumps(value)[1], weights):
+            return (
+                f"{what} holds a tensor over the memory of {weight}, such as a detached or sliced "
+                "one, in an attribute or a closure; on a worker the two would part. Take it in "
+                "forward, from the parameter or buffer itself"
+            )
+    raise AssertionError("the stage as a whole has such a tensor, and no piece of it")
+
+
 def _hooks(layers: dict[str, nn.Module], plan: Plan) -> tuple[GradientHook, ...]:
     """Return the hooks on the parameters of a stage.
 
     Raises:
         ConfigError: The schedule cuts a backward in two, and a hook would run for a part of it.
     """
-    found = [
-        GradientHook(*hook)
-        for name, layer in layers.items()
-        for hook in gradient_hooks(layer, name)
-    ]
+    whole = nn.ModuleDict()  # so that a parameter of several layers has one name
+    for name, layer in layers.items():
+        whole.add_module(name, layer)
+    found = [GradientHook(*hook) for hook in gradient_hooks(whole)]
     halves = any(action.kind is Kind.INPUT for action in plan.order(0, 0, plan.per_update))
     if found and halves:
         raise ConfigError(

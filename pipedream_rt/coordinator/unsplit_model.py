@@ -50,7 +50,10 @@ class UnsplitModel:
 
     def in_order(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict with its keys in the order of the model's state dict."""
-        return {key: state_dict[key] for key in self._whole.state_dict()}
+        ordered = {key: state_dict[key] for key in self._whole.state_dict() if key in state_dict}
+        # Buffers that had no value at the start come last.
+        own = {k: v for k, v in state_dict.items() if not k.startswith(f"{LOSS_LAYER}.")}
+        return {**ordered, **own}
 
     def require_fit(self, state_dict: dict[str, Tensor]) -> None:
         """Refuse a state dict of another model.
@@ -83,6 +86,9 @@ class UnsplitModel:
         """
         flexible = buffer_slots(self._whole)
         state = self._whole.state_dict()
+        if self._loss is not None:
+            state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.")
+            flexible |= {f"{LOSS_LAYER}.{name}": [] for name in buffer_slots(self._loss)}
         expected = {
             k: tuple(v.shape)
             for k, v in state.items()

@@ -88,6 +88,11 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
                 f"{path} is a tensor of layout {value.layout}, which cannot cross stages; send its "
                 "parts, as indices and values, or a dense tensor"
             )
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise ConfigError(
+                f"{path} is a {type(value).__qualname__}, a subclass of Tensor, which would arrive "
+                "as a plain one; send what it holds, as a tuple or a dataclass"
+            )
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
     cls: type = type(value)  # not isinstance: a subclass would arrive as something less than it is
     if cls in _PLAIN:

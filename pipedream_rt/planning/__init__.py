@@ -7,7 +7,7 @@ from pipedream_rt.planning.refusals import (
     refuse_unfit_plan,
     shared_buffers,
 )
-from pipedream_rt.planning.shipping import dumps, foreign, why_unpicklable
+from pipedream_rt.planning.shipping import alias, dumps, foreign, range_of, why_unpicklable
 from pipedream_rt.planning.split import (
     Layers,
     layers_of,
@@ -17,10 +17,12 @@ from pipedream_rt.planning.split import (
 
 __all__ = [
     "Layers",
+    "alias",
     "dumps",
     "foreign",
     "gradient_hooks",
     "layers_of",
+    "range_of",
     "refuse_loss",
     "refuse_shared_parameters",
     "refuse_unfit_layers",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.shipping import range_of
 from pipedream_rt.planning.split import Layers
 from pipedream_rt.schedules import Plan
 
@@ -25,6 +26,11 @@ def refuse_unfit_layers(layers: Layers) -> None:
     """
     for name, layer in layers.items():
         for key, tensor in _tensors_of(layer):
+            if tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"{name}.{key} is a tensor of layout {tensor.layout}, which cannot be saved "
+                    "and sent; keep its parts, as indices and values, in dense buffers"
+                )
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigError(
                     f"{name}.{key} has no shape yet, because a lazy layer takes it from its first "
@@ -48,23 +54,34 @@ def _refuse_overlaps(layers: Layers) -> None:
     ranges = {}
     for name, layer in layers.items():
         for key, tensor in _tensors_of(layer):
-            dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-            if dense and tensor.numel():
-                start = tensor.data_ptr()
-                reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()))
-                end = start + (reach + 1) * tensor.element_size()
+            start, end = range_of(tensor)
+            if end:
                 ranges[id(tensor)] = (start, end, f"{name}.{key}", tensor)
-    last_end, last, trained = 0, "", False
+    last_end, last, trained, last_tensor = 0, "", False, torch.empty(0)
     for start, end, name, tensor in sorted(ranges.values(), key=lambda r: r[:2]):
         is_parameter = isinstance(tensor, nn.Parameter)
-        if start < last_end and (trained or is_parameter):
+        if start < last_end and (trained or is_parameter) and _overlap(tensor, last_tensor):
             raise ConfigError(
                 f"{last} and {name} are two tensors over the same memory, so a step of one would "
                 "change the other; on stages each would go its own way. To tie weights, use one "
                 "Parameter in both places (b.weight = a.weight)"
             )
         if end > last_end:
-            last_end, last, trained = end, name, is_parameter
+            last_end, last, trained, last_tensor = end, name, is_parameter, tensor
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors have an element in common, whose addresses are in one range."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return True
+    count = one.untyped_storage().nbytes() // one.element_size()
+    taken = torch.zeros(count, dtype=torch.bool, device="cpu")
+    for each in (one, other):
+        part = taken.as_strided(each.shape, each.stride(), each.storage_offset())
+        if part.any():
+            return True
+        part.fill_(True)
+    return False
 
 
 def refuse_unfit_plan(layers: Layers, plan: Plan) -> None:
@@ -104,15 +121,16 @@ Hook = tuple[str, bool, Callable[[Tensor], Any]]
 """Name of a parameter, whether the hook runs after its gradient was added, and the hook."""
 
 
-def gradient_hooks(layer: nn.Module, name: str) -> list[Hook]:
-    """Return the hooks that were registered on the parameters of a layer; pickle leaves them out.
+def gradient_hooks(module: nn.Module) -> list[Hook]:
+    """Return the hooks on the trainable parameters of a module; pickle leaves them out.
 
     Args:
-        layer: The layer.
-        name: Its name.
+        module: The module.
     """
     found: list[Hook] = []
-    for key, parameter in layer.named_parameters(prefix=name):
+    for key, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         before: Any = getattr(parameter, "_backward_hooks", None) or {}
         after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         found += [(key, False, hook) for hook in before.values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import cloudpickle
 import torch
@@ -27,12 +27,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def __init__(self, file: io.BytesIO) -> None:
         """Note nothing yet."""
         super().__init__(file)
-        self.tensors: set[int] = set()
+        self.tensors: dict[int, Range] = {}
+        self._data_to_come: set[Range] = set()
 
     def persistent_id(self, value: object) -> None:
         """Note a tensor; nothing gets a persistent id."""
-        if isinstance(value, Tensor):
-            self.tensors.add(id(value))
+        if not isinstance(value, Tensor) or id(value) in self.tensors:
+            return
+        where = range_of(value)
+        if isinstance(value, nn.Parameter):
+            self._data_to_come.add(where)  # which is pickled next, as a tensor of its own
+        elif where in self._data_to_come:
+            self._data_to_come.remove(where)
+            return
+        self.tensors[id(value)] = where
 
     def reducer_override(self, value: Any) -> Any:
         """Take a module with parametrizations apart, whose class is made at run time."""
@@ -41,12 +49,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
             return (
                 _parametrized,
                 (cls, list(cast(nn.ModuleDict, value.parametrizations))),
-                value.__dict__,
+                _state_of(cls, value),
                 None,
                 None,
                 (_set_state),
             )
         return super().reducer_override(value)
+
+
+def _state_of(cls: Any, module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds, as its class before parametrization would have it pickled."""
+    own = getattr(cls, "__getstate__", None)  # every class has one since Python 3.11
+    return dict(module.__dict__ if own is None else own(module))
 
 
 def _parametrized(cls: type[nn.Module], names: list[str]) -> nn.Module:
@@ -63,11 +77,28 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
     module.__dict__.update(state)
 
 
-def dumps(value: object) -> tuple[bytes, set[int]]:
+Range: TypeAlias = tuple[int, int]
+"""The addresses from the first byte of a tensor to one past the last; (0, 0) if it has none."""
+
+
+def range_of(tensor: Tensor) -> Range:
+    """Return where a dense tensor lies in memory."""
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not dense or not tensor.numel():
+        return (0, 0)
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return (0, 0)
+    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def dumps(value: object) -> tuple[bytes, dict[int, Range]]:
     """Pickle a value for a worker.
 
     Returns:
-        The bytes, which `cloudpickle.loads` reads; and the ``id`` of every tensor in it.
+        The bytes, which `cloudpickle.loads` reads; and where every tensor in it lies, by ``id``.
     """
     with io.BytesIO() as file:
         pickler = _Pickler(file)
@@ -83,6 +114,20 @@ def why_unpicklable(value: object, error: Exception) -> str:
             "module as it was before"
         )
     return f"{error}; keep files, locks, connections and lambdas over them out of the model"
+
+
+def alias(tensors: Mapping[int, Range], weights: Mapping[int, tuple[Range, str]]) -> str:
+    """Return the name of a weight or buffer over whose memory another tensor lies; empty if none.
+
+    Args:
+        tensors: Where each tensor lies, by ``id``.
+        weights: Where each weight and buffer of the model lies, and its name, by ``id``.
+    """
+    others = [where for each, where in tensors.items() if each not in weights and where[1]]
+    for (start, end), name in weights.values():
+        if any(first < end and start < last for first, last in others):
+            return name
+    return ""
 
 
 def foreign(

@@ -107,6 +107,8 @@ def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
     for point in stages:
         if isinstance(point, str) and point not in layers:
             raise ConfigError(f"no layer is called {point!r}; the layers are {', '.join(names)}")
+        if isinstance(point, bool) or not isinstance(point, str | int):
+            raise ConfigError(f"a split point is the index or the name of a layer, not {point!r}")
         index = names.index(point) if isinstance(point, str) else point
         if not points[-1] < index < len(layers):
             raise ConfigError(

@@ -53,6 +53,7 @@ def fingerprints_of(
     optimizer: Mapping[str, Mapping[str, Any]],
     older: Mapping[int, Mapping[str, Tensor]],
     version: int,
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the fingerprints of a stage, as plain data.
 
@@ -62,7 +63,17 @@ def fingerprints_of(
         optimizer: The optimizer state by parameter and name.
         older: The trainable weights of each older version.
         version: Number of the newest version.
+        extra: Extra state of modules that is no tensor, packed, by key of the state dict.
     """
+    # What optimizers keep for all their parameters is, as a rule, the same on all stages, and so
+    # counts once: the digests are listed, without the number of the stage.
+    own = {
+        f"{name.rpartition('/')[0]}/{key}": value
+        for name, values in optimizer.items()
+        if name.startswith(EVERY_STAGE)
+        for key, value in values.items()
+        if not key.startswith(EVERY_STAGE)
+    }
     state = {
         f"{name}/{key}": value
         for name, values in optimizer.items()
@@ -74,5 +85,6 @@ def fingerprints_of(
         "weights": fingerprint(parameters),
         "buffers": fingerprint(buffers),
         "optimizer": fingerprint(state),
+        "rest": sorted(_digest(name, value) for name, value in {**own, **extra}.items()),
         "older": {str(v): fingerprint(named) for v, named in sorted(older.items())},
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -64,9 +66,9 @@ def pack_hyper(value: Any, name: str) -> Any:
     Raises:
         ConfigError: The value is of another kind.
     """
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN and not (type(value) is int and not -(2**63) <= value < 2**64):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.requires_grad:
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return ["T", str(value.dtype).removeprefix("torch."), list(value.shape), data]
     if isinstance(value, np.generic) and value.dtype.kind in "bifc":
@@ -98,6 +100,15 @@ def unpack_hyper(packed: Any) -> Any:
         case _:
             values = [unpack_hyper(value) for value in rest[0]]
             return tuple(values) if tag == "t" else values
+
+
+def packed_extra(state: Mapping[str, Any]) -> Hyper:
+    """Return those entries of a state dict that are no tensors, packed.
+
+    Raises:
+        ConfigError: One of them cannot be packed.
+    """
+    return {k: pack_hyper(v, k) for k, v in state.items() if not isinstance(v, Tensor)}
 
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -160,7 +171,9 @@ class StageOptimizer:
             vars(self.torch_optimizer).update(spec.attributes)
             self._built = [pack_group(group) for group in self._groups]
             self._from_script = [set() for _ in self._groups]
-            self._attributes_built = _digests(_attributes_of(self.torch_optimizer))
+            attributes = _attributes_of(self.torch_optimizer)
+            self._attributes_built = _digests(attributes, parameters)
+            self._attributes_packed = pack_group(attributes)
 
     @property
     def _groups(self) -> list[Hyper]:
@@ -186,16 +199,24 @@ class StageOptimizer:
         """Return the optimizer state by parameter name, and the optimizer's own state.
 
         The own state stands under names that begin with `EVERY_STAGE`: ``/group/0/STAGE`` has what
-        the optimizer has changed in group 0, and ``/attributes/STAGE`` its changed attributes,
-        packed by `pack_hyper`.
+        the optimizer has changed in group 0, ``/attributes/STAGE`` its changed attributes, and
+        ``/state/STAGE`` its state under other keys than parameters, packed by `pack_hyper`.
 
         Raises:
-            ConfigError: The optimizer has changed an attribute that cannot be packed.
+            ConfigError: The optimizer has changed an attribute that cannot be packed, or keeps one
+                tensor in two places.
         """
         if self.torch_optimizer is None:
             return {}
         state = self.torch_optimizer.state
         found = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
+        attributes = _attributes_of(self.torch_optimizer)
+        _refuse_one_tensor_twice([*found.values(), attributes])
+        mine = {id(p) for p in self._parameters.values()}
+        others = {key: value for key, value in state.items() if id(key) not in mine}
+        if others:
+            packed = pack_hyper(others, "state")
+            found[f"{EVERY_STAGE}state/{self._stage}"] = {"state": packed, _OF: self._names}
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             built, by_script = self._built[i], self._from_script[i]
             own = {
@@ -204,17 +225,26 @@ class StageOptimizer:
                 if name not in by_script and built.get(name) != value
             }
             if own:
-                found[f"{EVERY_STAGE}group/{number}/{self._stage}"] = own
-        attributes = _attributes_of(self.torch_optimizer)
-        now = _digests(attributes)
+                found[f"{EVERY_STAGE}group/{number}/{self._stage}"] = {**own, _OF: self._names}
+        now = _digests(attributes, self._parameters)
         changed = {
             name: pack_hyper(value, name)
             for name, value in attributes.items()
             if self._attributes_built.get(name) != now[name]
         }
+        if any(_has_key(attributes[name], mine) for name in changed):
+            raise ConfigError(
+                f"the optimizer keeps values under the id of a parameter in {sorted(changed)}; ids "
+                "differ in every process, so keep them in optimizer.state[parameter]"
+            )
         if changed:
-            found[f"{EVERY_STAGE}attributes/{self._stage}"] = changed
+            found[f"{EVERY_STAGE}attributes/{self._stage}"] = {**changed, _OF: self._names}
         return found
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the parameters of the stage, by which its own state is found again."""
+        return list(self._parameters)
 
     def load_state(self, state: dict[str, dict[str, Any]]) -> None:
         """Replace the optimizer state.
@@ -234,10 +264,7 @@ class StageOptimizer:
                     key: _like(parameter, value) if isinstance(value, Tensor) else value
                     for key, value in state[name].items()
                 }
-        self._from_script = [set() for _ in self._groups]
-        for number, group in zip(self._group_numbers, self._groups, strict=True):
-            set_hyper(group, self._own(state, f"group/{number}"))
-        set_hyper(vars(self.torch_optimizer), self._own(state, "attributes"))
+        self._load_own_state(state)
         # This call brings states of older versions of torch up to date.
         self.torch_optimizer.__setstate__(
             {
@@ -246,16 +273,50 @@ class StageOptimizer:
             }
         )
 
-    def _own(self, state: dict[str, dict[str, Any]], kind: str) -> dict[str, Any]:
-        """Return the own state of one kind: that of this stage, or of another if it has none.
+    def _load_own_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """Put groups and attributes back to what they were built with, then load what was saved."""
+        assert self.torch_optimizer is not None
+        own = vars(self.torch_optimizer)
+        self._from_script = [set() for _ in self._groups]
+        for number, group, built in zip(
+            self._group_numbers, self._groups, self._built, strict=True
+        ):
+            for name in [name for name in pack_group(group) if name not in built]:
+                del group[name]
+            set_hyper(group, built)
+            set_hyper(group, self._own(state, f"group/{number}"))
+        for name in [
+            n for n in _attributes_of(self.torch_optimizer) if n not in self._attributes_built
+        ]:
+            del own[name]
+        set_hyper(own, self._attributes_packed)
+        set_hyper(own, self._own(state, "attributes"))
+        mine = {id(p) for p in self._parameters.values()}
+        for key in [key for key in self.torch_optimizer.state if id(key) not in mine]:
+            del self.torch_optimizer.state[key]
+        if others := self._own(state, "state"):
+            self.torch_optimizer.state.update(unpack_hyper(others["state"]))
 
-        Another split has other stages. Values that count the steps are the same on all of them.
+    def _own(self, state: dict[str, dict[str, Any]], kind: str) -> dict[str, Any]:
+        """Return the own state of one kind that belongs to this stage.
+
+        With the split of the checkpoint that is what this stage has saved. With another split it is
+        what all stages have saved, as a count of steps is the same on all of them.
+
+        Raises:
+            ConfigError: The split is another one, and the stages have saved different values.
         """
-        mine = state.get(f"{EVERY_STAGE}{kind}/{self._stage}")
-        if mine is not None:
-            return mine
-        others = (v for k, v in sorted(state.items()) if k.startswith(f"{EVERY_STAGE}{kind}/"))
-        return next(others, {})
+        saved = [v for k, v in sorted(state.items()) if k.startswith(f"{EVERY_STAGE}{kind}/")]
+        for values in saved:
+            if values.get(_OF) == self._names:
+                return {name: value for name, value in values.items() if name != _OF}
+        of_all = [{name: value for name, value in v.items() if name != _OF} for v in saved]
+        if any(values != of_all[0] for values in of_all):
+            raise ConfigError(
+                f"the optimizer has saved values of its own ({', '.join(of_all[0])}) that differ "
+                "from stage to stage; they can be loaded with the same split alone"
+            )
+        return of_all[0] if of_all else {}
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> Hyper:
@@ -270,14 +331,79 @@ def own_attributes(optimizer: torch.optim.Optimizer, like: torch.optim.Optimizer
         optimizer: The user's optimizer.
         like: An optimizer of the class, built from its parameter groups alone.
     """
-    built = _digests(_attributes_of(like))
+
+    def named(each: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+        parameters = (p for group in each.param_groups for p in group["params"])
+        return {str(number): p for number, p in enumerate(parameters)}
+
+    built = _digests(_attributes_of(like), named(like))
     now = _attributes_of(optimizer)
-    return {n: now[n] for n, digest in _digests(now).items() if built.get(n) != digest}
+    digests = _digests(now, named(optimizer))
+    return {n: now[n] for n, digest in digests.items() if built.get(n) != digest}
 
 
-def _digests(attributes: Hyper) -> dict[str, bytes]:
-    """Return a digest of every attribute, which differs once the attribute was changed."""
-    return {name: blake2b(cloudpickle.dumps(v)).digest() for name, v in attributes.items()}
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
+    """A pickler that writes the names of parameters in the place of their values.
+
+    Args:
+        file: What is written to.
+        names: The name of each parameter by its ``id``.
+    """
+
+    def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
+        """Keep the names."""
+        super().__init__(file)
+        self._names_of_parameters = names
+
+    def persistent_id(self, value: object) -> str | None:
+        """Return the name of a parameter; None for everything else."""
+        return self._names_of_parameters.get(id(value))
+
+
+def _digests(attributes: Hyper, parameters: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
+    """Return a digest of every attribute, which differs once the attribute was changed.
+
+    A parameter in an attribute counts by its name, since its values change all the time. What does
+    not pickle, as a lock, is taken for unchanged.
+    """
+    names, found = {id(p): name for name, p in parameters.items()}, {}
+    for name, value in attributes.items():
+        with io.BytesIO() as file:
+            try:
+                _Pickler(file, names).dump(value)
+            except Exception:  # a foreign class may raise anything when pickled
+                file.truncate(0)
+            found[name] = blake2b(file.getvalue()).digest()
+    return found
+
+
+def _has_key(value: Any, keys: set[int]) -> bool:
+    """Whether a value has one of the keys in a dict, at any depth."""
+    if isinstance(value, dict):
+        return not keys.isdisjoint(value) or any(_has_key(v, keys) for v in value.values())
+    return isinstance(value, list | tuple) and any(_has_key(v, keys) for v in value)
+
+
+def _refuse_one_tensor_twice(places: Iterable[Hyper]) -> None:
+    """Refuse a tensor that an optimizer keeps in two places, which would part when they are loaded.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    seen: dict[int, str] = {}
+    for place in places:
+        for name, value in place.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                if id(value) in seen:
+                    raise ConfigError(
+                        f"the optimizer keeps one tensor in two places ({seen[id(value)]!r} and "
+                        f"{name!r}), which would be two after a recovery; give each its own"
+                    )
+                seen[id(value)] = name
+
+
+_OF = "/of"
+"""The key, beside the own state of a stage's optimizer, of the names of the stage's parameters."""
 
 
 _OF_EVERY_OPTIMIZER = {

@@ -89,7 +89,12 @@ class VersionedParameters:
         that to recycle a buffer under a graph that still needs it is an error of autograd and not a
         wrong gradient.
         """
-        leaves = [b.detach().requires_grad_() for b in buffers]
+        leaves: list[Tensor] = []
+        for parameter, buffer in zip(self._parameters, buffers, strict=True):
+            # Of the parameter's class and with its attributes, by which a layer may go.
+            leaf: Tensor = Tensor._make_subclass(type(parameter), buffer.detach(), True)
+            vars(leaf).update(vars(parameter))
+            leaves.append(leaf)
         by_name = dict(zip(self._names, leaves, strict=True))
         for hook in self._hooks:
             leaf = by_name[hook.parameter]

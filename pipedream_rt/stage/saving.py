@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from pipedream_rt.checkpoint import StageState, read_stage, write_stage
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import flatten
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
-from pipedream_rt.stage.optimizer import pack_hyper, unpack_hyper
+from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
 from pipedream_rt.stage.stage import Stage
 
 _CHANGED_IN_BACKWARD = (
@@ -90,12 +92,16 @@ class StageSaver:
             step: Number of updates after which the checkpoint is made.
         """
         module = self._stage.module
-        # Compared by identity, because a shared weight has several names.
-        trained = {id(parameter) for parameter in self._stage.parameters.named.values()}
+        # All other entries are those of weights, or made of them by a layer's own state dict.
+        buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
         state = module.state_dict(keep_vars=True)
-        rest = {n: t for n, t in state.items() if id(t) not in trained}
+        rest = {
+            n: t
+            for n, t in state.items()
+            if n in names or id(t) in buffers or n.endswith(_EXTRA_STATE_KEY_SUFFIX)
+        }
         try:
-            extra = {n: pack_hyper(v, n) for n, v in rest.items() if not isinstance(v, Tensor)}
+            extra = packed_extra(rest)
         except ConfigError as error:
             self._tell(position, str(error))
             return
@@ -165,6 +171,7 @@ class StageSaver:
         try:
             written = write_stage(saving.folder, self._stage.index, self._num_stages, state)
             result = [*written, self._fingerprints(saving.step, state)]
+            flatten(result)  # what cannot be told is an error too
         except Exception as error:  # the top of a thread; the training goes on after any error
             result = str(error)
         self._tell(saving.position, result)
@@ -180,6 +187,7 @@ class StageSaver:
             state.optimizer,
             state.versions,
             step,
+            state.extra,
         )
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils._device import DeviceContext
 
 from pipedream_rt.errors import ConfigError
 
@@ -44,6 +45,20 @@ def _set_mkldnn(value: list[Any]) -> None:
     torch.backends.mkldnn.set_flags(enabled, deterministic)
 
 
+def _matmul_precision() -> str | None:
+    """Precision of products of float32; None where the script has set parts of it by new names."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    """Set the precision, unless its parts are set by new names."""
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
 def _attribute(owner: Any, name: str) -> _Setting:
     """Return a setting that is an attribute of a module of torch."""
     return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
@@ -65,9 +80,7 @@ _SETTINGS: dict[str, _Setting] = {
     "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
         torch.utils.deterministic, "fill_uninitialized_memory"
     ),
-    "torch.get_float32_matmul_precision()": _Setting(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    ),
+    "torch.get_float32_matmul_precision()": _Setting(_matmul_precision, _set_matmul_precision),
     "torch.set_flush_denormal(...)": _Setting(_flushes_denormals, torch.set_flush_denormal),
     "torch.backends.mkldnn.flags(...)": _Setting(
         lambda: [torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic], _set_mkldnn
@@ -100,6 +113,14 @@ _SETTINGS: dict[str, _Setting] = {
         torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on)
     ),
 }
+
+# The new names of torch 2.9 for the precision of float32, by kernel.
+for _name in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"):
+    _owner: Any = torch.backends
+    for _part in _name.split("."):
+        _owner = getattr(_owner, _part, None)
+    if hasattr(_owner, "fp32_precision"):
+        _SETTINGS[f"torch.backends.{_name}.fp32_precision"] = _attribute(_owner, "fp32_precision")
 
 
 def settings_now() -> Settings:
@@ -151,13 +172,31 @@ def refuse_contexts() -> None:
             f"saved_tensors_hooks (or save_on_cpu) are on around the pipeline{where}use them "
             "inside the layers' forward"
         )
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if torch._C._len_torch_function_stack():
+        functions = torch.overrides._get_current_function_mode_stack()
+        # The default device is such a mode, and carried.
+        modes = [*modes, *(m for m in functions if not isinstance(m, DeviceContext))]
     if modes:
         name = type(modes[-1]).__name__
         raise ConfigError(
-            f"the dispatch mode {name} is on around the pipeline{where}use it inside the layers' "
-            "forward"
+            f"the mode {name} is on around the pipeline{where}use it inside the layers' forward"
         )
+
+
+def refuse_global_hooks() -> None:
+    """Refuse hooks on all modules of the process, which the workers would not have.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, hooks in vars(torch.nn.modules.module).items():
+        if name.startswith("_global_") and name.endswith("_hooks") and hooks:
+            kind = name.removeprefix("_global_").removesuffix("s")
+            raise ConfigError(
+                f"a {kind} was registered on all modules of this process, and layers compute on "
+                "workers; register it on the modules of the model"
+            )
 
 
 def refuse_no_grad() -> None:

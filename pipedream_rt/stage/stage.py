@@ -7,6 +7,7 @@ return.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,9 +22,9 @@ from torch.autograd.graph import Node
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules.plan import LOSS_LAYER
-from pipedream_rt.stage.buffers import ForwardBuffers, load_buffers, load_state
+from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
-from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
+from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer, packed_extra
 from pipedream_rt.stage.parameters import VersionedParameters
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec
@@ -121,6 +122,7 @@ class Stage:
         self.parameters = VersionedParameters(self.module, self.index, spec.hooks)
         self._changes_modes = any(map(_changes_modes, self.module.modules()))
         self._buffers = ForwardBuffers(self.module)
+        self._kinds = _kinds(self.module)
         self.at: tuple[str, Any] | None = None
         self.optimizer: StageOptimizer | None = None
         self.next_forward = self.ended = 0
@@ -218,12 +220,28 @@ class Stage:
         yield
         if looks:
             self.parameters.require_unchanged(micro_batch, before)
+            self._refuse_new_names()
         for name, now in self._shared_buffers().items():
             if now != shared[name]:
                 raise ConfigError(
                     f"stage {self.index}: a forward changed the buffer {name!r}, which layers of "
                     "other stages share; each stage has a copy of it, so they would part. Keep the "
                     "layers that share it in one stage"
+                )
+
+    def _refuse_new_names(self) -> None:
+        """Refuse parameters and buffers that the layers did not have at the start.
+
+        Raises:
+            ConfigError: There is one, or a parameter that was frozen is so no more.
+        """
+        now = _kinds(self.module)
+        for name, kind in now.items():
+            if self._kinds.get(name) != kind:
+                raise ConfigError(
+                    f"stage {self.index}: a forward has made {name!r} a {kind}, which it was not "
+                    "at the start, so it would be missing in state dicts and checkpoints, or never "
+                    "be trained; make it in __init__, a buffer as None if it has no value yet"
                 )
 
     def _shared_buffers(self) -> dict[str, tuple[int, int]]:
@@ -457,13 +475,22 @@ class Stage:
         module = self.module
         modes = [(each, each.training) for each in module.modules()]
         kept: list[Tensor] = []
+        frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         if self._changes_modes:
-            kept = [p.detach().clone() for p in self.parameters.named.values()]
+            trained = self.parameters.named.values()
+            kept = [p.detach().clone() for p in trained]
+            mine = {id(p) for p in trained}
+            frozen = [(p, p.data, p.data.clone()) for p in module.parameters() if id(p) not in mine]
         buffers = [
-            (owner, name, buffer, buffer if buffer is None else (buffer._version, buffer.clone()))
+            (
+                owner,
+                dict(owner._buffers),
+                {n: _version_and_copy(b) for n, b in owner._buffers.items()},
+            )
             for owner in module.modules()
-            for name, buffer in owner._buffers.items()
         ]
+        extra = [(each, each.get_extra_state()) for each in module.modules() if _has_extra(each)]
+        extra = copy.deepcopy(extra, {id(each): each for each, _ in extra})
         try:
             module.eval()
             yield
@@ -473,10 +500,20 @@ class Stage:
                     each.train(mode)
             if kept:
                 self.parameters.put_back(kept)
-            for owner, name, buffer, before in buffers:
-                owner._buffers[name] = buffer
-                if buffer is not None and before is not None and buffer._version != before[0]:
-                    buffer.copy_(before[1])
+            for parameter, data, values in frozen:
+                parameter.data = data.copy_(values)
+            for owner, before, copies in buffers:
+                for name in owner._buffers.keys() - before.keys():
+                    del owner._buffers[name]
+                owner._buffers.update(before)
+                for name, version_and_copy in copies.items():
+                    buffer = before[name]
+                    if buffer is None or version_and_copy is None:
+                        continue
+                    if buffer._version != version_and_copy[0]:
+                        buffer.copy_(version_and_copy[1])
+            for each, state in extra:
+                each.set_extra_state(state)
 
     def set_mode(self, training: bool) -> None:
         """Set every module to training or eval mode, as `nn.Module.train`.
@@ -545,6 +582,7 @@ class Stage:
             self.optimizer.state() if self.optimizer else {},
             parameters.older(),
             parameters.ledger.newest,
+            packed_extra(self.module.state_dict()),
         )
 
     @torch.no_grad()
@@ -577,6 +615,25 @@ class Stage:
             "buffers_allocated": self.parameters.allocated,
             "parameters": sum(p.numel() for p in self.module.parameters()),
         }
+
+
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Return, by name, what is a parameter, a frozen parameter or a buffer of a module."""
+    found = {
+        name: "parameter" if p.requires_grad else "frozen parameter"
+        for name, p in module.named_parameters()
+    }
+    return {**found, **dict.fromkeys(buffer_slots(module), "buffer")}
+
+
+def _has_extra(module: nn.Module) -> bool:
+    """Whether a module gives extra state, beside its parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _version_and_copy(buffer: Tensor | None) -> tuple[int, Tensor] | None:
+    """Return the version of a buffer, which counts changes in place, and a copy of it."""
+    return None if buffer is None else (buffer._version, buffer.clone())
 
 
 def _changes_modes(module: nn.Module) -> bool:

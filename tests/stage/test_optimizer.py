@@ -75,8 +75,9 @@ def test_what_an_optimizer_keeps_in_groups_and_attributes_is_part_of_its_state()
     weight, optimizer = made()
     steps(weight, optimizer, range(3))
     state = optimizer.state()
-    assert state["/group/0/0"] == {"k": 3}  # not the rate, which the script has set
-    assert state["/attributes/0"] == {"calls": 3}
+    # Not the rate, which the script has set.
+    assert state["/group/0/0"] == {"k": 3, "/of": ["w"]}
+    assert state["/attributes/0"] == {"calls": 3, "/of": ["w"]}
     again, other = made()
     with torch.no_grad():
         again.copy_(weight)

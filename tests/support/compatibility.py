@@ -1140,7 +1140,7 @@ def rows_of_settings():
         ),
         "a dispatch mode": (
             lambda: FlopCounterMode(display=False),
-            "the dispatch mode .* is on around the pipeline",
+            "the mode .* is on around the pipeline",
         ),
     }  # fmt: skip
     for name, (context, words) in contexts.items():
