@@ -1,0 +1,435 @@
+"""Ways in which a run was once silently another one, each found by trying to break it."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import regression
+from support.oracle import assert_same
+from torch import nn
+
+from pipedream_rt import CheckpointError, ConfigError, Pipeline, StageFailed, WorkerLost
+
+pytestmark = pytest.mark.threads
+
+
+class Steps(torch.optim.Optimizer):
+    """The base of optimizers that keep something of their own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def parameters(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield p, group["lr"]
+
+
+class KeepsAList(Steps):
+    """Of its parameters, which were once detached copies after a recovery."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.flat = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.flat:
+            p -= self.param_groups[0]["lr"] * p.grad
+
+
+class KeepsStateForAll(Steps):
+    """Under a key that is no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        n = self.state["all"]["n"] = self.state["all"].get("n", 0) + 1
+        for p, lr in self.parameters():
+            p -= lr / n * p.grad
+
+
+class CountsInGroups(Steps):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        for p, lr in self.parameters():
+            p -= lr / self.param_groups[0]["k"] * p.grad
+
+
+class KeysById(Steps):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.v = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, lr in self.parameters():
+            v = self.v.setdefault(id(p), torch.zeros_like(p))
+            p -= lr * v.mul_(0.9).add_(p.grad)
+
+
+class KeepsOneTensorTwice(Steps):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.n = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.n += 1
+        for p, lr in self.parameters():
+            p -= lr / self.state[p].setdefault("step", self.n) * p.grad
+
+
+class DiffersByStage(Steps):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.norm = 0.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.norm += sum(p.grad.norm().item() for p, _ in self.parameters())
+        for p, lr in self.parameters():
+            p -= lr / (1 + self.norm) * p.grad
+
+
+class HoldsALock(Steps):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.lock = threading.Lock()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with self.lock:
+            for p, lr in self.parameters():
+                p -= lr * p.grad
+
+
+def mlp(n=4):
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)))
+
+
+def opened(model=None, optimizer=(torch.optim.SGD, {"lr": 0.1}), **kwargs):
+    defaults = {
+        "stages": 2, "loss_fn": F.mse_loss, "schedule": "1f1b", "workers": "in-process",
+        "max_restarts": 3,
+    }  # fmt: skip
+    return Pipeline(model or mlp(), optimizer=optimizer, **{**defaults, **kwargs})
+
+
+def losses(pipe, data):
+    return [result.loss for result in pipe.train_epoch(data)]
+
+
+def with_a_loss_of_a_worker(folder, kill, make=mlp, **kwargs):
+    data = regression(8)
+    with opened(make(), **kwargs) as pipe:
+        found = losses(pipe, data[:4])
+        pipe.save(folder)
+        if kill:
+            group = pipe._group
+            gone = WorkerLost("worker 'stage-1' is gone", worker="stage-1", stage=1)
+            group._reception.fail_of(group.generation)(gone)
+        found += losses(pipe, data[4:])
+        assert len(pipe.restarts) == kill
+        return found, pipe.fingerprint().digest
+
+
+@pytest.mark.parametrize("cls", [KeepsAList, KeepsStateForAll, CountsInGroups, HoldsALock])
+def test_what_an_optimizer_keeps_survives_a_recovery(tmp_path, cls):
+    calm = with_a_loss_of_a_worker(tmp_path / "calm", False, optimizer=(cls, {}))
+    assert with_a_loss_of_a_worker(tmp_path / "kill", True, optimizer=(cls, {})) == calm
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [(KeysById, "under the id of a parameter"), (KeepsOneTensorTwice, "one tensor in two places")],
+)
+def test_what_an_optimizer_keeps_that_cannot_be_saved_is_refused_by_name(tmp_path, cls, words):
+    with opened(optimizer=(cls, {})) as pipe:
+        losses(pipe, regression(2))
+        with pytest.raises(CheckpointError, match=words):
+            pipe.save(tmp_path)
+
+
+def test_values_that_differ_from_stage_to_stage_need_the_same_split(tmp_path):
+    with opened(optimizer=(DiffersByStage, {})) as pipe:
+        losses(pipe, regression(4))
+        pipe.save(tmp_path)
+        expected = losses(pipe, regression(4))
+    with opened(optimizer=(DiffersByStage, {})) as pipe:
+        pipe.load(tmp_path)
+        assert losses(pipe, regression(4)) == expected
+    with (
+        pytest.raises(StageFailed, match=r"\(norm\) that differ from stage to stage"),
+        opened(optimizer=(DiffersByStage, {}), stages=4) as pipe,
+    ):
+        pipe.load(tmp_path)
+
+
+def test_going_back_takes_back_what_the_optimizer_has_counted(tmp_path):
+    with opened(optimizer=(CountsInGroups, {})) as pipe:
+        pipe.save(tmp_path)
+        first = losses(pipe, regression(4))
+        pipe.load(tmp_path)
+        assert losses(pipe, regression(4)) == first
+
+
+def test_accepted_hyper_parameters_are_those_of_the_script(tmp_path):
+    with opened() as pipe:
+        state = pipe.optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.01
+        pipe.optimizer.load_state_dict(state)
+        losses(pipe, regression(2))
+        pipe.save(tmp_path)
+        weights = pipe.state_dict()
+    model = mlp()
+    model.load_state_dict(weights)
+    with opened(model, (torch.optim.SGD, {"lr": 0.5})) as pipe:
+        expected = losses(pipe, regression(3))
+    with opened(optimizer=(torch.optim.SGD, {"lr": 0.5})) as pipe:
+        pipe.load(tmp_path, accept=["hyper_parameters"])
+        assert losses(pipe, regression(3)) == expected
+
+
+class Fills(nn.Module):
+    """A buffer that has no value at the start; `how` says what a forward does to it."""
+
+    def __init__(self, how="fill"):
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+        if how != "register":
+            self.register_buffer("mean", None if how == "fill" else torch.zeros(8))
+
+    def forward(self, x):
+        if self.how == "register" and not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return self.linear(x - self.mean)
+
+
+def test_a_buffer_that_is_filled_later_is_in_state_dicts(tmp_path):
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(Fills(), Fills())
+
+    calm = with_a_loss_of_a_worker(tmp_path / "calm", False, make)
+    assert with_a_loss_of_a_worker(tmp_path / "kill", True, make) == calm
+    with opened(make()) as pipe:
+        losses(pipe, regression(2))
+        assert {"0.mean", "1.mean"} <= pipe.state_dict().keys()
+
+
+def test_a_buffer_that_a_forward_registers_is_refused():
+    with (
+        pytest.raises(StageFailed, match=r"a forward has made '0.mean' a buffer"),
+        opened(nn.Sequential(Fills("register"), nn.Linear(8, 8))) as pipe,
+    ):
+        losses(pipe, regression(2))
+
+
+class Counts(nn.Module):
+    """A count in extra state, and a frozen weight that eval mode changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.base, self.n = nn.Linear(8, 8), nn.Linear(8, 8), 0
+        self.base.requires_grad_(False)
+
+    def train(self, mode=True):
+        if mode is not self.training:
+            self.base.weight.data += (self.linear.weight * (-0.1 if mode else 0.1)).data
+        return super().train(mode)
+
+    def forward(self, x):
+        self.n += 1
+        return self.linear(x) * (1 + 0.01 * self.n) + self.base(x)
+
+    def get_extra_state(self):
+        return self.n
+
+    def set_extra_state(self, n):
+        self.n = n
+
+
+def test_an_evaluation_leaves_no_trace_in_frozen_weights_and_extra_state():
+    def train(looks):
+        torch.manual_seed(1)
+        with opened(nn.Sequential(Counts(), Counts())) as pipe:
+            found = losses(pipe, regression(3))
+            if looks:
+                pipe.evaluate(regression(2))
+                pipe(regression(1)[0][0])
+            return found + losses(pipe, regression(3)), pipe.fingerprint(), pipe.state_dict()
+
+    calm, looked = train(False), train(True)
+    assert looked[0] == calm[0]
+    assert looked[1] == calm[1]
+    assert_same(
+        {k: v for k, v in looked[2].items() if isinstance(v, torch.Tensor)},
+        {k: v for k, v in calm[2].items() if isinstance(v, torch.Tensor)},
+    )
+
+
+class HoldsDetached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = self.linear.weight.detach()
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.table
+
+
+def test_a_tensor_over_the_memory_of_a_weight_is_refused():
+    with pytest.raises(ConfigError, match=r"layer 0 holds a tensor over the memory of 0\.linear"):
+        opened(nn.Sequential(HoldsDetached(), nn.Linear(8, 8)))
+    model = mlp()
+    table = model[3].weight.detach()
+    with pytest.raises(ConfigError, match=r"loss_fn holds a tensor over the memory of 3\.weight"):
+        opened(model, loss_fn=lambda o, t: F.mse_loss(o, t) * (1 + table.pow(2).sum()))
+
+
+class Asks(nn.Module):
+    """A layer that goes by what its weight is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.linear.weight.gain = 2.0
+
+    def forward(self, x):
+        w = self.linear.weight
+        return self.linear(x) * getattr(w, "gain", 1.0) * isinstance(w, nn.Parameter)
+
+
+def test_a_weight_in_forward_is_a_parameter_with_its_attributes():
+    torch.manual_seed(1)
+    model = nn.Sequential(Asks(), Asks())
+    with opened(model) as pipe:
+        assert losses(pipe, regression(1)) == [
+            F.mse_loss(model(regression(1)[0][0]), regression(1)[0][1]).item()
+        ]
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+class Tags(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).as_subclass(Tagged)
+
+
+def test_a_subclass_of_tensor_does_not_cross_a_hop():
+    with (
+        pytest.raises(StageFailed, match="is a Tagged, a subclass of Tensor"),
+        opened(nn.Sequential(Tags(8, 8), nn.Linear(8, 8))) as pipe,
+    ):
+        losses(pipe, regression(1))
+
+
+def test_hooks_of_all_modules_and_patched_steps_are_refused():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(ConfigError, match="a forward_hook was registered on all modules"):
+            opened()
+    finally:
+        handle.remove()
+    model = mlp()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    given.step = lambda: None
+    with pytest.raises(ConfigError, match="the optimizer's step was replaced on the object"):
+        opened(model, given)
+
+
+class Thaws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        self.linear.requires_grad_(True)
+        return self.linear(x)
+
+
+def test_a_parameter_that_becomes_trainable_is_refused():
+    with (
+        pytest.raises(StageFailed, match=r"a forward has made '1.linear.weight' a parameter"),
+        opened(nn.Sequential(nn.Linear(8, 8), Thaws())) as pipe,
+    ):
+        losses(pipe, regression(1))
+
+
+def test_hooks_of_tied_and_of_frozen_parameters():
+    tied = mlp(3)
+    tied[1].weight = tied[0].weight
+    tied[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    with opened(tied, stages=[2]) as pipe:
+        losses(pipe, regression(2))
+    frozen = mlp(3)
+    frozen[0].weight.register_hook(lambda gradient: gradient)
+    frozen[0].requires_grad_(False)
+    with opened(frozen) as pipe:
+        losses(pipe, regression(2))
+
+
+class Noisy(nn.Linear):
+    """Integers of 128 bits in its extra state."""
+
+    def get_extra_state(self):
+        return np.random.default_rng(0).bit_generator.state
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_that_cannot_be_packed_is_told_of_at_once(tmp_path):
+    with opened(nn.Sequential(Noisy(8, 8), nn.Linear(8, 8))) as pipe:
+        losses(pipe, regression(2))
+        with pytest.raises(CheckpointError, match="_extra_state"):
+            pipe.save(tmp_path)
+        assert len(losses(pipe, regression(2))) == 2
+
+
+class SplitsColumns(nn.Module):
+    """Two parameters cut from one tensor, which have no element in common."""
+
+    def __init__(self):
+        super().__init__()
+        left, right = torch.randn(8, 16).chunk(2, 1)
+        self.a, self.b = nn.Parameter(left), nn.Parameter(right)
+
+    def forward(self, x):
+        return x @ self.a + torch.tanh(x @ self.b)
+
+
+def test_parameters_beside_each_other_in_one_memory_are_trained():
+    torch.manual_seed(1)
+    with opened(nn.Sequential(SplitsColumns(), nn.Linear(8, 8))) as pipe:
+        losses(pipe, regression(2))
+
+
+def test_a_sparse_buffer_and_a_split_point_that_is_none():
+    model = mlp()
+    model[0].register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"0\.graph is a tensor of layout torch.sparse_coo"):
+        opened(model)
+    with pytest.raises(ConfigError, match=r"a split point is the index or the name of a layer"):
+        opened(stages=[4 / 2])
+
+
+def test_states_that_differ_in_what_is_no_tensor_have_other_fingerprints():
+    marks = set()
+    for n in (0, 1):
+        torch.manual_seed(1)
+        layer = Counts()
+        layer.n = n
+        with opened(nn.Sequential(layer, nn.Linear(8, 8))) as pipe:
+            marks.add(pipe.fingerprint().digest)
+    assert len(marks) == 2
