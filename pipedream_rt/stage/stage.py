@@ -7,7 +7,6 @@ return.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
+from pipedream_rt.stage.evaluation import changes_modes, eval_mode
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer, packed_extra
 from pipedream_rt.stage.parameters import VersionedParameters
@@ -120,7 +120,6 @@ class Stage:
         loss_layer = self.module._modules.get(LOSS_LAYER)
         self._loss_fn = spec.loss_fn if loss_layer is None else loss_layer
         self.parameters = VersionedParameters(self.module, self.index, spec.hooks)
-        self._changes_modes = any(map(_changes_modes, self.module.modules()))
         self._buffers = ForwardBuffers(self.module)
         self._kinds = _kinds(self.module)
         self.at: tuple[str, Any] | None = None
@@ -437,7 +436,7 @@ class Stage:
         Raises:
             ConfigError: The loss is no tensor with one element.
         """
-        with torch.no_grad(), self._eval_mode():
+        with torch.no_grad(), eval_mode(self.module, self.parameters):
             output = self._pass(f"evaluate {number}", inputs)
             if target is None:
                 return _outgoing(output)
@@ -455,7 +454,8 @@ class Stage:
         Returns:
             The output.
         """
-        with torch.no_grad(), nullcontext() if training else self._eval_mode():
+        mode = nullcontext() if training else eval_mode(self.module, self.parameters)
+        with torch.no_grad(), mode:
             return _outgoing(self._pass(f"infer {number}", inputs))
 
     def _pass(self, number: str, inputs: Sequence[Value]) -> Any:
@@ -463,65 +463,13 @@ class Stage:
         values = [unflatten(structure, tensors) for structure, tensors, _ in inputs]
         return self._layers(values[0] if len(values) == 1 else tuple(values), number)
 
-    @contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Switch every module to eval mode, and leave the stage as it was afterwards.
-
-        A module's own ``train`` method may do more than set a mode: adapters merge their weights
-        into a layer in eval mode and take them out again. So it is called in both directions, and
-        the weights get the very bits back that they had. Buffers too, which a forward may change in
-        eval mode: an evaluation is not fed again in a recovery, so it may leave no trace.
-        """
-        module = self.module
-        modes = [(each, each.training) for each in module.modules()]
-        kept: list[Tensor] = []
-        frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        if self._changes_modes:
-            trained = self.parameters.named.values()
-            kept = [p.detach().clone() for p in trained]
-            mine = {id(p) for p in trained}
-            frozen = [(p, p.data, p.data.clone()) for p in module.parameters() if id(p) not in mine]
-        buffers = [
-            (
-                owner,
-                dict(owner._buffers),
-                {n: _version_and_copy(b) for n, b in owner._buffers.items()},
-            )
-            for owner in module.modules()
-        ]
-        extra = [(each, each.get_extra_state()) for each in module.modules() if _has_extra(each)]
-        extra = copy.deepcopy(extra, {id(each): each for each, _ in extra})
-        try:
-            module.eval()
-            yield
-        finally:
-            for each, mode in modes:  # parents come first, and may change the modes of children
-                if each.training != mode:
-                    each.train(mode)
-            if kept:
-                self.parameters.put_back(kept)
-            for parameter, data, values in frozen:
-                parameter.data = data.copy_(values)
-            for owner, before, copies in buffers:
-                for name in owner._buffers.keys() - before.keys():
-                    del owner._buffers[name]
-                owner._buffers.update(before)
-                for name, version_and_copy in copies.items():
-                    buffer = before[name]
-                    if buffer is None or version_and_copy is None:
-                        continue
-                    if buffer._version != version_and_copy[0]:
-                        buffer.copy_(version_and_copy[1])
-            for each, state in extra:
-                each.set_extra_state(state)
-
     def set_mode(self, training: bool) -> None:
         """Set every module to training or eval mode, as `nn.Module.train`.
 
         Raises:
             ConfigError: That changes weights of which there are several versions.
         """
-        if not self._changes_modes:
+        if not changes_modes(self.module):
             self.module.train(training)
             return
         before = [p.detach().clone() for p in self.parameters.named.values()]
@@ -624,22 +572,6 @@ def _kinds(module: nn.Module) -> dict[str, str]:
         for name, p in module.named_parameters()
     }
     return {**found, **dict.fromkeys(buffer_slots(module), "buffer")}
-
-
-def _has_extra(module: nn.Module) -> bool:
-    """Whether a module gives extra state, beside its parameters and buffers."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def _version_and_copy(buffer: Tensor | None) -> tuple[int, Tensor] | None:
-    """Return the version of a buffer, which counts changes in place, and a copy of it."""
-    return None if buffer is None else (buffer._version, buffer.clone())
-
-
-def _changes_modes(module: nn.Module) -> bool:
-    """Whether a module does something of its own when its mode is set."""
-    cls = type(module)
-    return cls.train is not nn.Module.train or cls.eval is not nn.Module.eval
 
 
 def _outgoing(output: Any) -> Value:
