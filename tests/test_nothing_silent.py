@@ -601,6 +601,27 @@ def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
         stream.close()
 
 
+def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
+    """As a data loader's worker does; its parent takes no notice."""
+    options = Checkpoints(tmp_path, every=1000)
+    with small("in-process", checkpoint=options) as pipe:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, b"x")
+            signal.pause()
+            os._exit(0)
+        os.read(reading, 1)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert len(losses(pipe, regression(3))) == 3
+        os.close(reading)
+        os.close(writing)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_ctrl_c_prints_five_lines_at_most(tmp_path):
     process = run_script(tmp_path, tmp_path / "run", 30)
     read_until(process, "waiting")

@@ -3,7 +3,8 @@
 A cluster that takes a machine back sends SIGTERM and some seconds later SIGKILL. The handler only
 notes the signal. At the next mini-batch, where the state of the script and of the stages belong
 together, the checkpoint is made, and the script ends with `SystemExit`. A script that does not come
-to a mini-batch within the grace time is ended without one.
+to a mini-batch within the grace time is ended without one. A thread sees to that, which the kernel
+wakes by a socket: Python runs handlers on the main thread alone, which may be stuck.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
+import weakref
 from datetime import timedelta
 from types import FrameType
 
@@ -24,8 +27,9 @@ EXIT_CODE = 128 + signal.SIGTERM
 class Preemption:
     """Notes SIGTERM, from `watch` to `close`.
 
-    The signal is left alone where the script has a handler of its own, and where the pipeline is
-    used by another thread than the main one, which alone may set handlers.
+    The signal is left alone where the script has a handler of its own, or wakes by signals itself
+    as asyncio does, and where the pipeline is used by another thread than the main one, which alone
+    may set handlers.
 
     Args:
         grace: The time after which the script is ended without a checkpoint.
@@ -38,39 +42,87 @@ class Preemption:
         """Watch for nothing yet."""
         self.noted = False
         self._grace = grace
-        self._watching = False
-        self._timer: threading.Timer | None = None
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
         """Note SIGTERM from now on, if nobody else handles it."""
         main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
-            self._watching = True
+        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        woken, wake = socket.socketpair()
+        wake.setblocking(False)
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            woken.close()
+            wake.close()
+            return
+        self._ends = woken, wake
+        signal.signal(signal.SIGTERM, self._note)
+        _watching.add(self)
+        self._thread = threading.Thread(
+            target=self._count_down, args=(woken,), name="preemption", daemon=True
+        )
+        self._thread.start()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal; the second one ends the script at once."""
-        if self.noted:
-            self._end()
-            return
+        """Note the signal."""
         self.noted = True
         _log.warning(
             "SIGTERM: a checkpoint is made after the next mini-batch, then the script ends"
         )
-        self._timer = threading.Timer(self._grace.total_seconds(), self._end)
-        self._timer.daemon = True
-        self._timer.start()
 
-    def _end(self) -> None:
-        """End this process; its workers notice that and end too."""
-        _log.error("SIGTERM: no mini-batch came within %s; no checkpoint is made", self._grace)
-        os._exit(EXIT_CODE)
+    def _count_down(self, woken: socket.socket) -> None:
+        """Wait for the signal, and then for the end of the grace time, of the run, or a second one.
+
+        Args:
+            woken: The kernel's handler writes the number of each signal to its other end.
+        """
+        while True:
+            numbers = woken.recv(64)
+            if not numbers:
+                return
+            if signal.SIGTERM in numbers:
+                break
+        woken.settimeout(self._grace.total_seconds())
+        try:
+            while numbers := woken.recv(64):
+                if signal.SIGTERM in numbers:
+                    break
+        except TimeoutError:
+            pass
+        if numbers:
+            _log.error("SIGTERM: no mini-batch came within %s; no checkpoint is made", self._grace)
+            os._exit(EXIT_CODE)  # the workers notice that and end too
 
     def close(self) -> None:
         """Leave the signal to its default handler again. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._watching and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == self._note:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._watching = False
+        ends, self._ends = self._ends, None
+        if ends is None or threading.current_thread() is not threading.main_thread():
+            return  # another thread may not touch handlers, and the sockets stay for these
+        woken, wake = ends
+        _watching.discard(self)
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        wake.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join()
+        woken.close()
+        wake.close()
+
+
+_watching: weakref.WeakSet[Preemption] = weakref.WeakSet()
+"""Those that watch, for `_forget`; there is at most one at a time."""
+
+
+def _forget() -> None:
+    """Leave signals alone in a forked child, as a data loader's, which has nothing to save."""
+    if _watching:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _watching.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
