@@ -16,20 +16,21 @@ _log = logging.getLogger(__name__)
 
 
 class Reception:
-    """What arrives at the coordinator: messages into the inbox, failures as its closing reason.
+    """The receiver of messages, which go into the inbox, and of failures, which close it.
 
-    It is apart from `Pipeline`, so that a pipeline that is dropped can be collected, which ends its
-    workers. What arrives is only put somewhere: threads of the RPC pool must not wait. What a
-    failure means is found out by the thread that takes from the inbox.
+    The transport and the watch hold this object rather than the pipeline, so that a pipeline which
+    the user drops can be collected, and its workers end. `receive` and `fail_of` only put something
+    aside, because threads of the RPC pool must not wait; the thread that takes from the inbox makes
+    the error from it.
 
     Attributes:
-        inbox: The same in all generations of workers.
-        cluster: The workers of now.
-        generation: Theirs.
+        inbox: The coordinator's inbox, the same in all generations.
+        cluster: The workers of the present generation; None while they start.
+        generation: Number of the present generation.
     """
 
     def __init__(self) -> None:
-        """Belong to no generation yet."""
+        """Begin without a generation."""
         self.inbox = Inbox("the coordinator")
         self.cluster: Cluster | None = None
         self.generation = 0
@@ -37,7 +38,7 @@ class Reception:
         self._lock = threading.Lock()
 
     def begin(self, generation: int) -> None:
-        """Belong to a new generation of workers; failures of those before are no news."""
+        """Begin a generation, and ignore failures of earlier ones from now on."""
         with self._lock:
             self.generation = generation
             self._failure = self.cluster = None
@@ -45,12 +46,15 @@ class Reception:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the workers cannot go on, if so; the first reason stays. Not from the RPC pool."""
+        """Why the workers cannot go on; None if they can. The first failure of a generation stays.
+
+        To find out may take a while, so threads of the RPC pool must not ask.
+        """
         failure = self._failure
         return failure() if callable(failure) else failure
 
     def receive(self, message: Message) -> None:
-        """Take a message; called from any thread."""
+        """Put a message into the inbox, or close the inbox if it tells of a failure. Any thread."""
         payload = message.payload
         if not isinstance(payload, Failed):
             self.inbox.put(message)
@@ -58,7 +62,7 @@ class Reception:
         self.fail_of(message.generation)(once(lambda: self._error_of(message.sender, payload)))
 
     def fail_of(self, generation: int) -> Fail:
-        """Return what is told that the workers of a generation cannot go on; from any thread."""
+        """Return a function to call, from any thread, when the workers of a generation fail."""
 
         def fail(failure: Failure) -> None:
             with self._lock:
@@ -69,7 +73,7 @@ class Reception:
         return fail
 
     def _error_of(self, stage: int, failed: Failed) -> BaseException:
-        """Make the error that the caller gets of a failure that was sent as data."""
+        """Return the error to raise for a failure that a stage has sent as a message."""
         cause = _cause_of(failed)
         if isinstance(cause, PeerLost) and self.cluster is not None:
             return self.cluster.name_loss(cause)
