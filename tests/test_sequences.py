@@ -205,27 +205,26 @@ def settings_for(examples):
     )  # fmt: skip
 
 
+def check_many(examples, workers, schedules):
+    @settings_for(examples)
+    @given(st.sampled_from(schedules), scripts)
+    def run(schedule, script):
+        check(schedule, workers, script)
+
+    run()
+
+
 @pytest.mark.threads
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", PLANS)
 def test_on_threads(schedule):
-    @settings_for(15)
-    @given(scripts)
-    def run(script):
-        check(schedule, "in-process", script)
-
-    run()
+    check_many(15, "in-process", [schedule])
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_on_processes(shared_fork_server):
-    @settings_for(6)
-    @given(st.sampled_from(sorted(PLANS)), scripts)
-    def run(schedule, script):
-        check(schedule, "local", script)
-
-    run()
+    check_many(6, "local", sorted(PLANS))
 
 
 @pytest.mark.stress
@@ -233,24 +232,13 @@ def test_on_processes(shared_fork_server):
 @pytest.mark.parametrize("schedule", PLANS)
 def test_many_on_threads(schedule):
     """600 scripts in all."""
-
-    @settings_for(200)
-    @given(scripts)
-    def run(script):
-        check(schedule, "in-process", script)
-
-    run()
+    check_many(200, "in-process", [schedule])
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
 def test_many_on_processes(shared_fork_server):
-    @settings_for(100)
-    @given(st.sampled_from(sorted(PLANS)), scripts)
-    def run(schedule, script):
-        check(schedule, "local", script)
-
-    run()
+    check_many(100, "local", sorted(PLANS))
 
 
 def test_the_oracle_of_this_file_is_that_of_the_others():

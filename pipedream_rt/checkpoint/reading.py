@@ -168,7 +168,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     found = {}
     for path in (*files_of(folder, "model"), *files_of(folder, "loss")):
         with safe_open(path, framework="pt") as file:
-            pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
+            pairs = _as_pairs(file)
             for key in file.keys():  # noqa: SIM118 - no dict
                 shape = tuple(file.get_slice(key).get_shape())
                 found[key] = shape[:-1] if key in pairs else shape
@@ -189,8 +189,13 @@ def _tensors(folder: Path, kind: str, wanted: Callable[[str], bool]) -> dict[str
     found: dict[str, Tensor] = {}
     for path in files_of(folder, kind):
         with safe_open(path, framework="pt") as file:
-            pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
+            pairs = _as_pairs(file)
             for key in filter(wanted, file.keys()):
                 tensor = file.get_tensor(key)
                 found[key] = torch.view_as_complex(tensor) if key in pairs else tensor
     return found
+
+
+def _as_pairs(file: Any) -> list[str]:
+    """The keys of a file whose complex numbers stand there as pairs of real ones."""
+    return list(json.loads((file.metadata() or {}).get(AS_PAIRS, "[]")))

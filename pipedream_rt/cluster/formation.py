@@ -18,7 +18,7 @@ from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
-from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
+from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport, host_and_port
 
 _COORDINATOR = "coordinator"
 """RPC name of the coordinator."""
@@ -221,5 +221,4 @@ class Formation:
 
 def _is_loopback(url: str) -> bool:
     """Whether an address of TensorPipe, as ``uv://127.0.0.1:40000``, is on loopback."""
-    host = url.rpartition("/")[2].rpartition(":")[0].strip("[]")
-    return ipaddress.ip_address(host).is_loopback
+    return ipaddress.ip_address(host_and_port(url)[0]).is_loopback

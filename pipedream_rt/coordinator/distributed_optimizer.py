@@ -176,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def begin_anew(self) -> None:
         """Take the groups as they are for those that the stages have."""
-        self._at_stages = [pack_group(group) for group in self.param_groups]
+        self._at_stages = self.groups()
         self._unpackable = [
             {name: id(group[name]) for name in group if name not in ("params", *packed)}
             for group, packed in zip(self.param_groups, self._at_stages, strict=True)

@@ -72,11 +72,15 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return weights and buffers; see `Pipeline.state_dict`."""
+        return self._model.in_order(self._gathered())
+
+    def _gathered(self) -> dict[str, Any]:
+        """Flush, and return the state dicts of all stages as one, with that of the loss."""
         self._feeder.flush()
         found: dict[str, Any] = {}
         for part in self._group.command(CommandName.STATE):
             found.update(part)
-        return self._model.in_order(found)
+        return found
 
     def fingerprint(self) -> Fingerprint:
         """Flush, and return the fingerprint of the state of now; see `Pipeline.fingerprint`."""
@@ -85,11 +89,7 @@ class RunState:
 
     def loss_module(self) -> nn.Module:
         """Flush, and return a copy of the loss function; see `Pipeline.loss_module`."""
-        self._feeder.flush()
-        found: dict[str, Any] = {}
-        for part in self._group.command(CommandName.STATE):
-            found.update(part)
-        return self._model.loss_with(found)
+        return self._model.loss_with(self._gathered())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Flush, and load weights and buffers; see `Pipeline.load_state_dict`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from pipedream_rt.planning import (
     alias,
     dumps,
     foreign,
-    gradient_hooks,
     range_of,
     shared_buffers,
+    tensors_of,
     why_unpicklable,
 )
 from pipedream_rt.planning.shipping import Range
@@ -52,7 +53,7 @@ def pickled_specs(
             stage along; the message says which.
     """
     pickled = []
-    shared, owners = shared_buffers(model.layers, _points(plan)), _owners(model, plan)
+    shared, owners = shared_buffers(model.layers, plan.layers), _owners(model, plan)
     weights = _weights(model, loss_fn)
     refuse_global_hooks()
     settings = settings_now()
@@ -93,22 +94,12 @@ def pickled_specs(
     return pickled
 
 
-def _points(plan: Plan) -> list[int]:
-    """Return the index of the first layer of every stage."""
-    counts = [len(names) for names in plan.layers]
-    return [sum(counts[:stage]) for stage in range(len(counts))]
-
-
 def _owners(model: UnsplitModel, plan: Plan) -> dict[int, tuple[set[int], str]]:
     """Return, by ``id`` of each weight and buffer, the stages that have it and a name of it."""
     owners: dict[int, tuple[set[int], str]] = {}
     for stage, names in enumerate(plan.layers):
         for name in names:
-            layer = model.layers[name]
-            for key, tensor in (
-                *layer.named_parameters(prefix=name),
-                *layer.named_buffers(prefix=name),
-            ):
+            for key, tensor in tensors_of(model.layers[name], name):
                 owners.setdefault(id(tensor), (set(), key))[0].add(stage)
     return owners
 
@@ -121,10 +112,7 @@ def _weights(model: UnsplitModel, loss_fn: object) -> dict[int, tuple[Range, str
     return {
         id(tensor): (range_of(tensor), key)
         for name, layer in layers.items()
-        for key, tensor in (
-            *layer.named_parameters(prefix=name),
-            *layer.named_buffers(prefix=name),
-        )
+        for key, tensor in tensors_of(layer, name)
     }
 
 
@@ -149,7 +137,14 @@ def _hooks(layers: dict[str, nn.Module], plan: Plan) -> tuple[GradientHook, ...]
     whole = nn.ModuleDict()  # so that a parameter of several layers has one name
     for name, layer in layers.items():
         whole.add_module(name, layer)
-    found = [GradientHook(*hook) for hook in gradient_hooks(whole)]
+    found: list[GradientHook] = []
+    for name, parameter in whole.named_parameters():
+        if parameter.requires_grad:
+            # Pickle leaves these out.
+            before: Any = getattr(parameter, "_backward_hooks", None) or {}
+            after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            found += [GradientHook(name, False, hook) for hook in before.values()]
+            found += [GradientHook(name, True, hook) for hook in after.values()]
     halves = any(action.kind is Kind.INPUT for action in plan.order(0, 0, plan.per_update))
     if found and halves:
         raise ConfigError(

@@ -1,11 +1,11 @@
 """The split of a model into stages, and what of a model cannot be split or shipped."""
 
 from pipedream_rt.planning.refusals import (
-    gradient_hooks,
     refuse_loss,
     refuse_unfit_layers,
     refuse_unfit_plan,
     shared_buffers,
+    tensors_of,
 )
 from pipedream_rt.planning.shipping import alias, dumps, foreign, range_of, why_unpicklable
 from pipedream_rt.planning.split import (
@@ -20,7 +20,6 @@ __all__ = [
     "alias",
     "dumps",
     "foreign",
-    "gradient_hooks",
     "layers_of",
     "range_of",
     "refuse_loss",
@@ -29,5 +28,6 @@ __all__ = [
     "refuse_unfit_plan",
     "shared_buffers",
     "split_points",
+    "tensors_of",
     "why_unpicklable",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,24 +25,24 @@ def refuse_unfit_layers(layers: Layers) -> None:
         ConfigError: The message names the layer and says what to do.
     """
     for name, layer in layers.items():
-        for key, tensor in _tensors_of(layer):
+        for key, tensor in tensors_of(layer, name):
             if tensor.layout is not torch.strided:
                 raise ConfigError(
-                    f"{name}.{key} is a tensor of layout {tensor.layout}, which cannot be saved "
+                    f"{key} is a tensor of layout {tensor.layout}, which cannot be saved "
                     "and sent; keep its parts, as indices and values, in dense buffers"
                 )
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigError(
-                    f"{name}.{key} has no shape yet, because a lazy layer takes it from its first "
+                    f"{key} has no shape yet, because a lazy layer takes it from its first "
                     "input; run the model once on a batch before you give it to Pipeline"
                 )
     _refuse_overlaps(layers)
 
 
-def _tensors_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a layer with their names."""
-    yield from layer.named_parameters()
-    yield from layer.named_buffers()
+def tensors_of(layer: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a layer with their names in the unsplit model."""
+    yield from layer.named_parameters(prefix=name)
+    yield from layer.named_buffers(prefix=name)
 
 
 def _refuse_overlaps(layers: Layers) -> None:
@@ -53,10 +53,10 @@ def _refuse_overlaps(layers: Layers) -> None:
     """
     ranges = {}
     for name, layer in layers.items():
-        for key, tensor in _tensors_of(layer):
+        for key, tensor in tensors_of(layer, name):
             start, end = range_of(tensor)
             if end:
-                ranges[id(tensor)] = (start, end, f"{name}.{key}", tensor)
+                ranges[id(tensor)] = (start, end, key, tensor)
     last_end, last, trained, last_tensor = 0, "", False, torch.empty(0)
     for start, end, name, tensor in sorted(ranges.values(), key=lambda r: r[:2]):
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -117,40 +117,19 @@ def refuse_loss(loss_fn: Any) -> None:
         raise ConfigError(f"loss_fn must be callable, not {loss_fn!r}")
 
 
-Hook = tuple[str, bool, Callable[[Tensor], Any]]
-"""Name of a parameter, whether the hook runs after its gradient was added, and the hook."""
-
-
-def gradient_hooks(module: nn.Module) -> list[Hook]:
-    """Return the hooks on the trainable parameters of a module; pickle leaves them out.
-
-    Args:
-        module: The module.
-    """
-    found: list[Hook] = []
-    for key, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        before: Any = getattr(parameter, "_backward_hooks", None) or {}
-        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        found += [(key, False, hook) for hook in before.values()]
-        found += [(key, True, hook) for hook in after.values()]
-    return found
-
-
-def shared_buffers(layers: Layers, points: Sequence[int]) -> list[tuple[str, ...]]:
+def shared_buffers(layers: Layers, stages: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return, by stage, the names of the buffers that another stage has too.
 
     Args:
         layers: The layers of the model.
-        points: The index of the first layer of every stage.
+        stages: The names of the layers of each stage.
     """
     places: dict[int, list[tuple[int, str]]] = {}
-    for i, (name, layer) in enumerate(layers.items()):
-        stage = sum(point <= i for point in points) - 1
-        for key, buffer in layer.named_buffers(prefix=name):
-            places.setdefault(id(buffer), []).append((stage, key))
-    found: list[list[str]] = [[] for _ in points]
+    for stage, names in enumerate(stages):
+        for name in names:
+            for key, buffer in layers[name].named_buffers(prefix=name):
+                places.setdefault(id(buffer), []).append((stage, key))
+    found: list[list[str]] = [[] for _ in stages]
     for users in places.values():
         if len({stage for stage, _ in users}) > 1:
             for stage, key in users:

@@ -126,7 +126,7 @@ class Directory(dist.Store):
         """Publish the address of this process; ignore its name, which is known."""
         if key.startswith("addrs/"):
             address = bytes(value).decode()
-            self.port = int(address.rpartition(":")[2])
+            _, self.port = host_and_port(address)
             self._publish(address)
 
     def get(self, key: str) -> bytes:
@@ -417,6 +417,12 @@ def _listening_on(interface: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return the host and the port of an address of TensorPipe, as ``uv://[fd00::1]:40000``."""
+    host, _, port = url.rpartition("/")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _require_route(url: str) -> None:
     """Find out whether this machine has a route to an address of TensorPipe. Sends nothing.
 
@@ -426,11 +432,10 @@ def _require_route(url: str) -> None:
     Raises:
         OSError: There is none.
     """
-    host, _, port = url.rpartition("/")[2].rpartition(":")
-    host = host.strip("[]")
+    host, port = host_and_port(url)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
+        probe.connect((host, port))
 
 
 @contextmanager
