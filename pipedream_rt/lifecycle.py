@@ -13,10 +13,12 @@ failed was ended by an error, which it keeps as the reason.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from weakref import WeakSet
 
 from pipedream_rt.errors import PipelineClosed, PipelineError
 
@@ -147,3 +149,27 @@ class Lifecycle:
         except BaseException:  # Ctrl-C and the like: nothing has failed
             self.close()
             raise
+
+
+_ends: WeakSet[socket.socket] = WeakSet()
+"""Connections whose closing tells the other side that this process is dead."""
+
+
+def close_in_forked_children(connection: socket.socket) -> None:
+    """Have a connection closed in every child that the user's script forks, as a data loader does.
+
+    A child that kept it open would make a dead parent look alive.
+
+    Args:
+        connection: The socket.
+    """
+    _ends.add(connection)
+
+
+def _close_ends() -> None:
+    """Close the connections; runs in a forked child."""
+    for connection in list(_ends):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_ends)

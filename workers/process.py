@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import logging
 import os
 import sys
@@ -13,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from pipedream_rt.cluster.addresses import interface_of
+from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback, listening
 from pipedream_rt.cluster.control import (
     EXIT_AGAIN,
     EXIT_COORDINATOR_LOST,
@@ -22,6 +21,7 @@ from pipedream_rt.cluster.control import (
     Record,
 )
 from pipedream_rt.cluster.keys import group_key
+from pipedream_rt.cluster.meeting import Connections, Meeting
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,
@@ -33,7 +33,10 @@ from pipedream_rt.errors import (
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.base import sender
-from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import link_key
+from pipedream_rt.transport.rpc import Endpoint
+from pipedream_rt.transport.sockets import SocketTransport
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -57,7 +60,7 @@ def host_stage(
     """Join the group that a welcome describes and run the worker's stages in it.
 
     Threads of this process: the calling one reads the control connection; one computes for all
-    stages; the threads of torch's RPC pool fill the inbox.
+    stages; one reads the links and fills the inbox; those of torch RPC and its tunnel mostly wait.
 
     Args:
         control: The control connection.
@@ -75,8 +78,17 @@ def host_stage(
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
     worker, stages = welcome["rank"] - 1, welcome["stages"]
     timeout = timedelta(seconds=welcome["timeout_s"])
+    group = Group(
+        generation=welcome["generation"],
+        rank=welcome["rank"],
+        names=tuple(welcome["names"]),
+        hosts=tuple(welcome["hosts"]),
+        key=group_key(secret, welcome["nonce"]),
+    )
+    transport = SocketTransport(group)
+    endpoint = Endpoint(group, transport.tunnel, timeout)
     try:
-        transport = _join(control, welcome, timeout, secret, bind)
+        _join(control, welcome, group, transport, endpoint, bind)
     except (PipelineError, RuntimeError) as error:
         _log.error("could not join the group: %s", error)
         with suppress(PeerLost):
@@ -94,79 +106,99 @@ def host_stage(
     )
     for stage in stages:
         transport.open(stage, host.inbox.put, host.inbox.close)
-        transport.expose(stage, functools.partial(host.part, stage))
+        endpoint.expose(stage, functools.partial(host.part, stage))
     thread = threading.Thread(target=host.serve, name=host.name)
     thread.start()
     control.send({"type": "joined"})
-    return _until_exit(control, host.inbox, thread, transport, timedelta(seconds=welcome["beat_s"]))
+    beat = timedelta(seconds=welcome["beat_s"])
+    return _until_exit(control, host.inbox, thread, transport, endpoint, beat)
 
 
 def _join(
-    control: Control, welcome: Record, timeout: timedelta, secret: bytes, bind: str | None
-) -> RpcTransport:
-    """Connect to the group, whose addresses come over the control connection.
+    control: Control,
+    welcome: Record,
+    group: Group,
+    transport: SocketTransport,
+    endpoint: Endpoint,
+    bind: str | None,
+) -> None:
+    """Get the links to all other members, and join torch RPC.
 
     Raises:
         PipelineError: The group did not form.
         RuntimeError: torch could not join.
     """
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
-    names = tuple(welcome["names"])
-
-    def gather() -> dict[str, str]:
-        record = control.receive(deadline)
-        if record["type"] != "addresses":
-            raise PeerLost("the coordinator gave up joining", peer="the coordinator")
-        return dict(record["by_name"])
-
-    transport = RpcTransport(
-        RpcGroup(
-            generation=welcome["generation"],
-            rank=welcome["rank"],
-            names=names,
-            hosts=tuple(welcome["hosts"]),
-            interface=bind or _default_interface(control, welcome["host"]),
-            timeout=timeout,
-            key=group_key(secret, welcome["nonce"]),
-        )
-    )
-    transport.join(
-        Directory(
-            names, lambda address: control.send({"type": "address", "address": address}), gather
-        ),
-        deadline,
-    )
-    return transport
+    if welcome["host"] is None:
+        transport.connect(_inherited_links(control, group, deadline))
+    else:
+        with listening(_host_of_door(control, welcome["host"], bind), 0) as door:
+            door.setblocking(False)
+            host, port = door.getsockname()[:2]
+            control.send({"type": "door", "host": host, "port": port})
+            doors = _expect(control, "doors", deadline)["by_name"]
+            places = {rank: tuple(doors[name]) for rank, name in enumerate(group.names)}
+            transport.connect(Meeting(group, door, places, deadline).meet(control.has_come))
+    endpoint.join(deadline)
 
 
-def _default_interface(control: Control, host: str) -> str:
-    """Network interface to listen on where the user names none.
+def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Connections:
+    """Take the links that the coordinator has made.
+
+    Raises:
+        PipelineError: They do not come.
+    """
+    links: Connections = {}
+    while len(links) < len(group.others):
+        rank = _expect(control, "link", deadline)["rank"]
+        links[rank] = (control.take_end(), link_key(group.key, group.rank, rank))
+    return links
+
+
+def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
+    """Wait for a record of a type.
+
+    Raises:
+        PipelineError: Another one comes, or none in time.
+    """
+    record = control.receive(deadline)
+    if record["type"] != kind:
+        raise PeerLost("the coordinator gave up joining", peer="the coordinator")
+    return record
+
+
+def _host_of_door(control: Control, host: str, bind: str | None) -> str:
+    """Numeric address at which this worker listens for other members.
 
     A worker that the coordinator started listens where the coordinator does, and any other listens
-    on loopback.
+    on loopback, unless its user names an interface.
 
     Args:
         control: The control connection.
         host: Numeric address at which the coordinator meets the workers.
+        bind: Network interface to listen on; None if the user names none.
 
     Raises:
         ConfigError: The coordinator is on another machine, so loopback will not do.
     """
     if control.is_local:
-        return interface_of(host)
-    if not ipaddress.ip_address(control.local_host).is_loopback:
+        return host
+    if bind is not None:
+        return address_on(bind, control.local_host)
+    if not is_loopback(control.local_host):
         raise ConfigError(
             "the coordinator is not on loopback, so this worker must listen for the others on a "
             f"network: name its interface, as --bind {interface_of(control.local_host)}"
         )
-    return interface_of(control.local_host)
+    return control.local_host
 
 
 def _until_exit(
     control: Control,
     inbox: Inbox,
     thread: threading.Thread,
-    transport: RpcTransport,
+    transport: SocketTransport,
+    endpoint: Endpoint,
     beat: timedelta,
 ) -> int:
     """Obey the coordinator until it says to exit, or until the control connection breaks.
@@ -179,6 +211,7 @@ def _until_exit(
         inbox: The inbox of the stages.
         thread: The thread that computes.
         transport: The transport, closed on exit.
+        endpoint: The endpoint in torch RPC, closed on exit.
         beat: Time between two signs of life.
 
     Returns:
@@ -206,11 +239,12 @@ def _until_exit(
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": inbox.story()})
-            case "shield":
-                transport.shield()
+            case "shut":
+                transport.tunnel.shut()
             case "clock":
                 control.send({"type": "clock", "ns": time.monotonic_ns()})
             case "exit":
+                endpoint.close()
                 transport.close()
                 if record["failed"]:
                     _log.warning("the job goes on with other workers; this one ends")

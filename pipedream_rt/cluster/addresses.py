@@ -61,8 +61,13 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a numeric address is one at which a machine talks to itself."""
+    return ipaddress.ip_address(host).is_loopback
+
+
 def interface_of(host: str) -> str:
-    """Name of the network interface that has an address, for torch's TP_SOCKET_IFNAME.
+    """Name of the network interface that has an address.
 
     Args:
         host: Numeric address of this machine; of a link-local one with its scope, ``fe80::1%eth0``.
@@ -73,15 +78,42 @@ def interface_of(host: str) -> str:
     address = ipaddress.ip_address(host)
     if address.is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
-    has = _has_ipv4 if isinstance(address, ipaddress.IPv4Address) else _has_ipv6
     for _, name in socket.if_nameindex():
-        if has(name, address.packed):
+        if address.packed in (ipaddress.ip_address(each).packed for each in _addresses_on(name)):
             return name
     raise ConfigError(f"no network interface of this machine has the address {host}")
 
 
-def _has_ipv4(interface: str, packed: bytes) -> bool:
-    """Whether an interface has an IPv4 address, given as 4 bytes."""
+def address_on(interface: str, like: str) -> str:
+    """Numeric address that a network interface has.
+
+    Args:
+        interface: Name of the interface.
+        like: A numeric address: it is taken if the interface has it, else one of its family if the
+            interface has one.
+
+    Raises:
+        ConfigError: The interface has no address.
+    """
+    wanted = ipaddress.ip_address(like)
+    found = [ipaddress.ip_address(each) for each in _addresses_on(interface)]
+    if not found:
+        raise ConfigError(f"the network interface {interface!r} has no address")
+    # An address that is valid on one cable alone comes last: the other end may be on another one.
+    found.sort(
+        key=lambda a: (a.packed != wanted.packed, a.version != wanted.version, a.is_link_local)
+    )
+    return str(found[0])
+
+
+def _addresses_on(interface: str) -> list[str]:
+    """Return the numeric addresses of a network interface."""
+    four = _ipv4_on(interface)
+    return ([four] if four else []) + _ipv6_on(interface)
+
+
+def _ipv4_on(interface: str) -> str:
+    """Return the IPv4 address of a network interface; empty if it has none."""
     import fcntl  # not on every platform; only addresses other than loopback need it
 
     get_interface_address = 0x8915  # SIOCGIFADDR
@@ -90,20 +122,22 @@ def _has_ipv4(interface: str, packed: bytes) -> bool:
         try:
             answer: bytes = fcntl.ioctl(probe.fileno(), get_interface_address, request)
         except OSError:
-            return False  # an interface without an IPv4 address
-        return answer[20:24] == packed
+            return ""
+        return socket.inet_ntoa(answer[20:24])
 
 
-def _has_ipv6(interface: str, packed: bytes) -> bool:
-    """Whether an interface has an IPv6 address, given as 16 bytes."""
+def _ipv6_on(interface: str) -> list[str]:
+    """Return the IPv6 addresses of a network interface, link-local ones with their scope."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
-        return False
-    return any(
-        bytes.fromhex(fields[0]) == packed and fields[-1] == interface
+        return []
+    found = [
+        ipaddress.IPv6Address(bytes.fromhex(fields[0]))
         for fields in map(str.split, lines)
-    )
+        if fields[-1] == interface
+    ]
+    return [f"{each}%{interface}" if each.is_link_local else str(each) for each in found]
 
 
 def interface_towards(address: str) -> str:

@@ -14,11 +14,13 @@ is never sent over a network: only a worker that inherits its connection gets it
     refused reason  ->              the worker ends, or tries again later; or
     admitted        ->              the worker imports torch
                     <- ready        the worker has imported torch
-    welcome         ->              a nonce for a key, rank, names, ...; both build an RPC agent
-                    <- address      where the worker's RPC agent listens
-    addresses       ->              of all processes; every process calls every other
-                    <- joined       the worker has reached all others
-    shield          ->              all have joined: the worker's RPC agent stops listening
+    welcome         ->              a nonce for a key, rank, names, ...
+    link rank       ->              with it comes a socket, the worker's end of its link to the
+                                    member of that rank; one for each, if it was started here; else
+                    <- door         where the worker listens for other members
+    doors           ->              of all processes; each calls those of lower rank
+                    <- joined       the worker has its links and is an endpoint of torch RPC
+    shut            ->              all have joined: nothing of the worker listens from now on
     ...training, over RPC...
     story           ->              the coordinator reports a stall
                     <- story        what the worker's stages wait for, and did last
@@ -35,22 +37,22 @@ is never sent over a network: only a worker that inherits its connection gets it
 from __future__ import annotations
 
 import hmac
-import os
 import select
 import socket
 import struct
 import threading
+from collections import deque
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import msgpack
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
+from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.signing import DIGEST, proof
 
-VERSION = 5
+VERSION = 6
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1
@@ -70,34 +72,14 @@ _LARGEST = 1 << 20
 _LARGEST_OF_A_STRANGER = 1 << 12
 """Bytes that a record may have which anybody may have sent."""
 
+_MOST_ENDS = 16
+"""Sockets that are taken with one read; the kernel brings those of one record at a time."""
+
 _SEND_TIMEOUT = timedelta(seconds=10)
 """After which an end that takes nothing counts as gone."""
 
 Record = dict[str, Any]
 """What is sent: a dict with the key ``"type"``."""
-
-_ends: WeakSet[socket.socket] = WeakSet()
-"""Connections whose closing tells the other side that this process is dead."""
-
-
-def close_in_forked_children(connection: socket.socket) -> None:
-    """Have a connection closed in every child that the user's script forks, as a data loader does.
-
-    A child that kept it open would make a dead parent look alive.
-
-    Args:
-        connection: The socket.
-    """
-    _ends.add(connection)
-
-
-def _close_ends() -> None:
-    """Close the connections; runs in a forked child."""
-    for connection in list(_ends):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_ends)
 
 
 class Control:
@@ -114,6 +96,7 @@ class Control:
         self._socket = connection
         close_in_forked_children(connection)
         self._buffer = bytearray()
+        self._ends: deque[socket.socket] = deque()
         self._sending = threading.Lock()
         self._sign_with: tuple[bytes, bytes] | None = None
         self._open_with: tuple[bytes, bytes] | None = None
@@ -151,11 +134,12 @@ class Control:
         self._open_with = (key, theirs)
         self._largest = _LARGEST
 
-    def send(self, record: Record) -> None:
+    def send(self, record: Record, end: socket.socket | None = None) -> None:
         """Send a record.
 
         Args:
             record: At most 1 MiB when packed.
+            end: A socket that the other side gets a copy of; only if `is_local`.
 
         Raises:
             PeerLost: The other end is gone, or takes nothing for ten seconds.
@@ -168,12 +152,14 @@ class Control:
                 data = proof(key, name, self._sent.to_bytes(8, "big"), data) + data
                 self._sent += 1
             left = memoryview(_LENGTH.pack(len(data)) + data)
+            beside = [] if end is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _fd_of(end))]
             while left:
                 try:
                     # Not by the socket's own timeout: another thread may be receiving.
                     if not self._wait(select.POLLOUT, deadline):
                         raise TimeoutError("it takes nothing")
-                    left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+                    left = left[self._socket.sendmsg([left], beside, socket.MSG_DONTWAIT) :]
+                    beside = []
                 except BlockingIOError:
                     continue
                 except (OSError, ValueError) as error:
@@ -244,7 +230,13 @@ class Control:
         """Read what has come into the buffer, but no more than the largest record."""
         room = min(1 << 16, _LENGTH.size + self._largest - len(self._buffer))
         try:
-            data = self._socket.recv(max(1, room), socket.MSG_DONTWAIT)
+            if self.is_local:
+                data, fds, _, _ = socket.recv_fds(
+                    self._socket, max(1, room), _MOST_ENDS, socket.MSG_DONTWAIT
+                )
+                self._ends.extend(socket.socket(fileno=fd) for fd in fds)
+            else:
+                data = self._socket.recv(max(1, room), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as error:
@@ -288,9 +280,30 @@ class Control:
         self._received += 1
         return data[DIGEST:]
 
+    def take_end(self) -> socket.socket:
+        """Return the socket that came with the record that was received last.
+
+        Raises:
+            TransportError: None came.
+        """
+        if not self._ends:
+            raise TransportError(f"{self.peer} sent no socket where one was expected")
+        return self._ends.popleft()
+
+    def has_come(self) -> bool:
+        """Whether anything has come that was not received, or the end of the connection."""
+        return bool(self._buffer) or self._wait(select.POLLIN, Deadline(timedelta(0)))
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._socket.close()
+        while self._ends:
+            self._ends.pop().close()
+
+
+def _fd_of(end: socket.socket) -> bytes:
+    """Return the descriptor of a socket, as the kernel wants it beside a message."""
+    return struct.pack("@i", end.fileno())
 
 
 def _notice_silence(connection: socket.socket) -> None:

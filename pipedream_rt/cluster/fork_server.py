@@ -21,11 +21,10 @@ from datetime import timedelta
 
 import msgpack
 
-from pipedream_rt.cluster.control import close_in_forked_children
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
-from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
 
 _START_TIMEOUT = timedelta(minutes=2)
 """For the server to import torch and answer for the first time."""

@@ -1,31 +1,39 @@
-"""The formation of the RPC group of a generation, with the workers that have come."""
+"""The formation of the group of a generation, with the workers that have come."""
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import selectors
 import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
+from itertools import combinations
 
-from pipedream_rt.cluster.addresses import interface_of
+from pipedream_rt.cluster.addresses import is_loopback, joined, listening
 from pipedream_rt.cluster.keys import NONCE, group_key
 from pipedream_rt.cluster.local_workers import LocalWorkers
+from pipedream_rt.cluster.meeting import Connections, Meeting
 from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
-from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport, host_and_port
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import link_key
+from pipedream_rt.transport.rpc import Endpoint
+from pipedream_rt.transport.sockets import SocketTransport
 
 _COORDINATOR = "coordinator"
-"""RPC name of the coordinator."""
+"""Name of the coordinator in the group."""
 
 
 class Formation:
-    """Forms the RPC group of a generation: `welcome` first, then `join`.
+    """Forms the group of a generation: `welcome` first, then `join`.
+
+    Workers that were all started here inherit their links from this process, so that nothing of
+    them listens. Others meet at their doors (see `Meeting`).
 
     Args:
         plan: Which worker hosts which stage.
@@ -43,13 +51,15 @@ class Formation:
         self._deadline = deadline
         self._names = (_COORDINATOR, *(member.name for member in members))
         self._hosts = plan.hosts
-        self._found: dict[str, str] = {}  # the addresses that are known, by name
-        self._addresses: Future[dict[str, str]] = Future()  # all of them
+        self._inherits = all(member.control.is_local for member in members)
+        self._found: dict[str, tuple[str, int]] = {}  # the doors that are known, by name
+        self._doors: Future[dict[str, tuple[str, int]]] = Future()  # all of them
+        self._given_up = False
 
     def welcome(
         self, *, generation: int, timeout: timedelta, heartbeat: timedelta, secret: bytes
-    ) -> RpcTransport:
-        """Welcome the members to the group, and make the coordinator's transport.
+    ) -> Group:
+        """Welcome the members to the group.
 
         Args:
             generation: Number of the group in this process.
@@ -58,12 +68,12 @@ class Formation:
             secret: The secret of the job.
 
         Returns:
-            The transport, which is not connected yet.
+            The group, as this process sees it.
 
         Raises:
             PeerLost: A member is gone.
         """
-        host, nonce = self._meeting_host(), secrets.token_bytes(NONCE)
+        nonce = secrets.token_bytes(NONCE)
         for rank, member in enumerate(self._members, 1):
             member.control.send(
                 {
@@ -74,78 +84,114 @@ class Formation:
                     "stages": list(member.stages),
                     "names": list(self._names),
                     "hosts": list(self._hosts),
-                    "host": host,
+                    "host": None if self._inherits else self._meeting_host(),
                     "generation": generation,
                     "timeout_s": timeout.total_seconds(),
                     "start_timeout_s": self._deadline.remaining_s(),
                     "path": sys.path,
                 }
             )
-        return RpcTransport(
-            RpcGroup(
-                generation=generation,
-                rank=0,
-                names=self._names,
-                hosts=self._hosts,
-                interface=interface_of(host),
-                timeout=timeout,
-                key=group_key(secret, nonce),
-            )
+        return Group(
+            generation=generation,
+            rank=0,
+            names=self._names,
+            hosts=self._hosts,
+            key=group_key(secret, nonce),
         )
 
     def _meeting_host(self) -> str:
         """Address of this machine that every member reaches: not loopback if one is elsewhere."""
         hosts = [member.control.local_host for member in self._members]
-        return next((h for h in hosts if not ipaddress.ip_address(h).is_loopback), hosts[0])
+        return next((h for h in hosts if not is_loopback(h)), hosts[0])
 
-    def join(self, transport: RpcTransport) -> None:
+    def join(self, group: Group, transport: SocketTransport, endpoint: Endpoint) -> None:
         """Join the group, watching the members meanwhile; nothing listens afterwards.
 
-        torch's part of joining blocks until all members have joined. It runs in a thread of its
-        own, so that a worker that dies meanwhile ends it.
+        Meeting the others and joining torch RPC block until all members do the same. They happen in
+        a thread of their own, so that a worker that dies meanwhile ends them.
 
         Args:
-            transport: Made by `welcome`. Closed after an error.
+            group: Made by `welcome`.
+            transport: Gets the links. Closed after an error.
+            endpoint: Joins torch RPC. Closed after an error.
 
         Raises:
             RendezvousTimeout: The members do not reach each other in time.
             WorkerLost: A member is gone, or could not join.
             TransportError: torch could not join.
         """
-        ours, theirs = socket.socketpair()
-        with ours, ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
-            joining = thread.submit(self._join_in_thread, transport, theirs)
+        with ExitStack() as stack:
+            door = None
+            if self._inherits:
+                transport.connect(self._hand_out_links(group))
+            else:
+                door = stack.enter_context(listening(self._meeting_host(), 0))
+                door.setblocking(False)
+                self._found[_COORDINATOR] = door.getsockname()[:2]
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="join"))
+
+            def join() -> None:
+                with theirs:  # whose end is what `_exchange` waits for
+                    if door is not None:
+                        doors = {group.names.index(n): at for n, at in self._doors.result().items()}
+                        meeting = Meeting(group, door, doors, self._deadline)
+                        transport.connect(meeting.meet(lambda: self._given_up))
+                    endpoint.join(self._deadline)
+
+            joining = thread.submit(join)
             try:
                 self._exchange(ours)
             except BaseException as error:
-                if not self._addresses.done():
-                    self._addresses.set_exception(error)
-                transport.close()  # ends the calls to other members that are under way
+                self._given_up = True
+                if not self._doors.done():
+                    self._doors.set_exception(error)
+                endpoint.close()  # ends the calls to other members that are under way
+                transport.close()
                 raise
             try:
                 joining.result()
             except RuntimeError as error:
                 raise TransportError(f"joining the RPC group failed: {error}") from error
-        transport.shield()
-        tell(self._members, {"type": "shield"})
+        transport.tunnel.shut()
+        tell(self._members, {"type": "shut"})
 
-    def _join_in_thread(self, transport: RpcTransport, theirs: socket.socket) -> None:
-        """Join the group; writes to a socket when the address is known and closes it at the end."""
+    def _hand_out_links(self, group: Group) -> Connections:
+        """Make a link between every two members, hand the ends out, and return our own.
 
-        def publish(address: str) -> None:
-            self._found[_COORDINATOR] = address
-            theirs.send(b"x")
+        Raises:
+            PeerLost: A member is gone.
+        """
+        mine: Connections = {}
+        try:
+            for low, high in combinations(range(len(self._names)), 2):
+                ends = socket.socketpair()
+                if low == 0:
+                    mine[high] = (ends[0], link_key(group.key, low, high))
+                else:
+                    self._hand_out_end(low, high, ends[0])
+                self._hand_out_end(high, low, ends[1])
+        except BaseException:
+            for connection, _ in mine.values():
+                connection.close()
+            raise
+        return mine
 
-        with theirs:
-            directory = Directory(self._names, publish, self._addresses.result)
-            transport.join(directory, self._deadline)
+    def _hand_out_end(self, rank: int, other: int, end: socket.socket) -> None:
+        """Give a member its end of the link to another one.
+
+        Raises:
+            PeerLost: The member is gone.
+        """
+        with end:
+            self._members[rank - 1].control.send({"type": "link", "rank": other}, end)
 
     def _exchange(self, joining: socket.socket) -> None:
         """Gather the addresses of all, hand them out, and wait until all have joined.
 
         Args:
-            joining: Readable when this process has published its address; closed by the other side
-                when this process has joined.
+            joining: Closed by the other side when this process has joined.
 
         Raises:
             RendezvousTimeout: The group did not form in time.
@@ -160,12 +206,12 @@ class Formation:
                 ready = selector.select(self._deadline.remaining_s())
                 if not ready:
                     raise RendezvousTimeout(
-                        f"all {len(self._members)} workers came, but the RPC group did not form "
-                        "in time; can they reach each other and the coordinator on any port?"
+                        f"all {len(self._members)} workers came, but the group did not form in "
+                        "time; can they reach each other and the coordinator on any port?"
                     )
                 for key, _ in ready:
                     member = key.data
-                    if not joining.recv(1) if member is None else self._has_joined(member):
+                    if member is None or self._has_joined(member):
                         selector.unregister(key.fileobj)
                         waiting -= 1
                 self._hand_out()
@@ -183,25 +229,25 @@ class Formation:
         for record in records:
             if record["type"] == "joined":
                 return True  # a sign of life may have come behind it
-            if record["type"] != "address":
+            if record["type"] != "door":
                 raise WorkerLost(
                     f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
                     worker=member.name,
                     stage=member.stages[0],
                 )
-            self._found[member.name] = str(record["address"])
+            self._found[member.name] = (record["host"], record["port"])
         return False
 
     def _hand_out(self) -> None:
-        """Hand out the addresses, once all are known.
+        """Hand out where the doors are, once all are known.
 
         Raises:
             RendezvousTimeout: One listens on loopback, where the others do not reach it.
         """
-        if len(self._found) == len(self._names) and not self._addresses.done():
+        if not self._inherits and len(self._found) == len(self._names) and not self._doors.done():
             self._refuse_unreachable()
-            self._addresses.set_result(self._found)
-            tell(self._members, {"type": "addresses", "by_name": self._found})
+            self._doors.set_result(self._found)
+            tell(self._members, {"type": "doors", "by_name": self._found})
 
     def _refuse_unreachable(self) -> None:
         """Refuse a member that listens on loopback while others listen elsewhere.
@@ -209,16 +255,12 @@ class Formation:
         Raises:
             RendezvousTimeout: There is one.
         """
-        inside = [name for name, address in self._found.items() if _is_loopback(address)]
+        inside = [name for name, (host, _) in self._found.items() if is_loopback(host)]
         if inside and len(inside) < len(self._found):
+            where = ", ".join(f"{name} {joined(*at)}" for name, at in self._found.items())
             raise RendezvousTimeout(
                 f"{', '.join(map(repr, inside))} of the group cannot be reached from other "
-                f"machines: the addresses are {self._found}; start such a worker with --bind and a "
+                f"machines: the addresses are {where}; start such a worker with --bind and a "
                 "network interface that has an address",
                 missing=len(inside),
             )
-
-
-def _is_loopback(url: str) -> bool:
-    """Whether an address of TensorPipe, as ``uv://127.0.0.1:40000``, is on loopback."""
-    return ipaddress.ip_address(host_and_port(url)[0]).is_loopback

@@ -1,4 +1,4 @@
-"""Stages on worker processes that are connected by torch RPC."""
+"""Stages on worker processes that are connected by sockets and torch RPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.transport.base import Receive, Transport
-from pipedream_rt.transport.rpc import RpcTransport, refuse_second
+from pipedream_rt.transport.rpc import Endpoint, refuse_second
+from pipedream_rt.transport.sockets import SocketTransport
 
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to stop."""
@@ -32,7 +33,7 @@ _EXIT_TIMEOUT = timedelta(seconds=3)
 
 
 class ProcessCluster:
-    """Worker processes, each hosting its stages, connected by torch RPC.
+    """Worker processes, each hosting its stages; links join them, and torch RPC holds references.
 
     Args:
         plan: How many workers are needed, and which stages each hosts.
@@ -85,7 +86,8 @@ class ProcessCluster:
         self._secret = secret
         self._replace = replace
         self._killed = False
-        self._rpc: RpcTransport | None = None
+        self._rpc: Endpoint | None = None
+        self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(threads, forks)
         rendezvous = Rendezvous(plan, self._local, secret, command)
         self._members = rendezvous.members
@@ -97,12 +99,14 @@ class ProcessCluster:
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
             formation = Formation(plan, self._members, self._local, deadline)
-            self._rpc = formation.welcome(
+            group = formation.welcome(
                 generation=generation, timeout=timeout, heartbeat=heartbeat, secret=secret
             )
-            self.transport: Transport = self._rpc
-            self._rpc.open(COORDINATOR, receive, self._peer_lost)
-            formation.join(self._rpc)
+            self._sockets = SocketTransport(group)
+            self.transport: Transport = self._sockets
+            self._rpc = Endpoint(group, self._sockets.tunnel, timeout)
+            self._sockets.open(COORDINATOR, receive, self._peer_lost)
+            formation.join(group, self._sockets, self._rpc)
             self._watch.start()
         except BaseException:
             self.close()
@@ -111,7 +115,7 @@ class ProcessCluster:
     def _peer_lost(self, error: PipelineError) -> None:
         """Report that a message of the coordinator could not be handed over.
 
-        A thread of the RPC pool calls this, which must not wait for a process to end.
+        The thread of the links calls this, which must not wait for a process to end.
         """
         if not self._watch.ending:
             self._fail(once(lambda: self.name_loss(error)))
@@ -171,6 +175,8 @@ class ProcessCluster:
             for control in (*(m.control for m in self._members), *self._local.controls.values()):
                 steps.callback(control.close)
             steps.callback(tell, self._members, {"type": "exit", "failed": self._killed})
+            if self._sockets is not None:
+                steps.callback(self._sockets.close)
             if self._rpc is not None:
                 steps.callback(self._rpc.close)
             steps.callback(self._watch.end)

@@ -1,13 +1,14 @@
-"""The bytes of a message: everything but its tensors, as msgpack."""
+"""The bytes of a message: msgpack for everything but its tensors, and the tensors' own bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
+import torch
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
@@ -27,6 +28,7 @@ from pipedream_rt.messages.message import (
     Start,
     Target,
 )
+from pipedream_rt.messages.tree import own
 
 FORMAT = 3
 """The first element of every message, by which a peer with another format is refused."""
@@ -97,3 +99,74 @@ def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
         payload=payload,
         tensors=tuple(tensors),
     )
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Place(NamedTuple):
+    """A tensor whose bytes have not come yet.
+
+    Attributes:
+        room: The memory that its bytes go into.
+        storage: That memory, as a tensor of bytes.
+        dtype: The dtype of the tensor.
+        shape: Its shape.
+        stride: Its strides, in elements.
+    """
+
+    room: memoryview
+    storage: Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, which owns the memory."""
+        return self.storage.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first one of a strided tensor to its last one, both counted."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or a copy if its bytes in memory are not what it means."""
+    sparse = _span(tensor.shape, tensor.stride()) > 2 * max(1, tensor.numel())
+    return own(tensor) if sparse or tensor.is_conj() or tensor.is_neg() else tensor.detach()
+
+
+def described(tensor: Tensor) -> list[Any]:
+    """Return dtype, shape and strides of a tensor as plain data, for `place_for`."""
+    return [_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride()]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor from its first element to its last, which stays its own."""
+    size = _span(tensor.shape, tensor.stride()) * tensor.element_size()
+    start = tensor.storage_offset() * tensor.element_size()
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
+    return raw.numpy().data
+
+
+def place_for(description: Sequence[Any]) -> Place:
+    """Make room for a tensor that `described` described.
+
+    Raises:
+        ValueError: The description makes no sense.
+        KeyError: The dtype is unknown to this version of torch.
+    """
+    name, shape, stride = description
+    if len(shape) != len(stride) or min((0, *shape, *stride)) < 0:
+        raise ValueError(f"no tensor has the shape {shape} and the strides {stride}")
+    dtype = _DTYPES[name]
+    storage = torch.empty(_span(shape, stride) * dtype.itemsize, dtype=torch.uint8)
+    return Place(storage.numpy().data, storage, dtype, tuple(shape), tuple(stride))

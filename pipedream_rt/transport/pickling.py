@@ -2,18 +2,18 @@
 
 torch RPC calls functions of a peer by pickling them, and unpickles whatever reaches its port. Its
 pickler can be replaced through private names, which are the same in torch 2.6 to 2.13. The one
-here signs what it writes and checks the signature before it reads a byte. A *request*, which calls
-a function, may name only the functions that `allow` marks. A *value*, which a request of this
-process returns, may be of any class, because a stage's module is; only a member of the group can
-have signed it.
+here signs what it writes with the key of the group, and checks the signature before it reads a
+byte. A *request*, which calls a function, may name only the functions that `allow` marks. A
+*value*, which a request of this process returns, may be of any class, because a stage's module is;
+only a member of the group can have signed it.
 
-TensorPipe's own framing, calls of built-in operators and the bookkeeping of RRefs do not pass
-through the pickler (see SECURITY.md). The dtypes and shapes of tensors are signed, their contents
-are not.
+This is the second wall. The first one is that nobody but a member can send torch RPC anything: see
+`pipedream_rt.transport.tunnel`, whose links say who sends to whom, and in which order.
 """
 
 from __future__ import annotations
 
+import hmac
 import io
 import pickle
 import threading
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.rpc import api, internal
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.transport.signing import Signer
+from pipedream_rt.transport.signing import DIGEST, proof
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,13 +81,17 @@ class SignedPickler(internal._InternalRPCPickler):
     """The pickler of torch RPC for one generation of a group.
 
     Args:
-        signer: The signer of this process in the generation.
+        key: The key of the group.
     """
 
-    def __init__(self, signer: Signer) -> None:
+    def __init__(self, key: bytes) -> None:
         """Leave torch's own pickler in its place; see `install`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._signer = signer
+        self._key = key
+
+    def _signature(self, data: bytes) -> bytes:
+        """Return the signature of bytes."""
+        return proof(self._key, b"pickle", data)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         """Return an object as signed bytes, and its tensors."""
@@ -111,8 +115,8 @@ class SignedPickler(internal._InternalRPCPickler):
         pickler.dump(obj)
         kind = _REQUEST if isinstance(obj, internal.PythonUDF) else _VALUE
         about = _shape(tensors)
-        data = len(about).to_bytes(4, "big") + about + stream.getvalue()
-        return self._signer.sign(data, kind), tensors
+        data = bytes([kind]) + len(about).to_bytes(4, "big") + about + stream.getvalue()
+        return self._signature(data) + data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
         """Return the object that signed bytes and tensors hold.
@@ -121,11 +125,13 @@ class SignedPickler(internal._InternalRPCPickler):
             TransportError: The signature is wrong, the tensors are not those that were signed, or a
                 request names something that is not allowed.
         """
-        _, kind, data = self._signer.open(binary_data)
-        length = int.from_bytes(data[:4], "big")
-        if data[4 : 4 + length] != _shape(tensor_table):
+        signature, data = binary_data[:DIGEST], binary_data[DIGEST:]
+        if not hmac.compare_digest(self._signature(data), signature):
+            raise TransportError("a message is not signed with the key of this job")
+        kind, length = data[0], int.from_bytes(data[1:5], "big")
+        if data[5 : 5 + length] != _shape(tensor_table):
             raise TransportError("the tensors that came are not those that were signed")
-        stream = io.BytesIO(data[4 + length :])
+        stream = io.BytesIO(data[5 + length :])
         before = getattr(_reading, "tensors", None)
         _reading.tensors = tensor_table
         try:
@@ -140,9 +146,9 @@ class SignedPickler(internal._InternalRPCPickler):
 _TORCHS_OWN = internal._internal_rpc_pickler
 
 
-def install(signer: Signer | None) -> None:
-    """Let torch RPC in this process sign with a signer; None puts torch's own pickler back."""
-    pickler = _TORCHS_OWN if signer is None else SignedPickler(signer)
+def install(key: bytes | None) -> None:
+    """Let torch RPC in this process sign with a key; None puts torch's own pickler back."""
+    pickler = _TORCHS_OWN if key is None else SignedPickler(key)
     internal._internal_rpc_pickler = pickler
     api._internal_rpc_pickler = pickler
     api._default_pickler = pickler

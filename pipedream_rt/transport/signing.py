@@ -1,29 +1,21 @@
-"""Signatures: the proof that bytes come from a member of the group, and come for the first time.
+"""Signatures: the proof that bytes come from one member, for another one, and come in their turn.
 
-A signature is the HMAC-SHA256 of everything behind it. Bytes whose signature is wrong are not
-parsed any further.
-
-    32 bytes   signature of all that follows
-    16 bytes   generation, sender, number of the sender's message (see `_HEAD`)
-    1 byte     kind
-    ...        the bytes themselves
+Every signature is an HMAC-SHA256 with a key that only the members of a group know. Bytes whose
+signature is wrong are not parsed any further.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import itertools
 import struct
-import threading
-from typing import NamedTuple
 
 from pipedream_rt.errors import TransportError
 
-_HEAD = struct.Struct("!IIQB")
 DIGEST = hashlib.sha256().digest_size
-_WINDOW = 4096
-"""How far a number may be below the newest of its sender, since messages overtake each other."""
+"""Bytes of a signature."""
+
+_TURN = struct.Struct("!IIIQ")
 
 
 def proof(key: bytes, *parts: bytes) -> bytes:
@@ -32,82 +24,42 @@ def proof(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, text, hashlib.sha256)
 
 
-class Signed(NamedTuple):
-    """Bytes whose signature is right.
-
-    Attributes:
-        sender: Number of the member that signed them.
-        kind: The kind that the sender gave.
-        data: The bytes without the signature.
-    """
-
-    sender: int
-    kind: int
-    data: bytes
-
-
-class _Seen:
-    """The numbers of one sender's messages that have come."""
-
-    __slots__ = ("_newest", "_recent")
-
-    def __init__(self) -> None:
-        """Begin with no number."""
-        self._newest = -1
-        self._recent: set[int] = set()
-
-    def is_new(self, number: int) -> bool:
-        """Note a number; return False if it came before, or is too old to know."""
-        if number in self._recent or number <= self._newest - _WINDOW:
-            return False
-        self._recent.add(number)
-        if number > self._newest:
-            self._newest = number
-            if len(self._recent) > 2 * _WINDOW:
-                self._recent = {n for n in self._recent if n > number - _WINDOW}
-        return True
-
-
 class Signer:
-    """The signer of one member of a group, which also checks the signatures of the others.
+    """The signer of everything that one member sends to one other, or the checker of it.
+
+    A signature covers the generation, the sender, the recipient and how many signatures came before
+    it. So nothing can be repeated, left out, put in another order, or shown to another member. Both
+    ends count for themselves, because a connection keeps the order; so nothing of it is sent.
 
     Args:
-        key: The key of this generation of the group, which signs nothing else.
+        key: The key of the connection between the two.
         generation: Number of the generation.
-        sender: Number of this member.
+        sender: Rank of the member that sends.
+        recipient: Rank of the member that receives.
     """
 
-    def __init__(self, key: bytes, generation: int, sender: int) -> None:
+    def __init__(self, key: bytes, generation: int, sender: int, recipient: int) -> None:
         """Begin to count at 0."""
         self._key = key
-        self._generation = generation & 0xFFFFFFFF
-        self._sender = sender
-        self._numbers = itertools.count()
-        self._seen: dict[int, _Seen] = {}
-        self._lock = threading.Lock()
+        self._between = (generation & 0xFFFFFFFF, sender, recipient)
+        self._number = 0
 
-    def sign(self, data: bytes, kind: int) -> bytes:
-        """Return bytes with a signature in front of them. Any thread may call it."""
-        head = _HEAD.pack(self._generation, self._sender, next(self._numbers), kind)
-        return hmac.digest(self._key, head + data, hashlib.sha256) + head + data
+    def sign(self, *parts: bytes) -> bytes:
+        """Return the signature of what is sent next. One thread at a time."""
+        turn = _TURN.pack(*self._between, self._number)
+        self._number += 1
+        return proof(self._key, turn, *parts)
 
-    def open(self, signed: bytes) -> Signed:
-        """Check the signature of bytes that have come. Any thread may call it.
+    def check(self, signature: bytes, *parts: bytes) -> None:
+        """Check the signature of what has come next. One thread at a time.
 
         Raises:
-            TransportError: The bytes are cut, not signed with the key, of another generation, or
-                come a second time.
+            TransportError: It is wrong. No later signature will be right, for both ends have to
+                count the same.
         """
-        body = memoryview(signed)[DIGEST:]
-        if len(body) < _HEAD.size:
-            raise TransportError(f"{len(signed)} bytes are too few to be signed")
-        expected = hmac.digest(self._key, body, hashlib.sha256)
-        if not hmac.compare_digest(expected, signed[:DIGEST]):
-            raise TransportError("a message is not signed with the key of this job")
-        generation, sender, number, kind = _HEAD.unpack_from(body)
-        if generation != self._generation:
-            raise TransportError(f"a message of generation {generation}, not {self._generation}")
-        with self._lock:
-            if not self._seen.setdefault(sender, _Seen()).is_new(number):
-                raise TransportError(f"message {number} of member {sender} has come before")
-        return Signed(sender, kind, bytes(body[_HEAD.size :]))
+        if not hmac.compare_digest(self.sign(*parts), signature):
+            generation, sender, recipient = self._between
+            raise TransportError(
+                f"what came from member {sender} for member {recipient} in generation {generation} "
+                "is not signed with the key of this job, or does not come in its turn"
+            )

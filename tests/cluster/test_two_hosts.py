@@ -147,11 +147,13 @@ def test_what_keeps_a_worker_out_is_said_by_both_sides(hosts):
     assert [worker.ended() for worker in inside] == [3, 3]
 
     hosts.add_card("b", "ethC", "10.99.0.2/24")
-    away = [hosts.worker("b", "b1", ADDRESS, "--bind", "ethC", bind=False),
-            hosts.worker("a", "a1", ADDRESS)]  # fmt: skip
+    # The second of two workers calls the first, which listens where nobody else comes.
+    away = [hosts.worker("b", "1", ADDRESS, "--bind", "ethC", bind=False),
+            hosts.worker("a", "2", ADDRESS)]  # fmt: skip
     run = script(hosts, "--stages", "2")
     assert run.ended() == 9
-    assert "has no route to 'b1' at uv://10.99.0.2:" in run.text
+    assert "worker '2' could not join: '2' has not met '1' at 10.99.0.2:" in run.text
+    assert "network is unreachable; all workers must reach each other" in run.text
     assert [worker.ended() for worker in away] == [3, 3]
 
     assert hosts.worker("b", "b1", ADDRESS, secret=None).ended(20) == 1

@@ -1,53 +1,79 @@
 """What every transport must do, asked of each."""
 
 import queue
+import socket
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 
-from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.messages.message import Gradient, Message
 from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import link_key
 from pipedream_rt.transport.memory import MemoryTransport
-from pipedream_rt.transport.rpc import Directory, RpcGroup, RpcTransport
-
-generations = iter(range(10_000, 20_000))
-
-
-def rpc_transport():
-    """A group of one: torch RPC calls itself through the same code as a peer."""
-    group = RpcGroup(
-        generation=next(generations),
-        rank=0,
-        names=("coordinator",),
-        hosts=(0, 1, 2),
-        interface="lo",
-        timeout=timedelta(seconds=20),
-        key=b"k" * 32,
-    )
-    found = {}
-    directory = Directory(
-        group.names, lambda address: found.update(coordinator=address), lambda: found
-    )
-    return group, RpcTransport(group), directory
+from pipedream_rt.transport.rpc import Endpoint
+from pipedream_rt.transport.sockets import SocketTransport
 
 
-def joined_rpc_transport():
-    group, transport, directory = rpc_transport()
-    transport.join(directory, Deadline(timedelta(seconds=20)))
-    # The stages of this group of one live in the same process.
-    object.__setattr__(group, "names", ("coordinator",) * 4)
-    return transport
+class Together:
+    """Three processes' transports over sockets, asked as if they were one."""
+
+    def __init__(self):
+        names, hosts = ("coordinator", "w0", "w1"), (0, 1, 1)
+        groups = [
+            Group(generation=1, rank=rank, names=names, hosts=hosts, key=b"k" * 32)
+            for rank in range(3)
+        ]
+        self._group = groups[0]
+        self._parts = [SocketTransport(group) for group in groups]
+        links = [{}, {}, {}]
+        for low, high in ((0, 1), (0, 2), (1, 2)):
+            ends, key = socket.socketpair(), link_key(b"k" * 32, low, high)
+            links[low][high], links[high][low] = (ends[0], key), (ends[1], key)
+        for part, own in zip(self._parts, links, strict=True):
+            part.connect(own)
+
+    def open(self, address, receive, lost):
+        self._parts[self._group.rank_of(address)].open(address, receive, lost)
+
+    def send(self, message):
+        self._parts[self._group.rank_of(message.sender)].send(message)
+
+    def close(self):
+        for part in self._parts:
+            part.close()
 
 
-@pytest.fixture(params=["memory", "shuffled", "rpc"])
+class Alone(Together):
+    """The same, of one process, which sends to itself."""
+
+    def __init__(self):
+        group = Group(generation=1, rank=1, names=("c", "w"), hosts=(0, 0, 0), key=b"k" * 32)
+        self._group = group
+        self._parts = [None, SocketTransport(group)]
+        self._parts[1].connect({})
+
+    def open(self, address, receive, lost):
+        self._parts[1].open(address, receive, lost)
+
+    def close(self):
+        self._parts[1].close()
+
+
+MADE = {
+    "memory": MemoryTransport,
+    "shuffled": lambda: MemoryTransport(shuffle_seed=3),
+    "sockets": Together,
+    "to itself": Alone,
+}
+
+
+@pytest.fixture(params=MADE)
 def transport(request):
-    if request.param == "rpc":
-        made = joined_rpc_transport()
-    else:
-        made = MemoryTransport(shuffle_seed=3 if request.param == "shuffled" else None)
+    made = MADE[request.param]()
     yield made
     made.close()
     made.close()
@@ -96,14 +122,51 @@ def test_the_receiver_owns_its_tensors(transport):
 
 def test_strides_and_dtypes_survive(transport):
     end, _ = End(transport, 1), End(transport, 0)
+    image = torch.randn(2, 3, 4, 5)
     sent = [torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.bfloat16), torch.zeros(0),
-            torch.ones(2).expand(3, 2)]  # fmt: skip
+            torch.ones(2).expand(3, 2), image.contiguous(memory_format=torch.channels_last),
+            torch.tensor(3.0), torch.zeros(0, 4), torch.arange(40)[7:19],
+            torch.tensor([True, False]), torch.ones(2, dtype=torch.complex128),
+            torch.ones(3).expand(0, 3), torch.ones(2, dtype=torch.float8_e4m3fn)]  # fmt: skip
     transport.send(message(0, *sent))
     arrived = end.arrived.get(timeout=20).tensors
     for a, b in zip(arrived, sent, strict=True):
         assert a.stride() == b.stride()
         assert a.dtype == b.dtype
+        assert torch.equal(a.float() if a.itemsize == 1 else a, b.float() if b.itemsize == 1 else b)
+
+
+def test_a_view_that_means_something_else_than_its_memory_arrives_as_what_it_means(transport):
+    end, _ = End(transport, 1), End(transport, 0)
+    sent = [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag,
+            torch.arange(1000.0)[::100]]  # fmt: skip
+    transport.send(message(0, *sent))
+    for a, b in zip(end.arrived.get(timeout=20).tensors, sent, strict=True):
         assert torch.equal(a, b)
+        assert a.untyped_storage().nbytes() == b.numel() * b.element_size()
+
+
+def test_many_large_messages_in_both_directions_at_once(transport):
+    """More than the kernel's buffers hold, sent by two threads that never wait."""
+    ends = [End(transport, a) for a in (0, 1)]
+    large = torch.arange(300_000.0)
+
+    def send(sender, to):
+        for index in range(20):
+            transport.send(message(index, large + index, sender=sender, to=to))
+
+    threads = [threading.Thread(target=send, args=pair) for pair in ((0, 1), (1, 0))]
+    for thread in threads:
+        thread.start()
+    for end in ends:
+        found = {}
+        while len(found) < 20:
+            arrived = end.arrived.get(timeout=60)
+            found[arrived.index] = arrived.tensors[0]
+        for index, tensor in found.items():
+            assert torch.equal(tensor, large + index)
+    for thread in threads:
+        thread.join()
 
 
 def test_sending_to_an_address_that_is_not_open_tells_the_sender(transport):
@@ -119,18 +182,22 @@ def test_sending_to_an_address_that_is_not_open_tells_the_sender(transport):
 def test_after_close_sending_does_nothing(transport):
     end, sender = End(transport, 1), End(transport, 0)
     transport.close()
+    before = sender.lost.qsize()  # one process of several closes first, which the others notice
     transport.send(message(0))
     assert end.arrived.empty()
-    assert sender.lost.empty()
+    assert sender.lost.qsize() == before
 
 
-def test_one_rpc_transport_in_a_process():
-    _, first, _ = rpc_transport()
+def test_one_endpoint_in_a_process():
+    group = Group(generation=1, rank=0, names=("coordinator",), hosts=(), key=b"k" * 32)
+    transport = SocketTransport(group)
+    first = Endpoint(group, transport.tunnel, timedelta(seconds=20))
     try:
         with pytest.raises(ConfigError, match="has an open pipeline on worker processes already"):
-            rpc_transport()
+            Endpoint(group, transport.tunnel, timedelta(seconds=20))
     finally:
         first.close()
+        transport.close()
 
 
 def test_shuffled_delivery_shuffles():

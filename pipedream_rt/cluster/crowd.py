@@ -1,0 +1,52 @@
+"""The crowd at a door: connections that have not proved yet who they are.
+
+Anybody can connect to a port, so the connections that wait are bounded: the oldest one has to go
+when there are too many. A member proves who it is at once, so the oldest is a stranger.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+from collections.abc import Callable
+
+from pipedream_rt.errors import ConfigError
+
+_MOST = 128
+"""Connections that may wait, where descriptors abound."""
+
+_FEWEST = 4
+
+
+def most_strangers() -> int:
+    """Return how many connections may wait: at most half of the descriptors that are free now."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = max(0, limit - len(os.listdir("/proc/self/fd")))
+    return max(_FEWEST, min(_MOST, free // 2))
+
+
+def accept(door: socket.socket, make_room: Callable[[], bool]) -> socket.socket | None:
+    """Accept a connection.
+
+    Args:
+        door: A listening socket that does not block.
+        make_room: Called when this process has no free descriptor; closes a connection that waits,
+            and returns whether there was one.
+
+    Returns:
+        The connection; None if there is none, or if it could not be taken now.
+
+    Raises:
+        ConfigError: This process has no free descriptor, and nothing that waits has one.
+    """
+    try:
+        return door.accept()[0]
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE) and not make_room():
+            raise ConfigError(
+                "this process has too many open files to accept a worker; allow more, as by "
+                "`ulimit -n 4096`"
+            ) from error
+    return None

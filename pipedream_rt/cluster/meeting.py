@@ -1,0 +1,339 @@
+"""The meeting: members on several machines connect to each other and prove who they are.
+
+Each member listens, at its *door*, for those of higher rank, and calls those of lower rank. The
+three words that they exchange have fixed lengths, so a stranger's bytes are compared and never
+parsed::
+
+    caller                                        door
+    mark, ranks of both, nonce, proof    ──►
+                                         ◄──      nonce, proof
+    proof                                ──►
+
+Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks and the
+nonces. So a word that is repeated later, or elsewhere, proves nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipedream_rt.cluster.addresses import joined
+from pipedream_rt.cluster.crowd import accept, most_strangers
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import RendezvousTimeout
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import link_key, text_of
+from pipedream_rt.transport.signing import DIGEST, proof
+
+_log = logging.getLogger(__name__)
+
+_NONCE = 32
+_HELLO = struct.Struct(f"!8sII{_NONCE}s{DIGEST}s")
+_ANSWER = struct.Struct(f"!{_NONCE}s{DIGEST}s")
+_MARK = b"pdrt-lk1"
+
+_PAUSE_S = 0.1
+"""Seconds before a member is called again that could not be reached, or had no time."""
+
+_FINAL = (errno.ENETUNREACH, errno.ECONNREFUSED)
+"""Errors after which to call again would not help, as every door listens before it is called."""
+
+_TURN_S = 0.1
+"""Seconds after which the deadline is looked at again, whatever comes."""
+
+Connections = dict[int, tuple[socket.socket, bytes]]
+"""A socket and the key of the link, by rank of the member at its other end."""
+
+Wrap = Callable[[socket.socket, bool], socket.socket]
+"""``wrap(connection, calls)`` encrypts a connection, which it takes over; see `tls`."""
+
+
+def _plain(connection: socket.socket, calls: bool) -> socket.socket:
+    """Leave a connection as it is."""
+    return connection
+
+
+@dataclass(slots=True, eq=False)
+class _Talk:
+    """One connection on which words are exchanged.
+
+    Attributes:
+        socket: The connection.
+        calls: Whether this member has called, rather than let somebody in.
+        rank: Rank of the other member; -1 while it has not said so.
+        callers_nonce: What the caller has drawn.
+        doors_nonce: What the door has drawn.
+        wanted: Bytes of the word that comes next; 0 while the kernel connects.
+        came: What has come of it.
+    """
+
+    socket: socket.socket
+    calls: bool
+    rank: int = -1
+    callers_nonce: bytes = b""
+    doors_nonce: bytes = b""
+    wanted: int = 0
+    came: bytes = b""
+
+
+class Meeting:
+    """Connects one member of a group to all others.
+
+    Args:
+        group: The group.
+        door: Where this member listens; it does not block, and stays the caller's.
+        addresses: Host and port of the door of each rank.
+        deadline: When to give up.
+        wrap: Encrypts a connection.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        door: socket.socket,
+        addresses: Mapping[int, tuple[str, int]],
+        deadline: Deadline,
+        wrap: Wrap = _plain,
+    ) -> None:
+        """Call nobody yet."""
+        self._group = group
+        self._door = door
+        self._addresses = addresses
+        self._deadline = deadline
+        self._wrap = wrap
+        self._selector = selectors.DefaultSelector()
+        self._talks: dict[_Talk, None] = {}  # oldest first
+        self._met: Connections = {}
+        self._again: dict[int, float] = {}  # when to call which member again
+        self._problems: dict[int, str] = {}
+        self._most = most_strangers()
+
+    def meet(self, ended: Callable[[], bool] = lambda: False) -> Connections:
+        """Meet all other members.
+
+        Args:
+            ended: Asked now and then, whether to give up because somebody else has.
+
+        Returns:
+            A socket and the key of the link, by rank of the member at its other end.
+
+        Raises:
+            RendezvousTimeout: A member cannot be reached, or does not come in time.
+        """
+        self._selector.register(self._door, selectors.EVENT_READ)
+        try:
+            for rank in self._group.others:
+                if rank < self._group.rank:
+                    self._call(rank)
+            while len(self._met) < len(self._group.others):
+                self._attend(ended)
+            return self._met
+        except BaseException:
+            for connection, _ in self._met.values():
+                connection.close()
+            raise
+        finally:
+            for talk in self._talks:
+                talk.socket.close()
+            self._selector.close()
+
+    def _attend(self, ended: Callable[[], bool]) -> None:
+        """Wait until something comes, and answer it.
+
+        Raises:
+            RendezvousTimeout: The time is over.
+        """
+        if self._deadline.expired() or ended():
+            raise self._not_met([r for r in self._group.others if r not in self._met])
+        now = time.monotonic()
+        for rank in [rank for rank, at in self._again.items() if at <= now]:
+            del self._again[rank]
+            self._call(rank)
+        for key, _ in self._selector.select(_TURN_S):
+            if key.fileobj is self._door:
+                self._accept()
+            elif key.data in self._talks:
+                self._attend_to(key.data)
+
+    def _call(self, rank: int) -> None:
+        """Connect to the door of a member of lower rank; the kernel says later whether it could."""
+        family, kind, _, _, address = socket.getaddrinfo(
+            *self._addresses[rank], type=socket.SOCK_STREAM
+        )[0]
+        connection = socket.socket(family, kind)
+        connection.setblocking(False)
+        talk = _Talk(connection, True, rank, secrets.token_bytes(_NONCE))
+        self._talks[talk] = None
+        code = connection.connect_ex(address)
+        self._selector.register(connection, selectors.EVENT_WRITE, talk)
+        if code not in (0, errno.EINPROGRESS):
+            self._end(talk, os.strerror(code).lower(), final=code in _FINAL)
+
+    def _accept(self) -> None:
+        """Let somebody in; the oldest has to go if there are too many."""
+        connection = accept(self._door, self._drop_oldest)
+        if connection is None:
+            return
+        if sum(not talk.calls for talk in self._talks) >= self._most:
+            self._drop_oldest()
+        self._listen_to(_Talk(self._wrap(connection, False), False, wanted=_HELLO.size))
+
+    def _drop_oldest(self) -> bool:
+        """Close the oldest connection that was let in; return whether there was one."""
+        oldest = next((talk for talk in self._talks if not talk.calls), None)
+        if oldest is not None:
+            self._end(oldest, "others have come")
+        return oldest is not None
+
+    def _listen_to(self, talk: _Talk) -> None:
+        """Wait for a word on a connection."""
+        talk.socket.setblocking(False)
+        self._talks[talk] = None
+        self._selector.register(talk.socket, selectors.EVENT_READ, talk)
+
+    def _attend_to(self, talk: _Talk) -> None:
+        """Go on with one connection; an error of it ends that connection only."""
+        try:
+            if not talk.wanted:
+                self._say_hello(talk)
+                return
+            data = talk.socket.recv(talk.wanted - len(talk.came))
+            if not data:
+                raise ConnectionError("it closed the connection")
+            talk.came += data
+            if len(talk.came) == talk.wanted:
+                word, talk.came = talk.came, b""
+                if talk.calls:
+                    self._take_answer(talk, word)
+                elif talk.rank < 0:
+                    self._take_hello(talk, word)
+                else:
+                    self._take_proof(talk, word)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(talk, text_of(error), final=error.errno in _FINAL)
+
+    def _say_hello(self, talk: _Talk) -> None:
+        """Say the first word, once the connection stands.
+
+        Raises:
+            OSError: It does not stand.
+        """
+        code = talk.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        self._selector.unregister(talk.socket)
+        del self._talks[talk]
+        talk.socket = self._wrap(talk.socket, True)
+        talk.wanted = _ANSWER.size
+        self._listen_to(talk)
+        shown = self._proof(b"hello", talk)
+        me = self._group.rank
+        talk.socket.sendall(_HELLO.pack(_MARK, me, talk.rank, talk.callers_nonce, shown))
+
+    def _take_hello(self, talk: _Talk, word: bytes) -> None:
+        """Check the first word at the door, and answer it.
+
+        Raises:
+            OSError: It is no word of a member that is missing.
+        """
+        mark, caller, door, nonce, shown = _HELLO.unpack(word)
+        talk.rank, talk.callers_nonce = caller, nonce
+        right = hmac.compare_digest(shown, self._proof(b"hello", talk))
+        if not right or mark != _MARK or door != self._group.rank:
+            raise PermissionError("it does not know the key of the group")
+        talk.doors_nonce = secrets.token_bytes(_NONCE)
+        talk.wanted = DIGEST
+        talk.socket.sendall(_ANSWER.pack(talk.doors_nonce, self._proof(b"answer", talk)))
+
+    def _take_answer(self, talk: _Talk, word: bytes) -> None:
+        """Check the answer of a door, and prove who this member is.
+
+        Raises:
+            OSError: It is no answer of that member.
+        """
+        talk.doors_nonce, shown = _ANSWER.unpack(word)
+        if not hmac.compare_digest(shown, self._proof(b"answer", talk)):
+            raise PermissionError("it does not know the key of the group")
+        talk.socket.sendall(self._proof(b"proof", talk))
+        self._has_met(talk)
+
+    def _take_proof(self, talk: _Talk, word: bytes) -> None:
+        """Check the last word, after which the caller has been met.
+
+        Raises:
+            OSError: It is wrong: somebody has repeated the first word of another.
+        """
+        if not hmac.compare_digest(word, self._proof(b"proof", talk)):
+            raise PermissionError("it does not know the key of the group")
+        self._has_met(talk)
+
+    def _proof(self, word: bytes, talk: _Talk) -> bytes:
+        """Return the proof that belongs to a word."""
+        ranks = (self._group.rank, talk.rank)
+        caller, door = ranks if talk.calls else ranks[::-1]
+        about = struct.pack("!III", self._group.generation & 0xFFFFFFFF, caller, door)
+        return proof(self._group.key, b"meeting", word, about, talk.callers_nonce, talk.doors_nonce)
+
+    def _has_met(self, talk: _Talk) -> None:
+        """Keep a connection whose other end is a member.
+
+        Raises:
+            OSError: That member has been met already.
+        """
+        if talk.rank in self._met or (talk.calls is not (talk.rank < self._group.rank)):
+            raise PermissionError("that member has come already")
+        self._selector.unregister(talk.socket)
+        del self._talks[talk]
+        nonces = (talk.callers_nonce, talk.doors_nonce)
+        key = link_key(self._group.key, self._group.rank, talk.rank, *nonces)
+        self._met[talk.rank] = (talk.socket, key)
+
+    def _end(self, talk: _Talk, reason: str, *, final: bool = False) -> None:
+        """Close a connection; a member that was called is called again in a moment.
+
+        Raises:
+            RendezvousTimeout: To call again would not help.
+        """
+        self._selector.unregister(talk.socket)
+        del self._talks[talk]
+        talk.socket.close()
+        if talk.calls:
+            self._problems[talk.rank] = reason
+            if final:
+                raise self._not_met([talk.rank])
+            self._again[talk.rank] = time.monotonic() + _PAUSE_S
+        else:
+            _log.debug("a connection that is no member's was dropped: %s", reason)
+
+    def _not_met(self, missing: Sequence[int]) -> RendezvousTimeout:
+        """Return the error that says who was not met, and why.
+
+        Args:
+            missing: Ranks of the members who were not.
+        """
+        group = self._group
+        told = []
+        for rank in missing:
+            host, port = self._addresses[rank]
+            why = self._problems.get(
+                rank, "it has not called" if rank > group.rank else "no answer"
+            )
+            told.append(f"{group.names[rank]!r} at {joined(host, port)}: {why}")
+        return RendezvousTimeout(
+            f"{group.name!r} has not met {'; '.join(told)}; all workers must reach each other and "
+            "the coordinator on any port, so --bind must name an interface of a network that all "
+            "of them share",
+            missing=len(missing),
+        )

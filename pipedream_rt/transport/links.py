@@ -1,0 +1,360 @@
+"""Links: the connections between the members of a group, over which everything of a job travels.
+
+A link is a stream socket whose two ends have proved to each other that they are members, or which
+one process made for both. A thread of the links reads all of them, and writes what a socket did not
+take at once. A frame on a link is
+
+    32 bytes   signature of kind, length of the body, and meta (see `Signer`)
+    1 byte     kind
+    4 bytes    length of meta
+    8 bytes    length of the body
+    ...        meta: plain data, with the dtype and the shape of every tensor in the body
+    ...        body: the bytes of the tensors, which are not signed
+
+The signature is checked before meta is parsed. A frame whose signature is wrong ends the link.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import msgpack
+from torch import Tensor
+
+from pipedream_rt.errors import TransportError
+from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
+from pipedream_rt.messages.wire import Place, bytes_of, described, place_for
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.signing import DIGEST, Signer, proof
+
+_HEAD = struct.Struct(f"!{DIGEST}sBIQ")
+_LARGEST_META = 1 << 28
+"""Bytes that meta may have; tensors are in the body."""
+
+_CHUNK = 1 << 16
+"""Bytes that are read at a time, if they do not go straight into a tensor."""
+
+_UNREADABLE = (
+    ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError,
+    msgpack.UnpackException,
+)  # fmt: skip
+"""Errors of what makes no sense; torch's of a tensor that it cannot make is a RuntimeError."""
+
+_AT_ONCE = 64
+"""Buffers that are handed to the kernel in one call."""
+
+
+class Frame(NamedTuple):
+    """What has come over a link.
+
+    Attributes:
+        kind: The kind that the sender gave.
+        data: The bytes that the sender gave.
+        tensors: The tensors, each in a storage of its own.
+    """
+
+    kind: int
+    data: bytes
+    tensors: list[Tensor]
+
+
+def link_key(key: bytes, one: int, other: int, *nonces: bytes) -> bytes:
+    """Return the key of the link between two members, made of the key of their group.
+
+    Args:
+        key: The key of the generation.
+        one: Rank of a member.
+        other: Rank of the other.
+        nonces: What both have drawn for this connection; none if one process made both ends.
+    """
+    low, high = sorted((one, other))
+    return proof(key, b"link", struct.pack("!II", low, high), *nonces)
+
+
+class _Coming(NamedTuple):
+    """A frame whose body has not come yet."""
+
+    kind: int
+    data: bytes
+    places: list[Place]
+
+
+class Link:
+    """One end of a link. Any thread sends; one thread receives.
+
+    Args:
+        connection: The socket, taken over.
+        sends: Signs what this end sends.
+        receives: Checks what the other end has sent.
+    """
+
+    def __init__(self, connection: socket.socket, sends: Signer, receives: Signer) -> None:
+        """Begin with nothing sent."""
+        connection.setblocking(False)
+        close_in_forked_children(connection)
+        self._socket = connection
+        self._sends = sends
+        self._receives = receives
+        self._lock = threading.Lock()
+        self._queue: deque[memoryview] = deque()
+        self._chunk = memoryview(bytearray(_CHUNK))
+        self._buffer = bytearray()
+        self._coming: _Coming | None = None
+        self._room: deque[memoryview] = deque()
+
+    def fileno(self) -> int:
+        """Descriptor of the socket, for selectors."""
+        return self._socket.fileno()
+
+    def send(self, kind: int, data: bytes, tensors: Sequence[Tensor]) -> bool:
+        """Send a frame, or as much of it as the socket takes now. Never blocks.
+
+        Args:
+            kind: A number of the caller's, below 256.
+            data: Any bytes.
+            tensors: Tensors, which nobody changes any more.
+
+        Returns:
+            Whether all of it is on its way; if not, somebody has to call `flush` when the socket
+            can take more.
+
+        Raises:
+            OSError: The other end is gone.
+            TransportError: The data is too large.
+        """
+        bodies = [bytes_of(tensor) for tensor in tensors]
+        meta = bytes(msgpack.packb([data, [described(tensor) for tensor in tensors]]))
+        if len(meta) > _LARGEST_META:
+            raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
+        size = sum(body.nbytes for body in bodies)
+        with self._lock:
+            signature = self._sends.sign(bytes([kind]), size.to_bytes(8, "big"), meta)
+            idle = not self._queue
+            self._queue.append(memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta))
+            self._queue.extend(body for body in bodies if body.nbytes)
+            return self._write() if idle else False
+
+    def flush(self) -> bool:
+        """Send what was left; return whether nothing is left now.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> bool:
+        """Write to the socket until it takes no more; return whether nothing is left."""
+        queue = self._queue
+        while queue:
+            try:
+                sent = self._socket.sendmsg(islice(queue, _AT_ONCE), (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            while queue and sent >= queue[0].nbytes:
+                sent -= queue.popleft().nbytes
+            if sent:
+                queue[0] = queue[0][sent:]
+        return True
+
+    def receive(self) -> Iterator[Frame]:
+        """Yield the frames of which the rest has come. Does not wait.
+
+        Raises:
+            OSError: The other end is gone.
+            TransportError: What came is not signed, or is no frame.
+        """
+        try:
+            if self._room:
+                count = self._socket.recv_into(self._room[0])
+                self._fill(count)
+            else:
+                count = self._socket.recv_into(self._chunk)
+                self._buffer += self._chunk[:count]
+        except BlockingIOError:
+            return
+        if not count:
+            raise ConnectionError("it closed the connection")
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _fill(self, count: int) -> None:
+        """Note that so many bytes of the body have come."""
+        room = self._room
+        if count == room[0].nbytes:
+            room.popleft()
+        else:
+            room[0] = room[0][count:]
+
+    def _next(self) -> Frame | None:
+        """Take the next frame from the buffer; None if more of it has to come.
+
+        Raises:
+            TransportError: It is not signed, or is no frame.
+        """
+        if self._coming is None:
+            self._begin()
+        while self._room and self._buffer:
+            count = min(self._room[0].nbytes, len(self._buffer))
+            self._room[0][:count] = self._buffer[:count]
+            del self._buffer[:count]
+            self._fill(count)
+        coming = self._coming
+        if coming is None or self._room:
+            return None
+        self._coming = None
+        return Frame(coming.kind, coming.data, [place.tensor() for place in coming.places])
+
+    def _begin(self) -> None:
+        """Check and take head and meta from the buffer, once they are there, and make the tensors.
+
+        Raises:
+            TransportError: They are not signed, or do not fit each other.
+        """
+        if len(self._buffer) < _HEAD.size:
+            return
+        signature, kind, length, size = _HEAD.unpack_from(self._buffer)
+        if length > _LARGEST_META:
+            raise TransportError("what came is no message of a member")
+        end = _HEAD.size + length
+        if len(self._buffer) < end:
+            return
+        meta = bytes(self._buffer[_HEAD.size : end])
+        self._receives.check(signature, bytes([kind]), size.to_bytes(8, "big"), meta)
+        del self._buffer[:end]
+        try:
+            data, about = msgpack.unpackb(meta)
+            places = [place_for(each) for each in about]
+        except _UNREADABLE as error:
+            raise TransportError(f"a frame cannot be read: {error!r}") from error
+        if sum(place.room.nbytes for place in places) != size:
+            raise TransportError("the tensors that come are not those that were signed")
+        self._room.extend(place.room for place in places if place.room.nbytes)
+        self._coming = _Coming(kind, data, places)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class Links:
+    """The links of one member to all others, and the thread that attends to them.
+
+    Args:
+        group: The group.
+        connections: A socket and the key of the link, by rank of the member at its other end.
+        receive: Called with a rank and the frame that came from there; never blocks.
+        lost: Called with a rank and a text, once, when the link has ended.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        connections: Mapping[int, tuple[socket.socket, bytes]],
+        receive: Callable[[int, Frame], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        """Start the thread."""
+        self._receive = receive
+        self._lost = lost
+        self._links = {
+            rank: Link(
+                connection,
+                Signer(key, group.generation, group.rank, rank),
+                Signer(key, group.generation, rank, group.rank),
+            )
+            for rank, (connection, key) in connections.items()
+        }
+        self._ended: dict[int, str] = {}
+        self._unsent: deque[int] = deque()
+        self._life = Lifecycle("the links")
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # A daemon, as the interpreter joins other threads before it closes a forgotten pipeline.
+        self._thread = threading.Thread(target=self._attend, name="links", daemon=True)
+        self._thread.start()
+
+    def send(self, rank: int, kind: int, data: bytes, tensors: Sequence[Tensor] = ()) -> str | None:
+        """Send a frame to a member. Never blocks. Any thread.
+
+        Returns:
+            Why it cannot be sent; None if nothing is wrong.
+
+        Raises:
+            TransportError: The data is too large.
+        """
+        link = self._links.get(rank)
+        if link is None or rank in self._ended:
+            return self._ended.get(rank, "there is no link to it")
+        try:
+            if not link.send(kind, data, tensors):
+                self._unsent.append(rank)
+                self._wake_thread()
+        except OSError as error:  # the thread finds it out too, and reports it
+            return text_of(error)
+        return None
+
+    def _wake_thread(self) -> None:
+        """Have the thread look at what was not sent, or at its end."""
+        try:
+            os.eventfd_write(self._wake, 1)
+        except OSError:  # it is being closed
+            pass
+
+    def _attend(self) -> None:
+        """Read and write until `close` is called; the thread of the links runs this."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for rank, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, rank)
+            while self._life.is_open:
+                # No deadline: `close` wakes it, and the kernel tells of a peer that is gone.
+                for key, events in selector.select():
+                    if key.data is None:
+                        os.eventfd_read(self._wake)
+                    else:
+                        self._attend_to(key.data, events, selector)
+                while self._unsent:
+                    rank = self._unsent.popleft()
+                    if rank not in self._ended:
+                        both = selectors.EVENT_READ | selectors.EVENT_WRITE
+                        selector.modify(self._links[rank], both, rank)
+
+    def _attend_to(self, rank: int, events: int, selector: selectors.BaseSelector) -> None:
+        """Read from and write to one link."""
+        link = self._links[rank]
+        try:
+            if events & selectors.EVENT_WRITE and link.flush():
+                selector.modify(link, selectors.EVENT_READ, rank)
+            if events & selectors.EVENT_READ:
+                for frame in link.receive():
+                    self._receive(rank, frame)
+        except (OSError, TransportError) as error:
+            selector.unregister(link)
+            self._ended[rank] = text_of(error)
+            link.close()
+            if self._life.is_open:
+                self._lost(rank, self._ended[rank])
+
+    def close(self) -> None:
+        """Close all links. Idempotent; not on the thread of the links."""
+        if not self._life.begin_closing():
+            return
+        self._wake_thread()
+        self._thread.join()
+        os.close(self._wake)
+        for link in self._links.values():
+            link.close()
+        self._life.close()
+
+
+def text_of(error: Exception) -> str:
+    """Return what an error of a socket says, in lower case and without its number."""
+    return (getattr(error, "strerror", None) or str(error)).lower()

@@ -1,0 +1,144 @@
+"""The transport over links: messages go from worker to worker, without torch RPC between.
+
+Why not as RPCs (measured; ``benchmarks/transports.py`` prints the figures): an RPC of torch passes
+through four threads on its way, which costs more processor time than most layers of a small model
+need, and whoever reaches its port can have it parse anything. A message over a link is written by
+the thread that sends it, if the socket has room, and is put into an inbox by the one thread that
+reads all links.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+
+import msgpack
+
+from pipedream_rt.errors import PeerLost, TransportError
+from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.messages.message import Message
+from pipedream_rt.messages.tree import own
+from pipedream_rt.messages.wire import decode, encode, sendable
+from pipedream_rt.transport.base import Lost, Receive
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import Frame, Links
+from pipedream_rt.transport.tunnel import Tunnel
+
+_log = logging.getLogger(__name__)
+
+_MESSAGE, _RETURNED, _STREAM = range(3)
+"""The kinds of frames: a message, the reason why one was not received, and a part of a stream of
+torch RPC, which is the tunnel's."""
+
+
+class SocketTransport:
+    """The transport over links between processes.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Begin without links; `connect` gives them."""
+        self._group = group
+        self._open: dict[int, tuple[Receive, Lost]] = {}
+        self._links: Links | None = None
+        self._life = Lifecycle("the transport")
+        self.tunnel = Tunnel(group, self._send_stream)
+
+    def connect(self, connections: Mapping[int, tuple[socket.socket, bytes]]) -> None:
+        """Begin to receive over connections, which are the transport's from now on.
+
+        Args:
+            connections: A socket and the key of the link, by rank of the member at its other end.
+        """
+        self._links = Links(self._group, connections, self._receive, self._end_of_link)
+
+    def open(self, address: int, receive: Receive, lost: Lost) -> None:
+        """See `Transport.open`."""
+        self._open[address] = (receive, lost)
+
+    def send(self, message: Message) -> None:
+        """See `Transport.send`."""
+        if not self._life.is_open:
+            return
+        rank, data = self._group.rank_of(message.to), encode(message)
+        if rank == self._group.rank:
+            problem = self._deliver(decode(data, [own(t, copy=True) for t in message.tensors]))
+        else:
+            assert self._links is not None
+            tensors = [sendable(tensor) for tensor in message.tensors]
+            problem = self._links.send(rank, _MESSAGE, data, tensors)
+        if problem is not None:
+            self._tell_lost(message.sender, rank, f"{message}: {{}} is gone: {problem}")
+
+    def _tell_lost(self, sender: int, rank: int, text: str) -> None:
+        """Tell a sender of this process of a peer that is gone, unless the transport closes.
+
+        Args:
+            sender: Address of the sender.
+            rank: Rank of the peer.
+            text: What to say, with braces where the peer's name goes.
+        """
+        name = self._group.names[rank]
+        if self._life.is_open and sender in self._open:
+            error = PeerLost(text.format(f"worker {name!r}"), peer=name)
+            _log.debug("%s", error)
+            self._open[sender][1](error)
+
+    def _end_of_link(self, rank: int, reason: str) -> None:
+        """Tell everybody in this process that a peer is gone; the thread of the links does."""
+        self.tunnel.end(rank)
+        for address in list(self._open):
+            self._tell_lost(address, rank, f"{{}} is gone: {reason}")
+
+    def _receive(self, rank: int, frame: Frame) -> None:
+        """Take a frame from a link; the thread of the links does.
+
+        Raises:
+            TransportError: A member has sent what it should not; that ends its link.
+        """
+        if frame.kind == _STREAM:
+            self.tunnel.receive(rank, frame.data)
+        elif frame.kind == _RETURNED:
+            sender, text = msgpack.unpackb(frame.data)
+            self._tell_lost(sender, rank, text)
+        else:
+            self._receive_message(rank, decode(frame.data, frame.tensors))
+
+    def _receive_message(self, rank: int, message: Message) -> None:
+        """Give a message to its receiver, or tell its sender why not.
+
+        Raises:
+            TransportError: The message is not for this process, or not of the member that sent it.
+        """
+        group = self._group
+        if group.rank_of(message.sender) != rank or group.rank_of(message.to) != group.rank:
+            raise TransportError(f"{message} came over the link to {group.names[rank]!r}")
+        problem = self._deliver(message)
+        if problem is not None:
+            assert self._links is not None
+            text = f"{message}: {{}} is gone: {problem}"
+            self._links.send(rank, _RETURNED, msgpack.packb([message.sender, text]))
+
+    def _deliver(self, message: Message) -> str | None:
+        """Give a message to its receiver; return why not, or None."""
+        if message.to not in self._open:
+            return f"no stage {message.to} is open there"
+        self._open[message.to][0](message)
+        return None
+
+    def _send_stream(self, rank: int, data: bytes) -> None:
+        """Send a part of a stream of torch RPC; the tunnel does."""
+        if self._links is not None:
+            self._links.send(rank, _STREAM, data)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if not self._life.begin_closing():
+            return
+        if self._links is not None:
+            self._links.close()
+        self.tunnel.close()
+        self._life.close()

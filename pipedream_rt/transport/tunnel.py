@@ -1,0 +1,367 @@
+"""The tunnel: the connections of torch RPC, taken through the links between the members.
+
+torch's RPC agent (TensorPipe) accepts whatever connects to its port, dies of bytes that it does not
+understand, and runs torch's built-in operators for everybody. So it is not let onto a network. It
+listens on loopback, where the kernel drops all packets to it but those of this process; and it
+connects to *gates*, which listen on loopback too, one for each peer, and take connections of this
+process alone. What comes in at a gate travels over the link to that peer. There the peer's tunnel
+connects to the peer's agent, and passes on what comes, in both directions.
+
+    agent ──► gate of worker 2 ══ link, signed ══► tunnel of worker 2 ──► agent of worker 2
+
+When all of the coordinator's connections to the agents stand, nothing of this listens any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import TransportError
+from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
+from pipedream_rt.transport.descriptors import (
+    OwnSocket,
+    accept_only,
+    cut_off,
+    own_sockets,
+    stop_listening,
+    waiting_at,
+)
+from pipedream_rt.transport.group import Group
+
+_log = logging.getLogger(__name__)
+
+_PART = struct.Struct("!IIB")
+"""Who opened a stream, the stream's number with it, and what the part is."""
+
+_OPENS, _CARRIES, _ENDS = range(3)
+_CHUNK = 1 << 16
+_HOME = "127.0.0.1"
+_ADDRESS = re.compile(rb"(127\.0\.0\.1:)(\d{2,5})")
+
+_GUARD_TIMEOUT = timedelta(seconds=1)
+"""For the agent to accept what waits at its port, which its thread does at once."""
+
+_CONNECT_TIMEOUT = timedelta(seconds=10)
+"""For this process's own agent to be connected to, which the kernel does at once."""
+
+Stream = tuple[int, int, int]
+"""Rank of the peer, rank of whoever opened the stream, and the stream's number there."""
+
+
+class _Way:
+    """This process's end of one connection of its agent.
+
+    Args:
+        connection: The socket, whose other end the agent has.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take the socket over."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        close_in_forked_children(connection)
+        self.socket = connection
+        self.waiting: deque[bytes] = deque()
+        self.ends = False
+        """Whether the connection is to be closed once nothing waits."""
+        self.answered = False
+        """Whether anything has come from the other side."""
+
+    def flush(self) -> bool:
+        """Write what waits; return whether nothing waits any more.
+
+        Raises:
+            OSError: The agent has closed the connection.
+        """
+        while self.waiting:
+            try:
+                sent = self.socket.send(self.waiting[0])
+            except BlockingIOError:
+                return False
+            part = self.waiting.popleft()
+            if sent < len(part):
+                self.waiting.appendleft(part[sent:])
+        return True
+
+
+class Tunnel:
+    """Takes the connections of this process's RPC agent to those of others and back.
+
+    Its thread starts with `start`, and alone touches the connections from then on.
+
+    Args:
+        group: The group.
+        send: ``send(rank, data)`` sends a part of a stream to a member; never blocks.
+    """
+
+    def __init__(self, group: Group, send: Callable[[int, bytes], None]) -> None:
+        """Start nothing yet."""
+        self._group = group
+        self._send = send
+        self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._early: list[tuple[int, bytes]] = []
+        self._gates: dict[int, socket.socket] = {}
+        self._ways: dict[Stream, _Way] = {}
+        self._opened = 0
+        self._port = 0
+        self._let_in: list[int] = []
+        self._life = Lifecycle("the tunnel")
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._thread: threading.Thread | None = None
+
+    def start(self, ranks: tuple[int, ...]) -> None:
+        """Open gates for the agent's connections to some members, and start the thread.
+
+        Args:
+            ranks: Ranks of the members that this process will call.
+        """
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for rank in ranks:
+            self._gates[rank] = gate = socket.create_server((_HOME, 0), backlog=16)
+            gate.setblocking(False)
+            self._selector.register(gate, selectors.EVENT_READ, rank)
+        # A daemon, as the interpreter joins other threads before it closes a forgotten pipeline.
+        self._thread = threading.Thread(target=self._run, name="tunnel", daemon=True)
+        self._thread.start()
+
+    def address_of(self, rank: int) -> str:
+        """Return the address at which the agent finds a member, in the form of TensorPipe.
+
+        For a member without a gate, it is that of a port at which nobody listens.
+        """
+        gate = self._gates.get(rank)
+        return f"uv://{_HOME}:{1 if gate is None else gate.getsockname()[1]}"
+
+    def guard(self, port: int) -> None:
+        """Let nobody but this process reach the agent, which has begun to listen.
+
+        It is called before the agent has told anybody where it listens, and before it takes what
+        has connected.
+
+        Args:
+            port: The port on loopback at which the agent listens.
+
+        Raises:
+            TransportError: The kernel of this machine offers no filter for sockets.
+        """
+        self._port = port
+        self._filter()
+        self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
+        self._order(self._catch_up)
+
+    def _filter(self) -> None:
+        """Have the kernel let in this process's own connections alone.
+
+        Raises:
+            TransportError: The kernel of this machine offers no filter for sockets.
+        """
+        for each in self._listeners():
+            try:
+                accept_only(each.fd, self._let_in)
+            except OSError as error:
+                raise TransportError(
+                    "the kernel of this machine cannot keep strangers from torch RPC, as it has no "
+                    f"packet filters for sockets (SO_ATTACH_FILTER): {error.strerror}; "
+                    'workers="in-process" needs none'
+                ) from error
+
+    def _listeners(self) -> list[OwnSocket]:
+        """Return the sockets at which the agent listens: one, or none after `shut`."""
+        return [each for each in own_sockets() if each.listens and each.port == self._port]
+
+    def _cut_off_strangers(self, deadline: Deadline) -> None:
+        """Break the connections to the agent that are not this process's own.
+
+        Args:
+            deadline: Until when to wait for the agent to take those that wait to be accepted.
+        """
+        while any(waiting_at(each.fd) for each in self._listeners()) and not deadline.expired():
+            os.sched_yield()
+        members = {(_HOME, port) for port in self._let_in}
+        for each in own_sockets():
+            if each.port == self._port and not each.listens and each.peer not in members:
+                cut_off(each.fd)
+                _log.warning("a stranger at %s was cut off from torch RPC", each.peer)
+
+    def shut(self) -> None:
+        """Listen no more: neither the agent nor a gate. Connections stay open."""
+        for each in self._listeners():
+            stop_listening(each.fd)
+        self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
+        self._order(self._close_gates)
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Take a part of a stream that has come from a member. Any thread; never blocks."""
+        self._order(lambda: self._take(rank, data))
+
+    def end(self, rank: int) -> None:
+        """Close the connections to a member that is gone. Any thread; never blocks."""
+        self._order(lambda: self._end_of(rank))
+
+    def _order(self, what: Callable[[], object]) -> None:
+        """Have the thread do something."""
+        self._orders.put(what)
+        with suppress(OSError):  # it is being closed
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        """Carry streams until `close` is called; the thread of the tunnel runs this."""
+        while self._life.is_open:
+            # No deadline: `close` wakes it.
+            for key, events in self._selector.select():
+                if key.fd == self._wake:
+                    os.eventfd_read(self._wake)
+                elif isinstance(key.data, int):
+                    self._accept(key.data)
+                elif key.data in self._ways:
+                    self._attend_to(key.data, events)
+            while not self._orders.empty():
+                self._orders.get()()
+
+    def _accept(self, rank: int) -> None:
+        """Take a connection of the agent to a member; one of anybody else is closed."""
+        try:
+            connection, peer = self._gates[rank].accept()
+        except (OSError, KeyError):
+            return  # whoever connected is gone again
+        # Whose connection it is: this process has the socket at its other end, or has not.
+        if not any(s.port == peer[1] and s.peer == connection.getsockname() for s in own_sockets()):
+            connection.close()
+            return
+        self._opened += 1
+        stream = (rank, self._group.rank, self._opened)
+        self._add(stream, connection)
+        self._tell(stream, _OPENS)
+
+    def _add(self, stream: Stream, connection: socket.socket) -> None:
+        """Begin to carry a stream."""
+        self._ways[stream] = way = _Way(connection)
+        self._selector.register(way.socket, selectors.EVENT_READ, stream)
+
+    def _tell(self, stream: Stream, what: int, data: bytes = b"") -> None:
+        """Send a part of a stream to the member at its other end."""
+        rank, opener, number = stream
+        self._send(rank, _PART.pack(opener, number, what) + data)
+
+    def _attend_to(self, stream: Stream, events: int) -> None:
+        """Read from and write to the agent's connection."""
+        way = self._ways[stream]
+        try:
+            if events & selectors.EVENT_WRITE and way.flush():
+                if way.ends:
+                    self._drop(stream)
+                    return
+                self._selector.modify(way.socket, selectors.EVENT_READ, stream)
+            if events & selectors.EVENT_READ:
+                data = way.socket.recv(_CHUNK)
+                if not data:
+                    raise ConnectionError
+                self._tell(stream, _CARRIES, data)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(stream)
+            self._tell(stream, _ENDS)
+
+    def _drop(self, stream: Stream) -> None:
+        """Carry a stream no more."""
+        way = self._ways.pop(stream)
+        self._selector.unregister(way.socket)
+        way.socket.close()
+
+    def _take(self, rank: int, data: bytes) -> None:
+        """Take a part of a stream that has come from a member, once the agent listens."""
+        if not self._port:
+            self._early.append((rank, data))
+            return
+        if len(data) < _PART.size:
+            return
+        opener, number, what = _PART.unpack_from(data)
+        stream = (rank, opener, number)
+        if what == _OPENS and opener == rank and stream not in self._ways:
+            self._connect(stream)
+        elif (way := self._ways.get(stream)) is not None:
+            way.ends = way.ends or what == _ENDS
+            if what == _CARRIES:
+                part = data[_PART.size :]
+                if opener == self._group.rank and not way.answered:
+                    part = self._through_gate(rank, part)
+                way.answered = True
+                way.waiting.append(part)
+            # The loop finds the socket writable at once, and writes.
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(way.socket, both, stream)
+
+    def _through_gate(self, rank: int, answer: bytes) -> bytes:
+        """Put our gate into the first answer of a member's agent, where its own address stands.
+
+        An agent opens several connections for each peer. Where to connect for all but the first, it
+        is told in the answer to the first: as a text, which keeps its length here.
+        """
+        gate = self._gates.get(rank)
+        if gate is None:
+            return answer
+        port = gate.getsockname()[1]
+        return _ADDRESS.sub(
+            lambda found: found[1] + str(port).zfill(len(found[2])).encode(), answer, count=1
+        )
+
+    def _connect(self, stream: Stream) -> None:
+        """Connect to this process's own agent for a stream that a member has opened."""
+        connection = socket.socket()
+        try:
+            connection.bind((_HOME, 0))  # a port that nobody else on this machine can have now
+            self._let_in.append(connection.getsockname()[1])
+            self._filter()
+            connection.settimeout(_CONNECT_TIMEOUT.total_seconds())
+            connection.connect((_HOME, self._port))
+        except (OSError, TransportError) as error:
+            connection.close()
+            _log.debug("no connection to this process's RPC agent: %s", error)
+            self._tell(stream, _ENDS)
+            return
+        self._add(stream, connection)
+
+    def _catch_up(self) -> None:
+        """Take what came before the agent listened."""
+        early, self._early = self._early, []
+        for rank, data in early:
+            self._take(rank, data)
+
+    def _end_of(self, rank: int) -> None:
+        """Close the connections to a member that is gone."""
+        for stream in [stream for stream in self._ways if stream[0] == rank]:
+            self._drop(stream)
+
+    def _close_gates(self) -> None:
+        """Close the gates."""
+        for gate in self._gates.values():
+            self._selector.unregister(gate)
+            gate.close()
+        self._gates = {}
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        if not self._life.begin_closing():
+            return
+        if self._thread is not None:
+            self._order(lambda: None)
+            self._thread.join()
+        for opened in (*self._gates.values(), *(way.socket for way in self._ways.values())):
+            opened.close()
+        self._selector.close()
+        os.close(self._wake)
+        self._life.close()

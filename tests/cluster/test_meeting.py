@@ -1,0 +1,189 @@
+"""The meeting of members, with strangers at every door who know everything but the key."""
+
+import random
+import socket
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+
+from pipedream_rt.cluster import meeting as module
+from pipedream_rt.cluster.meeting import Meeting
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import RendezvousTimeout
+from pipedream_rt.transport.group import Group
+
+KEY = b"k" * 32
+
+
+def group(rank, count=3, key=KEY, generation=1):
+    names = tuple(f"m{i}" for i in range(count))
+    return Group(generation=generation, rank=rank, names=names, hosts=(), key=key)
+
+
+class Members:
+    """Some members, each of which meets the others on a thread of its own."""
+
+    def __init__(self, stack, count, host="127.0.0.1", seconds=20):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.doors = [
+            stack.enter_context(socket.create_server((host, 0), family=family))
+            for _ in range(count)
+        ]
+        for door in self.doors:
+            door.setblocking(False)
+        self.addresses = {rank: door.getsockname()[:2] for rank, door in enumerate(self.doors)}
+        self.count, self.seconds = count, seconds
+        self.met, self.errors = [None] * count, [None] * count
+        self._threads = []
+        stack.callback(self.close)
+
+    def meet(self, *ranks, **kwargs):
+        for rank in ranks or range(self.count):
+            thread = threading.Thread(target=self._meet, args=(rank,), kwargs=kwargs)
+            self._threads.append(thread)
+            thread.start()
+
+    def _meet(self, rank, **kwargs):
+        deadline = Deadline(timedelta(seconds=self.seconds))
+        meeting = Meeting(
+            group(rank, self.count, **kwargs), self.doors[rank], self.addresses, deadline
+        )
+        try:
+            self.met[rank] = meeting.meet()
+        except RendezvousTimeout as error:
+            self.errors[rank] = str(error)
+
+    def join(self):
+        for thread in self._threads:
+            thread.join()
+
+    def check(self):
+        """Every two have one connection, and the same key for it, which no two others have."""
+        self.join()
+        assert self.errors == [None] * self.count
+        keys = set()
+        for rank, met in enumerate(self.met):
+            assert set(met) == set(range(self.count)) - {rank}
+            for other, (connection, key) in met.items():
+                theirs, same = self.met[other][rank]
+                assert key == same
+                assert connection.getpeername() == theirs.getsockname()
+                keys.add(key)
+        assert len(keys) == self.count * (self.count - 1) // 2
+
+    def close(self):
+        self.join()
+        for met in self.met:
+            for connection, _ in (met or {}).values():
+                connection.close()
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_every_two_members_meet(stack, host):
+    members = Members(stack, 5, host)
+    members.meet()
+    members.check()
+
+
+def connect(stack, members, rank):
+    return stack.enter_context(socket.create_connection(members.addresses[rank], timeout=20))
+
+
+def test_strangers_of_all_kinds_disturb_nobody(stack):
+    """Silent ones, more than fit in; junk; words that are too short; words of another key."""
+    members = Members(stack, 4)
+    draw = random.Random(1)
+    for rank in (0, 1, 2):
+        for _ in range(40):
+            connect(stack, members, rank)
+        for number in range(40):
+            stranger = connect(stack, members, rank)
+            junk = (
+                draw.randbytes(draw.randrange(300)),
+                b"GET / HTTP/1.1\r\n\r\n",
+                module._HELLO.pack(module._MARK, 3, rank, b"n" * 32, b"p" * 32),
+                module._HELLO.pack(module._MARK, 3, rank, b"n" * 32, b"p" * 32)[: number + 1],
+                b"\0" * module._HELLO.size,
+            )[number % 5]
+            stranger.sendall(junk)
+    members.meet()
+    members.check()
+
+
+def test_the_first_word_of_a_member_is_worth_nothing_to_who_repeats_it(stack):
+    """The door draws a nonce of its own, so the answer to it must come from a member."""
+    members = Members(stack, 2)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        relay.settimeout(20)
+        true, members.addresses[0] = members.addresses[0], relay.getsockname()
+        members.meet(1)
+        caught, _ = relay.accept()
+        hello = b""
+        with caught:
+            while len(hello) < module._HELLO.size:
+                hello += caught.recv(1000)
+            members.addresses[0] = true  # the member is called again, and finds the right door
+            members.meet(0)
+            repeated = stack.enter_context(socket.create_connection(true, timeout=20))
+            repeated.sendall(hello)
+            answer = b""
+            while len(answer) < module._ANSWER.size:
+                answer += repeated.recv(1000)
+            repeated.sendall(b"x" * 32)
+            assert repeated.recv(1) == b""
+    members.check()
+
+
+def test_a_word_for_another_member_or_generation_opens_no_door(stack):
+    members = Members(stack, 2, seconds=1)
+    members.meet(0)
+    members.meet(1, generation=2)
+    members.join()
+    assert "'m0' has not met 'm1'" in members.errors[0]
+    assert "it closed the connection" in members.errors[1]
+    members = Members(stack, 3, seconds=1)
+    members.addresses[0] = members.addresses[1]  # member 2 finds member 1 where 0 should be
+    members.meet(1, 2)
+    members.join()
+    assert "it closed the connection" in members.errors[2]
+
+
+def test_who_does_not_know_the_key_is_told_of_by_name(stack):
+    members = Members(stack, 2, seconds=1)
+    members.meet(0)
+    members.meet(1, key=b"x" * 32)
+    members.join()
+    host, port = members.addresses[0]
+    assert f"'m1' has not met 'm0' at {host}:{port}: " in members.errors[1]
+    assert "'m1'" in members.errors[0]
+    assert "it has not called" in members.errors[0]
+
+
+def test_a_door_that_nobody_opens_is_final(stack):
+    members = Members(stack, 2, seconds=60)
+    members.doors[0].close()
+    members.meet(1)
+    members.join()
+    assert "connection refused" in members.errors[1]
+
+
+def test_a_member_cannot_be_met_twice_nor_the_wrong_way_round(stack):
+    """A member who calls a door of higher rank, or a second time, is a fault that ends only it."""
+    members = Members(stack, 2)
+    meeting = Meeting(group(0, 2), members.doors[0], members.addresses, Deadline(None))
+    talk = module._Talk(connect(stack, members, 0), True, 1)
+    with pytest.raises(PermissionError):
+        meeting._has_met(talk)
+    meeting._met[1] = None
+    talk.calls = False
+    with pytest.raises(PermissionError):
+        meeting._has_met(talk)
+    meeting._selector.close()

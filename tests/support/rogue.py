@@ -1,0 +1,181 @@
+"""A stranger on the same machine, or on the other one, who knows everything but the secret.
+
+He polls for ports at which anybody listens, by the kernel's table or by trying, and talks to each
+at once: as a peer of torch RPC that has a file written and a weight read, and with junk. He keeps
+what he gets open, and tries again later. At the end of his input he says what he has reached::
+
+    python rogue.py FOLDER [HOST LOW HIGH]
+    python rogue.py once PORT FILE      calls the agent at one port, once
+"""
+
+import json
+import os
+import select
+import socket
+import sys
+import threading
+from pathlib import Path
+
+JUNK = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\0" * 8,
+    b"SSH-2.0-x\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\7" * 300,
+    b"pdrt-lk1" + b"\0" * 72 + b"\xff" * 32,
+    bytes(range(256)) * 16,
+)
+
+
+def listening():
+    """The TCP ports of this machine at which anybody listens, with what tells two sockets apart."""
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A":
+            found.add((int(fields[1].rpartition(":")[2], 16), fields[9]))
+    return found
+
+
+class Rogue:
+    def __init__(self, folder, host="127.0.0.1", ports=()):
+        self.folder, self.host, self.ports = Path(folder), host, ports
+        self.seen = set(listening())
+        self.tried = self.connected = self.answered = 0
+        self.open = []
+        self.agents = 0
+
+    def new_ports(self):
+        if self.ports:
+            return list(self.ports)
+        now = listening()
+        fresh, self.seen = now - self.seen, self.seen | now
+        return [port for port, _ in fresh]
+
+    def talk(self, port):
+        """Connect, send junk, and keep the connection."""
+        for junk in (*JUNK[self.tried % len(JUNK) :], b""):
+            self.tried += 1
+            connection = socket.socket()
+            connection.settimeout(0.05)
+            try:
+                connection.connect((self.host, port))
+                self.connected += 1
+                connection.sendall(junk)
+                self.open.append(connection)
+            except OSError:
+                connection.close()
+                return
+
+    def be_an_agent(self, port):
+        """Call as torch RPC does, with two built-in operators, of which one writes a file."""
+        rpc = join(self.host, port)
+        self.agents += 1
+        path = str(self.folder / f"written-{self.agents}")
+        for call in calls(rpc, path, timeout=1):
+            try:
+                call.wait()
+                self.answered += 1
+            except RuntimeError:
+                pass
+        rpc.api._ignore_rref_leak = True
+        rpc.shutdown(graceful=False)
+
+    def still_open(self):
+        """How many of his connections the other side has not closed."""
+        count = 0
+        for connection in self.open:
+            try:
+                connection.sendall(b"\0")
+                readable, _, _ = select.select([connection], [], [], 0.5)
+                if not readable or connection.recv(1 << 16):
+                    count += 1
+            except OSError:
+                continue
+        return count
+
+
+def join(host, port):
+    """Become a peer of the agent that listens there."""
+    import torch.distributed.autograd as autograd
+    import torch.distributed.rpc as rpc
+
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    autograd._init(1)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method="x://", _transports=["uv"], _channels=["basic"]
+    )
+    store = _store(f"uv://{host}:{port}".encode())
+    agent = rpc.TensorPipeAgent(store, "rogue", 1, 2, options, {}, [])
+    rpc.api._init_rpc_states(agent)
+    return rpc
+
+
+def calls(rpc, path, timeout):
+    import torch
+
+    return [
+        rpc.rpc_async("coordinator", torch.from_file, args=(path, True, 100), timeout=timeout),
+        rpc.rpc_async("coordinator", torch.add, args=(torch.ones(1), 1), timeout=timeout),
+    ]
+
+
+def call_once(port, path):
+    """Call one agent, and say what came of it."""
+    made = calls(join("127.0.0.1", port), path, timeout=15)
+    print("called", flush=True)
+    for call in made:
+        try:
+            print("done", call.wait(), flush=True)
+        except RuntimeError as error:
+            print("refused", str(error).splitlines()[0], flush=True)
+    os._exit(0)
+
+
+def _store(address):
+    import torch.distributed as dist
+
+    class Store(dist.Store):
+        def __init__(self):
+            super().__init__()
+            self.known = {"names/0": b"coordinator", "names/1": b"rogue"}
+            self.known["addrs/coordinator"] = address
+
+        def set(self, key, value):
+            self.known[key] = bytes(value)
+
+        def get(self, key):
+            return self.known[key]
+
+        def compare_set(self, key, expected, desired):
+            return desired
+
+    return Store()
+
+
+def main(folder, host="127.0.0.1", low=0, high=0):
+    import torch  # noqa: F401 - while nobody waits for it
+
+    rogue = Rogue(folder, host, range(int(low), int(high)))
+    print("ready", flush=True)
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    turn = 0
+    while not over.is_set():
+        for port in rogue.new_ports():
+            turn += 1
+            before = rogue.connected
+            rogue.talk(port)
+            # Where a connection stands, torch's own agent may talk; every third time: it is slow.
+            if rogue.connected > before and turn % 3 == 0 and not rogue.ports:
+                rogue.be_an_agent(port)
+    said = {
+        "tried": rogue.tried, "connected": rogue.connected, "agents": rogue.agents,
+        "answered": rogue.answered, "still_open": rogue.still_open(),
+    }  # fmt: skip
+    print(json.dumps(said), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    (call_once if sys.argv[1] == "once" else main)(*sys.argv[2 if sys.argv[1] == "once" else 1 :])

@@ -1,0 +1,195 @@
+"""Links: whole frames arrive in order, and what is wrong ends the link before it is parsed."""
+
+import queue
+import random
+import socket
+import struct
+
+import msgpack
+import pytest
+import torch
+
+from pipedream_rt.errors import TransportError
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import Link, Links, link_key
+from pipedream_rt.transport.signing import Signer
+
+KEY = b"k" * 32
+
+
+def signers(rank, other):
+    return Signer(KEY, 1, rank, other), Signer(KEY, 1, other, rank)
+
+
+def pair():
+    ends = socket.socketpair()
+    return Link(ends[0], *signers(0, 1)), Link(ends[1], *signers(1, 0))
+
+
+def test_frames_arrive_in_order_however_the_kernel_cuts_them():
+    draw = random.Random(1)
+    left, right = pair()
+    sent, came = [], []
+    for number in range(60):
+        size = draw.choice((0, 1, 3, 1000, 70_000))
+        sent.append((number % 3, draw.randbytes(draw.choice((0, 5, 5000))), torch.rand(size)))
+        left.send(sent[-1][0], sent[-1][1], [sent[-1][2], torch.tensor(number)])
+        if draw.random() < 0.5:
+            came += right.receive()
+    while len(came) < len(sent):
+        all_out = left.flush()
+        came += right.receive()
+    assert all_out
+    for (kind, data, tensor), frame in zip(sent, came, strict=True):
+        assert (frame.kind, frame.data) == (kind, data)
+        assert torch.equal(frame.tensors[0], tensor)
+    left.close()
+    right.close()
+
+
+def recorded(*sends):
+    """The bytes of frames from member 0 to member 1."""
+    ends = socket.socketpair()
+    link = Link(ends[0], *signers(0, 1))
+    for kind, data, tensors in sends:
+        link.send(kind, data, tensors)
+    link.close()
+    with ends[1] as end:
+        found = b""
+        while part := end.recv(1 << 16):
+            found += part
+    return found
+
+
+def fed(data):
+    """What a link that receives these bytes makes of them."""
+    ends = socket.socketpair()
+    link = Link(ends[1], *signers(1, 0))
+    try:
+        with ends[0]:
+            ends[0].sendall(data)
+        frames = []
+        while True:
+            frames += link.receive()
+    except (TransportError, ConnectionError) as error:
+        return frames, error
+    finally:
+        link.close()
+
+
+def test_nothing_that_was_changed_is_delivered():
+    """Every bit of the part that is signed; the same bytes twice; cut short; strangers' junk."""
+    good = recorded((0, b"hello", [torch.ones(2)]))
+    frames, error = fed(good)
+    assert len(frames) == 1
+    assert isinstance(error, ConnectionError)
+    for place in range(len(good) - 8):  # the last 8 bytes are the tensor's own, which nobody signs
+        changed = bytearray(good)
+        changed[place] ^= 1 << place % 8
+        frames, error = fed(bytes(changed))
+        assert frames == [], place
+    for junk in (good + good, b"\0" * 100, b"\xff" * 500, b"GET / HTTP/1.1\r\n\r\n" * 10):
+        frames, error = fed(junk)
+        assert len(frames) == (junk == good + good)
+        assert isinstance(error, TransportError | ConnectionError)
+    for length in range(len(good)):
+        frames, error = fed(good[:length])
+        assert frames == []
+        assert isinstance(error, ConnectionError)
+
+
+def test_fuzz_of_frames():
+    draw = random.Random(2)
+    good = recorded(*((number, b"x" * number, [torch.ones(number)]) for number in range(20)))
+    whole = len(fed(good)[0])
+    for _ in range(3_000):
+        data = bytearray(good)
+        for _ in range(draw.randrange(1, 4)):
+            match draw.randrange(4):
+                case 0:
+                    del data[draw.randrange(len(data)) :]
+                case 1:
+                    data[draw.randrange(len(data)) :] = draw.randbytes(draw.randrange(200))
+                case 2:
+                    place = draw.randrange(len(data))
+                    data[place:place] = draw.randbytes(5)
+                case 3:
+                    place = draw.randrange(len(data))
+                    data[place : place + draw.randrange(100)] = b""
+            if not data:
+                break
+        frames, error = fed(bytes(data))
+        assert len(frames) <= whole
+        assert isinstance(error, TransportError | ConnectionError)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(3),
+        msgpack.packb([b"", 3]),
+        msgpack.packb([b"", [3]]),
+        msgpack.packb([b"", [["float32", [2], [1, 1]]]]),
+        msgpack.packb([b"", [["float32", [-2], [1]]]]),
+        msgpack.packb([b"", [["no dtype", [2], [1]]]]),
+        msgpack.packb([b"", [["float32", [1 << 40], [1]]]]),
+        msgpack.packb([b"", [["float32", ["x"], [1]]]]),
+        msgpack.packb([b"", [["float32", [2], [1]]]]),
+    ],
+)
+def test_what_a_member_signs_but_makes_no_sense_ends_the_link(meta):
+    """An error of one version of this package that talks to another; never a raw one."""
+    signature = Signer(KEY, 1, 0, 1).sign(bytes([0]), (0).to_bytes(8, "big"), meta)
+    frames, error = fed(signature + struct.pack("!BIQ", 0, len(meta), 0) + meta)
+    assert frames == []
+    assert isinstance(error, TransportError)
+
+
+class Member:
+    """The links of one member, with what has come and what has ended."""
+
+    def __init__(self, rank, connections):
+        group = Group(generation=1, rank=rank, names=("a", "b", "c"), hosts=(), key=KEY)
+        self.came, self.lost = queue.SimpleQueue(), queue.SimpleQueue()
+        self.links = Links(
+            group,
+            connections,
+            lambda rank, frame: self.came.put((rank, frame)),
+            lambda rank, reason: self.lost.put((rank, reason)),
+        )
+
+
+def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
+    ends, other = socket.socketpair(), socket.socketpair()
+    keys = {rank: link_key(KEY, 0, rank) for rank in (1, 2)}
+    middle = Member(0, {1: (ends[0], keys[1]), 2: (other[0], keys[2])})
+    end = Member(1, {0: (ends[1], keys[1])})
+    third = Member(2, {0: (other[1], keys[2])})
+    assert end.links.send(0, 7, b"x") is None
+    assert middle.came.get(timeout=20)[1].data == b"x"
+    end.links.close()
+    assert middle.lost.get(timeout=20) == (1, "it closed the connection")
+    assert middle.links.send(1, 7, b"x") == "it closed the connection"
+    assert middle.links.send(5, 7, b"x") == "there is no link to it"
+    assert third.links.send(0, 7, b"y") is None
+    assert middle.came.get(timeout=20)[1].data == b"y"
+    third.links.close()
+    middle.links.close()
+    middle.links.close()
+    assert middle.lost.qsize() <= 1
+
+
+def test_a_link_belongs_to_two_members_and_each_direction_is_its_own():
+    """A frame for member 2 does not open at member 3, nor a frame of one's own."""
+    assert link_key(KEY, 1, 2) == link_key(KEY, 2, 1)
+    assert link_key(KEY, 1, 2) != link_key(KEY, 1, 3)
+    good = recorded((0, b"hello", []))
+    ends = socket.socketpair()
+    back = Link(ends[1], *signers(0, 1))  # the sender itself, to which its own bytes come back
+    ends[0].sendall(good)
+    with pytest.raises(TransportError, match="not signed"):
+        list(back.receive())
+    back.close()
+    ends[0].close()
