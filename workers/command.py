@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -26,12 +27,12 @@ from pipedream_rt.cluster.control import (
     EXIT_FAILED,
     VERSION,
     Control,
-    Record,
 )
 from pipedream_rt.cluster.environment import read_secret, secret_pipe
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
+from pipedream_rt.cluster.records import Record, is_name, printable
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -76,11 +77,11 @@ def main(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         serve_forks(socket.socket(fileno=fork_server_fd), _run_forked)
         os._exit(0)
-    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    name = name or f"{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
     _set_up(name, "INFO")
     if address is None:
         raise click.UsageError("give the HOST:PORT of the coordinator")
-    if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 100:
+    if not is_name(name):
         raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
     interfaces = [interface for _, interface in socket.if_nameindex()]
     if bind is not None and bind not in interfaces:
@@ -322,26 +323,29 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
         # No deadline: a worker waits for its coordinator's call for as long as that lives.
         call = control.receive(Deadline(None))
         _expect(call, "call")
-        secret = call["secret"] if control.is_local else worker.secret
-        assert isinstance(secret, bytes)
+        secret = call.get("secret") if control.is_local else worker.secret
+        if secret is None:
+            raise TransportError("the coordinator's call has no secret")
         nonce = secrets.token_bytes(NONCE)
         hello = {
             "type": "hello",
             "name": worker.name,
             "pid": os.getpid(),
-            "host": socket.gethostname(),
+            "host": printable(socket.gethostname(), 200),
             "boot": boot_id(),
             "version": VERSION,
             "nonce": nonce,
         }
         control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
         answer = control.receive(Deadline(None))
+        if answer["type"] == "refused":
+            kind = _NoPlace if answer["passing"] else PipelineError
+            raise kind(f"the coordinator refused this worker: {printable(answer['reason'])}")
+        _expect(answer, "admitted")
     except PeerLost as error:
         raise _NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
-    if answer["type"] == "refused":
-        kind = _NoPlace if answer.get("passing") is True else PipelineError
-        raise kind(f"the coordinator refused this worker: {answer.get('reason')}")
-    _expect(answer, "admitted")
+    except TransportError as error:  # somebody else may have the port between two jobs
+        raise _NoPlace(f"what listens there is no coordinator: {error}") from error
     control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
     return secret
 
@@ -350,7 +354,7 @@ def _expect(record: Record, kind: str) -> None:
     """Check the type of a record.
 
     Raises:
-        PipelineError: The record is of another type.
+        TransportError: The record is of another type.
     """
     if record["type"] != kind:
-        raise PipelineError(f"expected {kind!r} from the coordinator, got {record['type']!r}")
+        raise TransportError(f"expected {kind!r} from the coordinator, got {record['type']!r}")

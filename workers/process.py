@@ -18,10 +18,10 @@ from pipedream_rt.cluster.control import (
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
     Control,
-    Record,
 )
 from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.cluster.meeting import Connections, Meeting
+from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipedream_rt.cluster.addresses import boot_id
-from pipedream_rt.cluster.control import VERSION, Control, Record
+from pipedream_rt.cluster.control import VERSION, Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, prove, session_key
 from pipedream_rt.cluster.members import Member
+from pipedream_rt.cluster.records import HELLO, Record, printable, problem_of
 
 
 class Refusal(NamedTuple):
@@ -38,14 +39,16 @@ def refusal_of(
     Returns:
         The refusal; None if the worker can become a member.
     """
+    if hello.get("type") != "hello":
+        return Refusal("it does not say hello")
     if hello.get("version") != VERSION:
-        return Refusal(f"it speaks protocol {hello.get('version')}, the coordinator {VERSION}")
-    answer, shown = hello.get("nonce"), hello.get("proof")
-    if not isinstance(answer, bytes) or not isinstance(shown, bytes):
-        return Refusal("it shows no proof of the job's secret")
-    if not hmac.compare_digest(prove(secret, asked, answer, hello), shown):
+        spoken = printable(repr(hello.get("version")), 20)
+        return Refusal(f"it speaks protocol {spoken}, the coordinator {VERSION}")
+    if problem := problem_of(hello, HELLO):
+        return Refusal(f"its hello makes no sense: {problem}")
+    if not hmac.compare_digest(prove(secret, asked, hello["nonce"], hello), hello["proof"]):
         return Refusal("it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET")
-    name = str(hello.get("name"))
+    name = hello["name"]
     twin = next((member for member in members if member.name == name), None)
     if twin is not None:
         reason = f"the name {name!r} is taken by {twin.description}; give each worker its own"
@@ -65,7 +68,7 @@ def admit(control: Control, hello: Record, asked: bytes, secret: bytes) -> Membe
     Raises:
         PeerLost: The worker is gone.
     """
-    name = str(hello.get("name"))
+    name = hello["name"]
     control.send({"type": "admitted"})
     control.peer = f"worker {name!r}"
     control.secure(session_key(secret, asked, hello["nonce"]), COORDINATOR_END, WORKER_END)
@@ -74,5 +77,5 @@ def admit(control: Control, hello: Record, asked: bytes, secret: bytes) -> Membe
 
 
 def process_of(hello: Record) -> str:
-    """Process number and machine of a worker, in words."""
-    return f"pid {hello.get('pid')} on {hello.get('host')}"
+    """Process number and machine of a worker, in words; anybody may have sent them."""
+    return printable(f"pid {hello.get('pid')} on {hello.get('host')}", 100)

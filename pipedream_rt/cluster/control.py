@@ -43,10 +43,10 @@ import struct
 import threading
 from collections import deque
 from datetime import timedelta
-from typing import Any
 
 import msgpack
 
+from pipedream_rt.cluster.records import FIELDS, Record, printable, problem_of
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.lifecycle import close_in_forked_children
@@ -77,9 +77,6 @@ _MOST_ENDS = 16
 
 _SEND_TIMEOUT = timedelta(seconds=10)
 """After which an end that takes nothing counts as gone."""
-
-Record = dict[str, Any]
-"""What is sent: a dict with the key ``"type"``."""
 
 
 class Control:
@@ -259,11 +256,18 @@ class Control:
         del self._buffer[:end]
         try:
             record = msgpack.unpackb(data)
-        except (ValueError, msgpack.UnpackException) as error:
+        except (ValueError, RecursionError, msgpack.UnpackException) as error:
             raise TransportError(f"{self.peer} speaks another protocol: {error}") from error
-        names = isinstance(record, dict) and all(isinstance(key, str) for key in record)
-        if not names or "type" not in record:
+        if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise TransportError(f"{self.peer} speaks another protocol")
+        kind = record.get("type")
+        if not isinstance(kind, str) or kind not in FIELDS:
+            what = printable(repr(kind), 60)
+            raise TransportError(f"{self.peer} speaks another protocol: it sent a record {what}")
+        if self._open_with is None and any(isinstance(v, dict | list) for v in record.values()):
+            raise TransportError(f"{self.peer} speaks another protocol: a {kind!r} that has parts")
+        if problem := problem_of(record, FIELDS[kind]):
+            raise TransportError(f"{self.peer} sent a {kind!r} that makes no sense: {problem}")
         return dict(record)
 
     def _checked(self, data: bytes) -> bytes:

@@ -5,8 +5,12 @@ Imports no torch: the command line and a worker that waits use this module too.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+import math
 import os
+import string
 
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.errors import ConfigError
@@ -39,6 +43,26 @@ for all workers to be replaced."""
 _SHORTEST_SECRET = 16
 """Characters that a secret of the user's must have at least."""
 
+_LEAST_BITS = 128
+"""Bits that a secret of the user's must have at least, by what can be told from its characters."""
+
+_ALPHABETS = (
+    string.digits,
+    string.digits + "abcdef",
+    string.digits + "ABCDEF",
+    string.ascii_lowercase,
+    string.ascii_uppercase,
+    string.ascii_lowercase + " -_.,'",
+    string.ascii_lowercase + string.digits,
+    string.ascii_letters,
+    string.ascii_letters + string.digits,
+    string.ascii_letters + string.digits + "+/=-_",
+    string.printable,
+)
+"""Sets of characters that secrets are made of, small ones first."""
+
+_SALT = b"pipedream-rt: the secret of a job"
+
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
@@ -66,7 +90,7 @@ def read_secret(fd: int | None) -> bytes | None:
         The secret; None if the environment has none.
 
     Raises:
-        ConfigError: The secret is too short.
+        ConfigError: The secret is too short, or can be guessed.
     """
     if fd is not None:
         with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
@@ -82,7 +106,38 @@ def read_secret(fd: int | None) -> bytes | None:
             f"the secret of the job has {len(text)} characters, at least {_SHORTEST_SECRET} are "
             f"needed; make one with: {_MAKE_ONE}"
         )
-    return hashlib.sha256(text.encode()).digest()
+    if (bits := bits_of(text)) < _LEAST_BITS:
+        raise ConfigError(
+            f"the secret of the job can be guessed: its {len(text)} characters have {bits:.0f} "
+            f"bits at the most, and {_LEAST_BITS} are needed; make one with: {_MAKE_ONE}"
+        )
+    return _slowly(text)
+
+
+def bits_of(text: str) -> float:
+    """Return how many bits a secret has at the most, as far as its characters tell.
+
+    Every character counts the logarithm of the size of the smallest alphabet that has all of them
+    (hexadecimal digits, letters, ...). One that goes on as the four before it did, as in ``12345``
+    or ``aaaaa``, or that repeats with the five before it what stood earlier, counts nothing. That a
+    text is a line of a song cannot be told.
+    """
+    used = set(text)
+    size = next((len(a) for a in _ALPHABETS if used <= set(a)), 256)
+    counted = 0
+    for place in range(len(text)):
+        last = [ord(c) for c in text[max(0, place - 4) : place + 1]]
+        steps = {b - a for a, b in itertools.pairwise(last)}
+        goes_on = len(last) == 5 and len(steps) == 1 and abs(steps.pop()) <= 1
+        repeats = place >= 6 and text[place - 5 : place + 1] in text[:place]
+        counted += not (goes_on or repeats)
+    return counted * math.log2(size)
+
+
+@functools.cache
+def _slowly(text: str) -> bytes:
+    """Make a key of a text, at a cost that makes guessing dear: 16 MiB and some 50 ms for each."""
+    return hashlib.scrypt(text.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=NONCE)
 
 
 def secret_of_environment() -> bytes:

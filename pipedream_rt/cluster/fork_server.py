@@ -9,6 +9,7 @@ the fork server that reports how they ended.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -29,11 +30,17 @@ from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
 _START_TIMEOUT = timedelta(minutes=2)
 """For the server to import torch and answer for the first time."""
 
+_ANSWER_TIMEOUT = timedelta(seconds=5)
+"""For the server to fork a worker once it has torch, which takes milliseconds."""
+
 _EXIT_TIMEOUT = timedelta(seconds=5)
 """For the server to report how a worker has ended, and to end itself."""
 
 _LARGEST = 1 << 12
 """Bytes that a record of the server may have."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class ForkedWorker:
@@ -101,6 +108,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         """Start no process yet."""
+        self._answered = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._codes: dict[int, int] = {}
@@ -129,10 +137,11 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [request], [control.fileno()])
                     return ForkedWorker(self, connection, *self._answer(connection))
-                except (OSError, PeerLost):
+                except (OSError, PeerLost) as error:
                     if last or not self._life.is_open:
                         raise
-                self._end()
+                    _log.warning("%s; another one is started", error)
+                self._end(at_once=True)
         raise AssertionError("the second attempt returns or raises")
 
     def _start(self) -> socket.socket:
@@ -149,15 +158,16 @@ class ForkServer:
                 start_new_session=True,
             )
         close_in_forked_children(ours)
-        self._connection, self._codes = ours, {}
+        self._connection, self._codes, self._answered = ours, {}, False
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
         """Wait for number and descriptor of the new worker, noting how others have ended."""
-        deadline = Deadline(_START_TIMEOUT)
+        deadline = Deadline(_ANSWER_TIMEOUT if self._answered else _START_TIMEOUT)
         while True:
             record, fds = self._receive(connection, deadline)
             if "pid" in record:
+                self._answered = True
                 self._codes.pop(record["pid"], None)  # of an earlier worker with the same number
                 return record["pid"], fds[0]
 
@@ -193,8 +203,8 @@ class ForkServer:
             while pid not in self._codes and self._connection is parent:
                 try:
                     self._receive(parent, deadline)
-                except (OSError, PeerLost):
-                    break
+                except (OSError, PeerLost):  # it was stopped, or is gone: the next one is better
+                    self._end(at_once=True)
             # The code stays in the dict: several threads may ask.
             return self._codes.get(pid, 1) if self._connection is parent else 1
 
@@ -204,11 +214,17 @@ class ForkServer:
         self._end()
         self._life.close()
 
-    def _end(self) -> None:
-        """End the process of the server, if one runs."""
+    def _end(self, *, at_once: bool = False) -> None:
+        """End the process of the server, if one runs.
+
+        Args:
+            at_once: Whether to kill it, since it does not answer.
+        """
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._process is not None:
+            if at_once:
+                self._process.kill()
             end_processes([self._process], Deadline(_EXIT_TIMEOUT))
             self._process = None

@@ -18,12 +18,15 @@ from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.meeting import Connections, Meeting
 from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
+from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import link_key
 from pipedream_rt.transport.rpc import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
+
+_TURN_S = 0.5
+"""Seconds after which the deadlines are looked at again, whatever comes."""
 
 _COORDINATOR = "coordinator"
 """Name of the coordinator in the group."""
@@ -40,12 +43,21 @@ class Formation:
         members: The workers, in the order of their ranks.
         local: The workers that were started here, which says how one of them has ended.
         deadline: When to give up.
+        heartbeat: How long a worker may be silent; it sends four signs of life in that time.
     """
 
     def __init__(
-        self, plan: Plan, members: Sequence[Member], local: LocalWorkers, deadline: Deadline
+        self,
+        plan: Plan,
+        members: Sequence[Member],
+        local: LocalWorkers,
+        deadline: Deadline,
+        heartbeat: timedelta,
     ) -> None:
         """Tell nobody yet."""
+        self._heartbeat = heartbeat
+        self._alive = Deadline(heartbeat)
+        self._silent = {member.name: member for member in members}
         self._members = members
         self._local = local
         self._deadline = deadline
@@ -56,15 +68,12 @@ class Formation:
         self._doors: Future[dict[str, tuple[str, int]]] = Future()  # all of them
         self._given_up = False
 
-    def welcome(
-        self, *, generation: int, timeout: timedelta, heartbeat: timedelta, secret: bytes
-    ) -> Group:
+    def welcome(self, *, generation: int, timeout: timedelta, secret: bytes) -> Group:
         """Welcome the members to the group.
 
         Args:
             generation: Number of the group in this process.
             timeout: How long to wait for a message that is sure to come.
-            heartbeat: How long a worker may be silent; it sends four signs of life in that time.
             secret: The secret of the job.
 
         Returns:
@@ -79,7 +88,7 @@ class Formation:
                 {
                     "type": "welcome",
                     "nonce": nonce,
-                    "beat_s": heartbeat.total_seconds() / 4,
+                    "beat_s": self._heartbeat.total_seconds() / 4,
                     "rank": rank,
                     "stages": list(member.stages),
                     "names": list(self._names),
@@ -203,18 +212,31 @@ class Formation:
                 selector.register(member.control, selectors.EVENT_READ, member)
             waiting = 1 + len(self._members)
             while waiting:
-                ready = selector.select(self._deadline.remaining_s())
-                if not ready:
+                ready = selector.select(_TURN_S)
+                self._notice_silence()
+                if self._deadline.expired():
                     raise RendezvousTimeout(
                         f"all {len(self._members)} workers came, but the group did not form in "
                         "time; can they reach each other and the coordinator on any port?"
                     )
                 for key, _ in ready:
                     member = key.data
+                    self._silent.pop(member and member.name, None)
                     if member is None or self._has_joined(member):
                         selector.unregister(key.fileobj)
                         waiting -= 1
                 self._hand_out()
+
+    def _notice_silence(self) -> None:
+        """Notice a member that says nothing after its welcome, because it was stopped.
+
+        Raises:
+            WorkerLost: There is one.
+        """
+        if self._alive.expired() and self._silent:
+            member = next(iter(self._silent.values()))
+            note = " (it has not answered its welcome within the heartbeat)"
+            raise member.lost(self._local.ending(member.name), note=note)
 
     def _has_joined(self, member: Member) -> bool:
         """Read what a member has sent: its address, or its word that it has joined.
@@ -224,8 +246,8 @@ class Formation:
         """
         try:
             records = member.control.receive_all()
-        except PeerLost as error:
-            raise member.lost(self._local.ending(member.name)) from error
+        except TransportError as error:  # it is gone, or has sent what no member sends
+            raise member.lost(self._local.ending(member.name), error) from error
         for record in records:
             if record["type"] == "joined":
                 return True  # a sign of life may have come behind it

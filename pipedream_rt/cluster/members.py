@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipedream_rt.cluster.control import Control, Record
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
 
 

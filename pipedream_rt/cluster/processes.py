@@ -89,7 +89,7 @@ class ProcessCluster:
         self._rpc: Endpoint | None = None
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(threads, forks)
-        rendezvous = Rendezvous(plan, self._local, secret, command)
+        rendezvous = Rendezvous(plan, self._local, secret, heartbeat, command)
         self._members = rendezvous.members
         self._watch = Watch(self._members, self._local, fail, heartbeat, command)
         try:
@@ -98,10 +98,8 @@ class ProcessCluster:
             self._local.start([f"worker-{i}" for i in range(count)])
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
-            formation = Formation(plan, self._members, self._local, deadline)
-            group = formation.welcome(
-                generation=generation, timeout=timeout, heartbeat=heartbeat, secret=secret
-            )
+            formation = Formation(plan, self._members, self._local, deadline, heartbeat)
+            group = formation.welcome(generation=generation, timeout=timeout, secret=secret)
             self._sockets = SocketTransport(group)
             self.transport: Transport = self._sockets
             self._rpc = Endpoint(group, self._sockets.tunnel, timeout)

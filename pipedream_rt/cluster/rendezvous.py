@@ -6,21 +6,26 @@ import logging
 import secrets
 import selectors
 import socket
+import time
 from contextlib import suppress
+from datetime import timedelta
 
+from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.admission import Refusal, admit, process_of, refusal_of
-from pipedream_rt.cluster.control import Control, Record
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.crowd import accept, most_strangers
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, natural
+from pipedream_rt.cluster.records import Record, printable
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 
 _log = logging.getLogger(__name__)
 
-_MOST_STRANGERS = 512
-"""Connections that may be open at a time without having said who they are."""
+_TURN_S = 1.0
+"""Seconds after which the deadlines are looked at again, whatever comes."""
 
 
 class Rendezvous:
@@ -34,6 +39,7 @@ class Rendezvous:
         plan: How many workers are needed, and which stages each hosts.
         local: The workers that were started here, which come over inherited connections.
         secret: The secret of the job.
+        heartbeat: How long a worker that was started here may be silent.
         command: The command that starts a worker elsewhere, for messages.
 
     Attributes:
@@ -41,8 +47,18 @@ class Rendezvous:
             connections, also after an error.
     """
 
-    def __init__(self, plan: Plan, local: LocalWorkers, secret: bytes, command: str = "") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        local: LocalWorkers,
+        secret: bytes,
+        heartbeat: timedelta,
+        command: str = "",
+    ) -> None:
         """Call nobody yet."""
+        self._heartbeat_s = heartbeat.total_seconds()
+        self._began = time.monotonic()
+        self._most = most_strangers()
         self._command = command or "pipedream-rt worker HOST:PORT --name NAME"
         self.members: list[Member] = []
         self._plan = plan
@@ -64,6 +80,7 @@ class Rendezvous:
         """
         with selectors.DefaultSelector() as selector:
             try:
+                self._began = time.monotonic()
                 self._call_local(selector)
                 if listener is not None:
                     listener.setblocking(False)
@@ -103,9 +120,11 @@ class Rendezvous:
             RendezvousTimeout: Nothing came in time.
             WorkerLost: A worker that was started here ended before it joined.
         """
-        ready = selector.select(deadline.remaining_s())
-        if not ready:
+        left = deadline.remaining_s()
+        ready = selector.select(_TURN_S if left is None else min(left, _TURN_S))
+        if deadline.expired():  # in every turn, for strangers may keep coming
             raise self._missing(deadline)
+        self._notice_silence()
         for key, _ in ready:
             if key.fileobj is listener:
                 self._accept(listener, selector)
@@ -115,23 +134,54 @@ class Rendezvous:
                 self._hear_member(key.data, selector)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Take a connection, call it, and drop the oldest stranger where there are too many."""
+        """Take a connection, call it, and drop the oldest stranger where there are too many.
+
+        Raises:
+            ConfigError: This process has no descriptor left.
+        """
+        connection = accept(listener, lambda: self._drop_oldest(selector))
+        if connection is None:
+            return
         try:
-            connection, address = listener.accept()
-        except OSError:
-            return  # whoever connected is gone again
-        control = Control(connection, f"the worker at {address[0]}:{address[1]}")
-        try:
+            host, port = connection.getpeername()[:2]
+            control = Control(connection, f"the worker at {joined(host, port)}")
             self._call(control)
-        except PeerLost:
-            del self._asked[control]
-            control.close()
+        except (OSError, PeerLost):  # whoever connected is gone again
+            connection.close()
+            self._asked = {c: nonce for c, nonce in self._asked.items() if c.fileno() >= 0}
             return
         selector.register(control, selectors.EVENT_READ)
-        strangers = [control for control in self._asked if not control.is_local]
-        if len(strangers) > _MOST_STRANGERS:
-            self._forget(strangers[0], selector)
-            strangers[0].close()
+        if sum(not control.is_local for control in self._asked) > self._most:
+            self._drop_oldest(selector)
+
+    def _drop_oldest(self, selector: selectors.BaseSelector) -> bool:
+        """Close the oldest connection that has not said hello; return whether there was one."""
+        oldest = next((control for control in self._asked if not control.is_local), None)
+        if oldest is not None:
+            self._forget(oldest, selector)
+            oldest.close()
+        return oldest is not None
+
+    def _notice_silence(self) -> None:
+        """Notice a worker that was started here and has not said its first signed word for long.
+
+        It has torch already, so it speaks at once, unless it was stopped.
+
+        Raises:
+            WorkerLost: There is one.
+        """
+        if time.monotonic() - self._began < self._heartbeat_s:
+            return
+        silent = [c for c in self._asked if c.is_local]
+        silent += [m.control for m in self.members if m.control.is_local and not m.ready]
+        if silent:
+            name = self._local.name_of(silent[0])
+            raise WorkerLost(
+                f"worker {name!r} has been silent since it was started, for longer than the "
+                f"heartbeat of {self._heartbeat_s:g} s",
+                worker=name or "",
+                stage=None,
+            )
 
     def _call(self, control: Control, **more: bytes) -> None:
         """Send the call with a new nonce, which the answer has to prove that it has seen."""
@@ -213,7 +263,7 @@ class Rendezvous:
 
     def _refuse(self, control: Control, hello: Record, refusal: Refusal) -> None:
         """Tell a worker why it cannot become a member, and close its connection."""
-        name, process = str(hello.get("name")), process_of(hello)
+        name, process = printable(str(hello.get("name")), 100), process_of(hello)
         level = logging.INFO if self._full else logging.WARNING
         _log.log(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):

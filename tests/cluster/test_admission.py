@@ -10,14 +10,14 @@ from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove,
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.deadline import Deadline
 
-SECRET, ASKED = b"the secret of the job", secrets.token_bytes(NONCE)
+SECRET, ASKED = b"the secret of the job".ljust(NONCE), secrets.token_bytes(NONCE)
 
 
 def hello(secret=SECRET, asked=ASKED, **changes):
     """What a worker says that was called with the nonce ``asked``."""
     nonce = secrets.token_bytes(NONCE)
     said = {"name": "w", "pid": 7, "host": "here", "boot": "b", "version": VERSION, **changes}
-    return {**said, "nonce": nonce, "proof": prove(secret, asked, nonce, said)}
+    return {"type": "hello", **said, "nonce": nonce, "proof": prove(secret, asked, nonce, said)}
 
 
 @pytest.fixture
@@ -37,11 +37,18 @@ def test_another_version_of_the_protocol():
     assert reason == f"it speaks protocol 1, the coordinator {VERSION}"
 
 
-@pytest.mark.parametrize("field", ["nonce", "proof"])
-@pytest.mark.parametrize("value", [None, "text", 7])
-def test_no_proof(field, value):
+@pytest.mark.parametrize("field", ["name", "pid", "host", "boot", "nonce", "proof"])
+@pytest.mark.parametrize(
+    "value", [None, "", "x\x1b[2J", "x" * 300, b"", b"x" * 33, -1, 2**40, True, 1.5, [], {}]
+)
+def test_a_field_of_another_type_or_length(field, value):
+    """The boot of a machine that does not say it is empty."""
+    if (field, value) in (("host", ""), ("boot", "")):
+        return
     refusal = refusal_of({**hello(), field: value}, ASKED, SECRET, [])
-    assert refusal.reason == "it shows no proof of the job's secret"
+    assert refusal.reason.startswith(f"its hello makes no sense: its {field!r} is ")
+    assert refusal.reason.isprintable()
+    assert len(refusal.reason) < 200
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def test_no_proof(field, value):
         hello(secret=b"another"),
         hello(asked=b"the nonce of another call"),
         {**hello(), "name": "another"},
-        {**hello(), "nonce": b"another"},
+        {**hello(), "nonce": b"another".ljust(NONCE)},
     ],
     ids=["secret", "call", "name", "nonce"],
 )
@@ -79,5 +86,15 @@ def test_the_connection_of_a_member_is_signed_from_then_on(pair):
     assert left.receive(Deadline(None)) == {"type": "ready"}
 
 
-def test_a_hello_without_a_process():
+@pytest.mark.parametrize("version", [None, 1, "6", b"x", 1 << 60, "\n" * 100])
+def test_another_version_of_whatever_type(version):
+    reason, passing = refusal_of(hello(version=version), ASKED, SECRET, [])
+    assert not passing
+    assert reason.startswith("it speaks protocol ")
+    assert reason.isprintable()
+
+
+def test_text_from_outside_is_escaped_and_cut():
+    assert process_of({"pid": 1, "host": "h\n\x1b[31mERROR"}) == r"pid 1 on h\n\x1b[31mERROR"
+    assert len(process_of({"pid": 1, "host": "h" * 1000})) < 120
     assert process_of({}) == "pid None on None"

@@ -1,9 +1,14 @@
+import base64
+import hashlib
 import os
+import random
+import uuid
 
 import pytest
 
 from pipedream_rt.cluster.environment import (
     SECRET,
+    bits_of,
     read_secret,
     secret_of_environment,
     secret_pipe,
@@ -51,3 +56,42 @@ def test_a_short_secret_is_refused_wherever_it_comes_from(monkeypatch):
     for fd in (None, pipe_with("1234"), pipe_with("")):
         with pytest.raises(ConfigError, match="characters, at least 16 are needed; make one with"):
             read_secret(fd)
+
+
+@pytest.mark.parametrize(
+    "weak",
+    [
+        "a" * 64,
+        "0123456789abcdef" * 4,
+        "abababababababababababababababab",
+        "secretsecretsecretsecretsecret",
+        "12345678901234567890123456789012",
+        "hunter2 hunter2 hunter2 hunter2 hunter2",
+        "my training job's secret",
+        "deadbeef" * 8,
+        "x7Kp!9qLm2#vRw5z",
+    ],
+)
+def test_a_secret_that_can_be_guessed_is_refused(monkeypatch, weak):
+    monkeypatch.setenv(SECRET, weak)
+    with pytest.raises(ConfigError, match=r"can be guessed: its \d+ characters have \d+ bits"):
+        read_secret(None)
+
+
+def test_a_secret_that_a_program_has_drawn_is_taken():
+    draw = random.Random(1)
+    for _ in range(300):
+        for made in (
+            draw.randbytes(32).hex(),
+            base64.b64encode(draw.randbytes(24)).decode(),
+            str(uuid.UUID(bytes=draw.randbytes(16))) + str(uuid.UUID(bytes=draw.randbytes(16))),
+        ):
+            assert bits_of(made) >= 128, made
+    drawn = [draw.randbytes(16).hex() for _ in range(1000)]  # 128 bits and not one to spare
+    assert sum(bits_of(made) < 128 for made in drawn) < 10
+
+
+def test_a_secret_is_not_its_own_hash(monkeypatch):
+    """The key is made slowly, so that who has seen a proof cannot try many secrets a second."""
+    monkeypatch.setenv(SECRET, PASSPHRASE)
+    assert read_secret(None) != hashlib.sha256(PASSPHRASE.encode()).digest()

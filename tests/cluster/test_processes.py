@@ -96,6 +96,13 @@ def test_async_equals_the_oracle(n, optimizer):
             "flushed",
             {"schedule_options": ScheduleOptions(stages_per_worker=2)},
         ),
+        (  # one worker with all stages, which sends to itself
+            "interleaved-1f1b",
+            2,
+            2,
+            "flushed",
+            {"schedule_options": ScheduleOptions(stages_per_worker=2)},
+        ),
         ("zero-bubble", 3, 5, "flushed", {}),
         (
             "async-1f1b",

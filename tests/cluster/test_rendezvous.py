@@ -3,9 +3,13 @@
 import contextlib
 import secrets
 import socket
+import subprocess
+import sys
 import threading
+import time
 from datetime import timedelta
 
+import msgpack
 import pytest
 
 from pipedream_rt.cluster.addresses import listening
@@ -18,7 +22,10 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, WorkerLost
 from pipedream_rt.schedules import Plan, Shape
 
-SECRET = b"the secret of the job"
+SECRET = b"the secret of the job".ljust(NONCE)
+
+
+BEAT = timedelta(seconds=20)
 
 
 def soon(seconds=20):
@@ -74,7 +81,7 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
             answer(others[1], "w9")
 
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, SECRET
+            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, SECRET, BEAT
         )
         with meanwhile(workers):
             rendezvous.gather(None, soon())
@@ -88,7 +95,7 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
     refused = []
 
     def workers():
-        for name, secret in (("rogue", b"another"), ("right", SECRET)):
+        for name, secret in (("rogue", b"another".ljust(NONCE)), ("right", SECRET)):
             with socket.create_connection(address, timeout=10) as connection:
                 control = Control(connection, "the coordinator")
                 reply = answer(control, name, secret)
@@ -100,7 +107,7 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
     done = threading.Event()
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET, BEAT)
         with meanwhile(workers):
             rendezvous.gather(listener, soon())
             done.set()
@@ -136,7 +143,7 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
     done = threading.Event()
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
         with meanwhile(workers):
             with pytest.raises(RendezvousTimeout, match=r"1 of 2 .* w0; joined: w1"):
                 rendezvous.gather(listener, soon(1))
@@ -150,7 +157,7 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
 
 def test_workers_that_do_not_answer_are_named():
     with local_workers("w0", "w1") as (local, _):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
         with pytest.raises(
             RendezvousTimeout, match=r"2 of 2 workers did not join within 0 s: w0, w1; joined: none"
         ) as e:
@@ -166,7 +173,7 @@ def test_a_worker_that_does_not_become_ready_is_named():
             answer(others[0], "w0")
             answer(others[1], "w1", ready=False)
 
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
         with (
             meanwhile(workers),
             pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .*: w1; joined: w0"),
@@ -176,7 +183,142 @@ def test_a_worker_that_does_not_become_ready_is_named():
 
 def test_a_local_worker_that_ends_before_its_hello_ends_the_rendezvous():
     with local_workers("w0", "w1") as (local, others):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
         others[1].close()
         with pytest.raises((WorkerLost, PeerLost), match="w1"):
             rendezvous.gather(None, soon())
+
+
+def stop_soon(rendezvous, listener, seconds=20):
+    """Gather for as long as no worker comes."""
+    start = time.monotonic()
+    with pytest.raises(RendezvousTimeout):
+        rendezvous.gather(listener, soon(seconds))
+    return time.monotonic() - start
+
+
+NESTED = b"\x81\xa4type" + b"\x91" * 1200 + b"\xc0"
+FAKE = msgpack.packb({"type": "hello", "version": "6\n[worker] ERROR \x1b[2J", "name": "\x1b[1m"})
+
+
+@pytest.mark.threads
+def test_what_a_stranger_sends_ends_the_stranger_alone(caplog):
+    """Nested values, a relayed hello with junk behind it, text that would forge the log."""
+
+    def framed(data):
+        return len(data).to_bytes(4, "big") + data
+
+    def strangers():
+        for junk in (NESTED, FAKE, b"\x80", b"\xc1", NESTED[:900] * 4):
+            with socket.create_connection(address, timeout=10) as connection:
+                Control(connection, "it").receive(soon())
+                connection.sendall(framed(junk))
+                with contextlib.suppress(OSError):
+                    while connection.recv(1000):
+                        pass
+        with socket.create_connection(address, timeout=10) as connection:
+            # Somebody between a worker and the coordinator, who passes the hello on.
+            answer(Control(connection, "the coordinator"), "relayed", ready=False)
+            connection.sendall(b"\0\0\0\x40" + b"junk" * 16)
+            connection.recv(1000)
+        connection = sockets.enter_context(socket.create_connection(address, timeout=10))
+        answer(Control(connection, "the coordinator"), "right")
+
+    with (
+        contextlib.ExitStack() as sockets,
+        listening("127.0.0.1", 0) as listener,
+        local_workers() as (local, _),
+    ):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET, BEAT)
+        with meanwhile(strangers):
+            rendezvous.gather(listener, soon())
+        assert [member.name for member in rendezvous.members] == ["right"]
+        for member in rendezvous.members:
+            member.control.close()
+    assert "refused worker" in caplog.text
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+
+
+@pytest.mark.threads
+def test_strangers_who_keep_coming_do_not_put_off_the_deadline():
+    over = threading.Event()
+
+    def strangers():
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+                pass
+
+    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET, BEAT)
+        with meanwhile(strangers):
+            try:
+                assert stop_soon(rendezvous, listener, 1) < 3
+            finally:
+                over.set()
+
+
+FULL = """
+import resource, socket, sys, threading, time
+from datetime import timedelta
+from pipedream_rt.cluster.addresses import listening
+from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.local_workers import LocalWorkers
+from pipedream_rt.cluster.rendezvous import Rendezvous
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import RendezvousTimeout
+from pipedream_rt.schedules import Plan, Shape
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with listening("127.0.0.1", 0) as listener:
+    print(listener.getsockname()[1], flush=True)
+    rendezvous = Rendezvous(
+        Plan(name="", shape=Shape(workers=1)), LocalWorkers(1, ForkServer()), b"s" * 32,
+        timedelta(seconds=20))
+    start, used = time.monotonic(), time.process_time()
+    try:
+        rendezvous.gather(listener, Deadline(timedelta(seconds=2)))
+    except RendezvousTimeout:
+        print(time.monotonic() - start, time.process_time() - used, flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_more_idle_strangers_than_there_are_descriptors():
+    """The oldest go; the deadline is kept, and no processor time is burnt."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", FULL], stdout=subprocess.PIPE, text=True
+        ) as process,
+        contextlib.ExitStack() as strangers,
+    ):
+        port = int(process.stdout.readline())
+        for _ in range(200):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        passed, used = map(float, process.communicate(timeout=30)[0].split())
+    assert passed < 4
+    assert used < 1
+
+
+def test_a_worker_that_is_stopped_before_its_first_word_is_noticed_by_the_heartbeat():
+    with local_workers("w0") as (local, _):
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=1)), local, SECRET, timedelta(seconds=0.2)
+        )
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match=r"'w0' has been silent since it was started"):
+            rendezvous.gather(None, soon(60))
+        assert time.monotonic() - start < 10
+
+
+def test_so_is_one_that_is_stopped_behind_its_hello():
+    with local_workers("w0") as (local, others):
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=1)), local, SECRET, timedelta(seconds=0.2)
+        )
+        with (
+            meanwhile(lambda: answer(others[0], "w0", ready=False)),
+            pytest.raises(WorkerLost, match=r"'w0' has been silent"),
+        ):
+            rendezvous.gather(None, soon(60))

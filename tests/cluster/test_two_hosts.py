@@ -39,7 +39,9 @@ def script(hosts, *options, address=ADDRESS):
 
 def test_faults_of_the_network_and_of_persistent_workers(hosts):
     """A worker that joins late, a wrong secret, a cut cable, a stopped and a killed worker."""
-    rogue = hosts.worker("b", "b1", ADDRESS, "--persist", secret="another secret entirely")
+    rogue = hosts.worker(
+        "b", "b1", ADDRESS, "--persist", secret="another secret entirely, which is wrong"
+    )
     workers = {
         name: hosts.worker(name[0], name, ADDRESS, "--persist") for name in ("a1", "a2", "b1")
     }

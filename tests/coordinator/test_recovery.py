@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -385,6 +386,27 @@ def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
         (restart,) = pipe.restarts
     assert found == expected
     assert "does not answer" in restart.reason
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
+    """It forks the workers of every recovery, so it is watched as they are."""
+    with open_pipe(stages=2) as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    with open_pipe(
+        stages=2, workers="local", timeouts=Timeouts(heartbeat=timedelta(seconds=2))
+    ) as pipe:
+        found, start = [], time.monotonic()
+        for result in pipe.train_epoch(DATA):
+            found.append(result.loss)
+            if result.step == 7:
+                local = pipe._group.cluster._local
+                os.kill(local._forks._process.pid, number)
+                os.kill(local.processes["worker-1"].pid, signal.SIGKILL)
+        assert len(pipe.restarts) == 1
+    assert found == expected
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.processes

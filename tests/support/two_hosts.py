@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 A, B = "10.77.0.1", "10.77.0.2"
 A6, B6 = "fd77::1", "fd77::2"
-SECRET = "a secret of two machines"
+SECRET = "a secret of two machines and of no other"
 
 
 def ip(*words):
