@@ -117,6 +117,7 @@ class Tunnel:
         self._opened = 0
         self._port = 0
         self._let_in: list[int] = []
+        self._guarded = False  # set by the thread, so that no part overtakes an early one
         self._life = Lifecycle("the tunnel")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -284,7 +285,7 @@ class Tunnel:
 
     def _take(self, rank: int, data: bytes) -> None:
         """Take a part of a stream that has come from a member, once the agent listens."""
-        if not self._port:
+        if not self._guarded:
             self._early.append((rank, data))
             return
         if len(data) < _PART.size:
@@ -336,7 +337,8 @@ class Tunnel:
         self._add(stream, connection)
 
     def _catch_up(self) -> None:
-        """Take what came before the agent listened."""
+        """Take what came before the agent listened, in its order."""
+        self._guarded = True
         early, self._early = self._early, []
         for rank, data in early:
             self._take(rank, data)
