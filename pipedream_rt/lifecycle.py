@@ -13,11 +13,11 @@ failed was ended by an error, which it keeps as the reason.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Protocol
 from weakref import WeakSet
 
 from pipedream_rt.errors import PipelineClosed, PipelineError
@@ -151,25 +151,32 @@ class Lifecycle:
             raise
 
 
-_ends: WeakSet[socket.socket] = WeakSet()
-"""Connections whose closing tells the other side that this process is dead."""
+class Closable(Protocol):
+    """What has a method `close`."""
+
+    def close(self) -> object:
+        """Close it."""
 
 
-def close_in_forked_children(connection: socket.socket) -> None:
-    """Have a connection closed in every child that the user's script forks, as a data loader does.
+_ends: WeakSet[Closable] = WeakSet()
+"""What tells others, by being closed, that this process is dead: connections and locks."""
 
-    A child that kept it open would make a dead parent look alive.
+
+def close_in_forked_children(end: Closable) -> None:
+    """Have a connection or a lock closed in every child that the user's script forks.
+
+    A data loader forks some. A child that kept it open would make a dead parent look alive.
 
     Args:
-        connection: The socket.
+        end: The connection or the lock.
     """
-    _ends.add(connection)
+    _ends.add(end)
 
 
 def _close_ends() -> None:
-    """Close the connections; runs in a forked child."""
-    for connection in list(_ends):
-        connection.close()
+    """Close the connections and locks; runs in a forked child."""
+    for end in list(_ends):
+        end.close()
 
 
 os.register_at_fork(after_in_child=_close_ends)

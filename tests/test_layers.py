@@ -10,7 +10,12 @@ import pipedream_rt
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"pipedream_rt.errors", "pipedream_rt.deadline", "pipedream_rt.lifecycle"},
+    {
+        "pipedream_rt.errors",
+        "pipedream_rt.deadline",
+        "pipedream_rt.lifecycle",
+        "pipedream_rt.schema",
+    },
     {"pipedream_rt.schedules"},
     {"pipedream_rt.observe"},
     {"pipedream_rt.simulation"},

@@ -30,9 +30,10 @@ from pipedream_rt.cluster.control import (
 )
 from pipedream_rt.cluster.environment import read_secret, secret_pipe
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
-from pipedream_rt.cluster.records import Record, is_name, printable
+from pipedream_rt.cluster.records import Record, is_name
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError
+from pipedream_rt.schema import printable
 
 _log = logging.getLogger("pipedream_rt.worker")
 

@@ -30,7 +30,6 @@ from pipedream_rt.errors import (
     PipelineClosed,
     PipelineError,
 )
-from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.group import Group
@@ -52,6 +51,11 @@ def resident_bytes() -> int:
 
 _LAST_ACTION_S = 10.0
 """Seconds for the stages to end the action at hand; after that the process ends without them."""
+
+
+_PATIENCE = 1.5
+"""How much longer than the coordinator a stage waits, so that in a stall it is the coordinator that
+gives up first: it can ask all stages what they wait for."""
 
 
 def host_stage(
@@ -100,7 +104,7 @@ def host_stage(
         stages,
         generation,
         lambda stage: sender(transport, stage, generation),
-        timeout,
+        _PATIENCE * timeout,
         threads,
         announce=lambda action: control.send({"type": "doing", "action": action}),
     )
@@ -111,7 +115,7 @@ def host_stage(
     thread.start()
     control.send({"type": "joined"})
     beat = timedelta(seconds=welcome["beat_s"])
-    return _until_exit(control, host.inbox, thread, transport, endpoint, beat)
+    return _until_exit(control, host, thread, transport, endpoint, beat)
 
 
 def _join(
@@ -195,7 +199,7 @@ def _host_of_door(control: Control, host: str, bind: str | None) -> str:
 
 def _until_exit(
     control: Control,
-    inbox: Inbox,
+    host: StageHost,
     thread: threading.Thread,
     transport: SocketTransport,
     endpoint: Endpoint,
@@ -208,7 +212,7 @@ def _until_exit(
 
     Args:
         control: The control connection.
-        inbox: The inbox of the stages.
+        host: Hosts the stages.
         thread: The thread that computes.
         transport: The transport, closed on exit.
         endpoint: The endpoint in torch RPC, closed on exit.
@@ -220,6 +224,7 @@ def _until_exit(
     Raises:
         PeerLost: The coordinator has sent a record that no worker knows.
     """
+    inbox = host.inbox
     while True:
         try:
             record = control.receive(Deadline(beat))  # breaks when the coordinator dies
@@ -228,6 +233,8 @@ def _until_exit(
             continue
         except PeerLost:
             _log.error("the coordinator is gone; this worker ends")
+            if control.is_local:  # it is dead: not only out of reach
+                host.remove_parts()
             return EXIT_COORDINATOR_LOST
         match record["type"]:
             case "stop":

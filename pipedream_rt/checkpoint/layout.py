@@ -22,9 +22,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+
+from pipedream_rt.schema import open_file
 
 MANIFEST = "manifest.msgpack"
 INDEX = "model.safetensors.index.json"
@@ -36,6 +41,7 @@ of real ones, along a last dimension."""
 BEING_REPLACED = ".old.part"
 """How the hidden name ends that a checkpoint has while another takes its place."""
 
+_TENSORS = re.compile(r"(model|loss|optimizer|versions|buffers)-\d{5,}-of-\d{5,}\.safetensors")
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
@@ -60,9 +66,20 @@ def file_name(kind: str, stage: int, num_stages: int) -> str:
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
-def files_of(folder: Path, kind: str) -> list[Path]:
-    """Files with one kind of tensors of all stages of a checkpoint, in their order."""
-    return sorted(folder.glob(f"{kind}-*.safetensors"))
+def files_of(folder: Path, files: Iterable[str], kind: str) -> list[Path]:
+    """Files with one kind of tensors of all stages of a checkpoint, in their order.
+
+    Args:
+        folder: Folder of the checkpoint.
+        files: The names that its manifest lists; no other file is ever read.
+        kind: See `file_name`.
+    """
+    return [folder / name for name in sorted(files) if name.startswith(f"{kind}-")]
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether a value can be the name of a file that a manifest lists."""
+    return isinstance(name, str) and (name == INDEX or _TENSORS.fullmatch(name) is not None)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -70,14 +87,11 @@ def checkpoints(root: Path) -> list[Path]:
 
     A folder with another name, as the user's copy ``step-00000200-best``, is none.
 
-    A checkpoint that was being replaced when its run died gets its name again.
-
     Args:
         root: Folder of the run.
     """
     if not root.is_dir():
         return []
-    give_back(root)
     return sorted((f for f in root.iterdir() if is_name(f.name)), key=step_of, reverse=True)
 
 
@@ -90,7 +104,7 @@ def give_back(root: Path) -> None:
     """Give a checkpoint its name again that was being replaced when its run died.
 
     Args:
-        root: Folder of the run.
+        root: Folder of the run, whose lock this process holds.
     """
     for left in root.glob(f".step-*{BEING_REPLACED}"):
         whole = root / left.name.removeprefix(".").removesuffix(BEING_REPLACED)
@@ -99,15 +113,29 @@ def give_back(root: Path) -> None:
                 left.rename(whole)
 
 
+def remove_parts(root: Path) -> None:
+    """Remove what a run left that died while it wrote, or removed an old checkpoint.
+
+    Args:
+        root: Folder of the run, whose lock this process holds; `give_back` was called.
+    """
+    for left in root.glob(".step-*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def size_and_digest(path: Path) -> list[int | bytes]:
     """Size of a file in bytes and its checksum, as a manifest lists them."""
     return [path.stat().st_size, digest_of(path)]
 
 
 def digest_of(path: Path) -> bytes:
-    """Checksum of a file, 16 bytes of BLAKE2b."""
+    """Checksum of a file, 16 bytes of BLAKE2b.
+
+    Raises:
+        OSError: It cannot be read, or is no ordinary file.
+    """
     digest = blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with open_file(path, follow=False) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.digest()

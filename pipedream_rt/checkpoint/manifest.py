@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from pipedream_rt.checkpoint.layout import MANIFEST
+from pipedream_rt import schema
+from pipedream_rt.checkpoint.layout import MANIFEST, is_file_name
 from pipedream_rt.errors import CheckpointError, ConfigError
 
 _MAGIC = "pipedream-rt checkpoint"
-_FORMAT = 3
+_FORMAT = 4
+_READ = (3, 4)
+"""Formats that can be read; 3 had no run."""
+
+_LARGEST = 1 << 32
+"""Bytes that a manifest may have; it holds the states of attached objects."""
 
 _TENSOR = 1
 """Code of msgpack's extension for tensors."""
@@ -44,6 +51,7 @@ class Manifest:
         identity: What a script that goes on must give again; see
             `pipedream_rt.coordinator.identity`.
         fingerprints: The fingerprints of each stage; see `pipedream_rt.stage.fingerprint`.
+        run: Identity of the run that made it, drawn when the run began; empty if not known.
     """
 
     step: int
@@ -63,6 +71,90 @@ class Manifest:
     slack: list[int] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
     fingerprints: list[dict[str, Any]] = field(default_factory=list)
+    run: str = ""
+
+
+def _tensor(value: Any) -> bool:
+    """Whether a value is a tensor."""
+    return isinstance(value, Tensor)
+
+
+def _real(value: Any) -> bool:
+    """Whether a value is a number, also one that is not finite."""
+    return type(value) in (int, float)
+
+
+_NAME = schema.text(1 << 12)
+_COUNT = schema.whole(0)
+_GENERATORS = schema.fields(
+    {
+        "torch": _tensor,
+        "python": schema.row(
+            schema.whole(0), schema.list_of(schema.whole(0, 2**32)), schema.maybe(schema.number)
+        ),
+        "numpy": schema.row(
+            schema.text(40), lambda v: isinstance(v, bytes), _COUNT, _COUNT, schema.number
+        ),
+        "loader": schema.list_of(_tensor),
+    }
+)
+_PLACE = schema.fields(
+    {
+        "epoch": _COUNT,
+        "drawn": schema.maybe(_COUNT),
+        "start": schema.maybe(_GENERATORS),
+        "before": schema.maybe(_GENERATORS),
+        "after": schema.maybe(_GENERATORS),
+        "now": schema.maybe(_GENERATORS),
+        "loader": schema.anything,
+        "warm": schema.truth,
+    }
+)
+_RESULT = schema.fields(
+    {
+        "step": _COUNT,
+        "loss": _real,
+        "losses": schema.list_of(_real),
+        "versions": schema.list_of(_COUNT),
+        "staleness": _COUNT,
+        "busy_s": schema.list_of(_real),
+        "fingerprint": schema.maybe(schema.line(256)),
+    }
+)
+_VALUES = schema.mapping(lambda key: isinstance(key, str | int), schema.anything)
+_IDENTITY = schema.fields(
+    {
+        "seed": schema.maybe(lambda v: type(v) is int),
+        "optimizer": schema.maybe(schema.line(1 << 12)),
+        "groups": schema.maybe(schema.list_of(schema.list_of(_NAME))),
+        "hyper_parameters": schema.maybe(schema.list_of(_VALUES)),
+        "loss": schema.maybe(schema.text(1 << 16)),
+        "schedule": schema.maybe(schema.line(256)),
+        "threads": schema.maybe(_COUNT),
+        "torch": schema.maybe(schema.line(256)),
+    }
+)
+_FIELDS = {
+    "step": _COUNT,
+    "schedule": schema.line(256),
+    "workers": schema.whole(1, 1 << 20),
+    "stages_per_worker": schema.whole(1, 1 << 20),
+    "per_update": schema.whole(1),
+    "groups": schema.list_of(_VALUES),
+    "files": schema.mapping(is_file_name, schema.row(_COUNT, schema.exactly(16))),
+    "plain": schema.mapping(_NAME, _VALUES),
+    "extra": schema.anything,
+    "floor": _COUNT,
+    "passes": _COUNT,
+    "place": schema.maybe(_PLACE),
+    "attached": schema.mapping(_NAME, schema.anything),
+    "results": schema.list_of(_RESULT),
+    "slack": schema.list_of(_COUNT),
+    "identity": _IDENTITY,
+    "fingerprints": schema.list_of(_VALUES),
+    "run": schema.maybe(schema.line(64)),
+}
+"""The fields of a manifest."""
 
 
 def seal(manifest: Manifest) -> bytes:
@@ -91,18 +183,35 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: There is none, it is damaged, or this version cannot read its format.
     """
     try:
-        magic, version, packed, checksum = msgpack.unpackb((folder / MANIFEST).read_bytes())
+        data = schema.read_file(folder / MANIFEST, _LARGEST, follow=False)
+        magic, version, packed, checksum = msgpack.unpackb(data)
         if magic != _MAGIC:
             raise ValueError("it is no manifest of pipedream-rt")
-        if version != _FORMAT:
+        if version not in _READ:
             raise CheckpointError(
-                f"{folder} is a checkpoint of format {version}, this version reads {_FORMAT}"
+                f"{folder} is a checkpoint of format {schema.printable(repr(version), 20)}, this "
+                f"version reads {_FORMAT}"
             )
         if _checksum(packed) != checksum:
             raise ValueError("its checksum does not fit")
-        return Manifest(**_unpack(packed))
-    except (OSError, ValueError, TypeError, msgpack.UnpackException) as error:
-        raise CheckpointError(f"the manifest of {folder} cannot be used: {error}") from error
+        found = _unpack(packed)
+        if not isinstance(found, dict) or not found.keys() <= _FIELDS.keys():
+            raise ValueError("it has other fields than a manifest")
+        if problem := schema.problem_of(found, _FIELDS):
+            raise ValueError(problem)
+        return Manifest(**found)
+    except _UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"the manifest of {folder} cannot be used: {schema.printable(reason)}"
+        ) from error
+
+
+_UNREADABLE = (
+    OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError,
+    msgpack.UnpackException,
+)  # fmt: skip
+"""Errors of bytes that are no manifest."""
 
 
 def refuse_unsaveable(name: str, value: Any) -> None:

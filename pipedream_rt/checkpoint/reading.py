@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipedream_rt.checkpoint.layout import (
@@ -20,16 +21,20 @@ from pipedream_rt.checkpoint.layout import (
     files_of,
     is_name,
 )
+from pipedream_rt.checkpoint.lock import give_back_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.schedules.plan import EVERY_STAGE
+from pipedream_rt.schema import list_of, open_file, printable, text
 
 _log = logging.getLogger(__name__)
 
 
 def newest_good(path: Path) -> tuple[Path, Manifest]:
     """Find the checkpoint to load: the one given, or the newest of a run that is whole.
+
+    The one before is of the same run, or it is not taken.
 
     Args:
         path: Folder of a checkpoint or of a run.
@@ -42,9 +47,14 @@ def newest_good(path: Path) -> tuple[Path, Manifest]:
     """
     if (path / MANIFEST).exists() or (is_name(path.name) and not checkpoints(path)):
         return path, verify(path)
-    reasons = []
+    give_back_if_idle(path)
+    reasons, run = [], None
     for folder in checkpoints(path):
         try:
+            manifest = read_manifest(folder)
+            run = manifest.run if run is None else run
+            if manifest.run != run:
+                raise CheckpointError(f"{folder} is of another run than the newest one")
             return folder, verify(folder)
         except CheckpointError as error:
             _log.warning("%s; trying the one before", error)
@@ -69,7 +79,19 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, (size, digest) in manifest.files.items():
         _verify_file(folder / name, size, digest)
+    if others := sorted(
+        found.name for found in folder.iterdir() if found.name not in _own(manifest)
+    ):
+        _log.warning(
+            "%s has files that its manifest does not list, which are not read: %s", folder,
+            printable(", ".join(others)),
+        )  # fmt: skip
     return manifest
+
+
+def _own(manifest: Manifest) -> set[str]:
+    """Names of the files of a checkpoint."""
+    return {MANIFEST, *manifest.files}
 
 
 def _verify_file(path: Path, size: int, digest: bytes) -> None:
@@ -79,7 +101,7 @@ def _verify_file(path: Path, size: int, digest: bytes) -> None:
         CheckpointError: The file is not what was written.
     """
     try:
-        found = path.stat().st_size
+        found = path.lstat().st_size
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, it was written with {size}")
         if digest_of(path) != digest:
@@ -90,6 +112,7 @@ def _verify_file(path: Path, size: int, digest: bytes) -> None:
 
 def read_stage(
     folder: Path,
+    files: Collection[str],
     weights: Sequence[str],
     parameters: Sequence[str],
     buffers: Sequence[str],
@@ -101,6 +124,7 @@ def read_stage(
 
     Args:
         folder: Folder of a checkpoint that was verified.
+        files: The names that its manifest lists.
         weights: Keys of the stage's state dict, all of which must be there.
         parameters: Names of the stage's trainable parameters.
         buffers: Names of the stage's buffers. They come as ``hidden``, also those that are in a
@@ -111,63 +135,77 @@ def read_stage(
         The state. It has an older weight version only if that has all of the stage's parameters.
 
     Raises:
-        CheckpointError: A weight is missing.
+        CheckpointError: A weight is missing, or a file cannot be read.
     """
+
+    def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+        return _tensors(files_of(folder, files, kind), wanted)
+
     buffered = set(buffers).__contains__
     mine = set(weights).__contains__
-    found = _tensors(folder, "model", mine) | _tensors(folder, "loss", mine)
+    found = tensors("model", mine) | tensors("loss", mine)
     missing = [key for key in weights if key not in found]
     if missing:
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
     return StageState(
         weights=found,
-        optimizer=_optimizer_state(folder, parameters, plain),
-        versions=_older_versions(folder, set(parameters)),
+        optimizer=_optimizer_state(tensors, parameters, plain),
+        versions=_older_versions(tensors, set(parameters)),
         extra={
             key: value
             for name, values in plain.items()
             if name.startswith(f"{EVERY_STAGE}extra/")
             for key, value in values.items()
         },
-        hidden=_tensors(folder, "buffers", buffered)
-        | _tensors(folder, "model", buffered)
-        | _tensors(folder, "loss", buffered),
+        hidden=tensors("buffers", buffered)
+        | tensors("model", buffered)
+        | tensors("loss", buffered),
     )
 
 
+Tensors: TypeAlias = Callable[[str, Callable[[str], bool]], dict[str, Tensor]]
+"""``tensors(kind, wanted)`` reads the tensors of a kind whose keys are wanted."""
+
+
 def _optimizer_state(
-    folder: Path, parameters: Sequence[str], plain: dict[str, Any]
+    tensors_of: Tensors, parameters: Sequence[str], plain: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state of some parameters, by parameter and name; and that of the optimizers."""
     own = tuple(f"{EVERY_STAGE}{kind}/" for kind in ("group", "attributes", "state"))
     mine = {*parameters, *(name for name in plain if name.startswith(own))}
     state = {name: dict(plain[name]) for name in mine if name in plain}
-    tensors = _tensors(folder, "optimizer", lambda key: key.rpartition("/")[0] in mine)
+    tensors = tensors_of("optimizer", lambda key: key.rpartition("/")[0] in mine)
     for key, tensor in tensors.items():
         parameter, _, name = key.rpartition("/")
         state.setdefault(parameter, {})[name] = tensor
     return state
 
 
-def _older_versions(folder: Path, parameters: set[str]) -> dict[int, dict[str, Tensor]]:
+def _older_versions(tensors_of: Tensors, parameters: set[str]) -> dict[int, dict[str, Tensor]]:
     """The older weight versions that have all of some parameters, by version and name."""
     versions: dict[int, dict[str, Tensor]] = {}
-    tensors = _tensors(folder, "versions", lambda key: key.partition("/")[2] in parameters)
+    tensors = tensors_of("versions", lambda key: key.partition("/")[2] in parameters)
     for key, tensor in tensors.items():
         version, _, name = key.partition("/")
+        if not version.isdecimal():
+            raise CheckpointError(f"a file of versions has the key {printable(key, 100)!r}")
         versions.setdefault(int(version), {})[name] = tensor
     return {v: named for v, named in versions.items() if named.keys() == parameters}
 
 
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def shapes(folder: Path, files: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Shapes of all weights in a checkpoint that was verified, those of the loss too, by key.
 
     Args:
         folder: Folder of the checkpoint.
+        files: The names that its manifest lists.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
     found = {}
-    for path in (*files_of(folder, "model"), *files_of(folder, "loss")):
-        with safe_open(path, framework="pt") as file:
+    for path in (*files_of(folder, files, "model"), *files_of(folder, files, "loss")):
+        with _opened(path) as file:
             pairs = _as_pairs(file)
             for key in file.keys():  # noqa: SIM118 - no dict
                 shape = tuple(file.get_slice(key).get_shape())
@@ -175,20 +213,39 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def weights_of(folder: Path) -> dict[str, Tensor]:
+def weights_of(folder: Path, files: Collection[str]) -> dict[str, Tensor]:
     """All weights and buffers of a checkpoint that was verified, by key of the unsplit model.
 
     Args:
         folder: Folder of the checkpoint.
+        files: The names that its manifest lists.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
-    return _tensors(folder, "model", lambda key: True)
+    return _tensors(files_of(folder, files, "model"), lambda key: True)
 
 
-def _tensors(folder: Path, kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of one kind whose keys are wanted, from the files of all stages."""
-    found: dict[str, Tensor] = {}
-    for path in files_of(folder, kind):
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors.
+
+    Raises:
+        CheckpointError: It cannot be read, or is none.
+    """
+    try:
+        open_file(path, follow=False).close()  # refuses links and pipes, as safetensors does not
         with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {printable(str(error))}") from error
+
+
+def _tensors(paths: Sequence[Path], wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors whose keys are wanted, from the files of all stages."""
+    found: dict[str, Tensor] = {}
+    for path in paths:
+        with _opened(path) as file:
             pairs = _as_pairs(file)
             for key in filter(wanted, file.keys()):
                 tensor = file.get_tensor(key)
@@ -198,4 +255,7 @@ def _tensors(folder: Path, kind: str, wanted: Callable[[str], bool]) -> dict[str
 
 def _as_pairs(file: Any) -> list[str]:
     """The keys of a file whose complex numbers stand there as pairs of real ones."""
-    return list(json.loads((file.metadata() or {}).get(AS_PAIRS, "[]")))
+    pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
+    if not list_of(text(1 << 12))(pairs):
+        raise ValueError("what it says of its complex numbers is no list of keys")
+    return list(pairs)

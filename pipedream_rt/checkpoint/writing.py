@@ -23,13 +23,12 @@ from pipedream_rt.checkpoint.layout import (
     MANIFEST,
     checkpoints,
     file_name,
-    give_back,
     name_of,
     size_and_digest,
     step_of,
     sync,
 )
-from pipedream_rt.checkpoint.manifest import Manifest, is_plain, seal
+from pipedream_rt.checkpoint.manifest import Manifest, is_plain, read_manifest, seal
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.schedules.plan import EVERY_STAGE, LOSS_LAYER
@@ -37,11 +36,15 @@ from pipedream_rt.schedules.plan import EVERY_STAGE, LOSS_LAYER
 _log = logging.getLogger(__name__)
 
 
+_PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of what is made; the user's umask takes away from them."""
+
+
 class Part:
     """A checkpoint on its way to the disk: a folder of another name, until `commit`.
 
     Args:
-        root: Folder of the run; made if it is not there.
+        root: Folder of the run, whose lock this process holds.
         step: Step of the checkpoint. A checkpoint of the same step is replaced.
 
     Attributes:
@@ -52,14 +55,13 @@ class Part:
     """
 
     def __init__(self, root: Path, step: int) -> None:
-        """Make the folder, and remove what a run left here that died while it wrote."""
+        """Make the folder."""
         self._root = root
         self._final = root / name_of(step)
         self.folder = root / f".{self._final.name}.{os.getpid()}.part"
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            _tidy(root)
-            self.folder.mkdir()
+            root.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+            self.folder.mkdir(mode=_PRIVATE_FOLDER)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -94,13 +96,6 @@ class Part:
     def _unwritable(self, error: OSError) -> CheckpointError:
         """Make the error that says that the checkpoint cannot be written."""
         return CheckpointError(f"the checkpoint {self._final} cannot be written: {error}")
-
-
-def _tidy(root: Path) -> None:
-    """Remove what a run left that died while it wrote, except a checkpoint being replaced."""
-    give_back(root)
-    for left in root.glob(".step-*.part"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_stage(
@@ -211,13 +206,25 @@ def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str
         "weight_map": {key: name for name, sizes in weights.items() for key in sizes},
     }
     try:
-        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+        text = json.dumps(index, indent=1, sort_keys=True) + "\n"
+        _write_private(folder / INDEX, text.encode())
         manifest.files[INDEX] = size_and_digest(folder / INDEX)
-        (folder / MANIFEST).write_bytes(seal(manifest))
+        _write_private(folder / MANIFEST, seal(manifest))
         sync(folder / INDEX)
         sync(folder / MANIFEST)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """Write a file that nobody else can read, as safetensors makes those of the weights.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path, flags, _PRIVATE_FILE), "wb") as file:
+        file.write(data)
 
 
 def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
@@ -238,6 +245,29 @@ def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
         except OSError as error:  # another process was quicker, or it is not ours to remove
             _log.warning("the old checkpoint %s cannot be removed: %s", folder, error)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def put_aside_others(root: Path, run: str) -> None:
+    """Rename the checkpoints of other runs, so that this one neither replaces nor removes them.
+
+    Args:
+        root: Folder of the run.
+        run: Identity of this run.
+    """
+    for folder in checkpoints(root):
+        try:
+            other = read_manifest(folder).run
+        except CheckpointError:
+            other = ""
+        if other == run:
+            continue
+        aside = folder.with_name(f"abandoned-{other[:8] or 'unknown'}-{folder.name}")
+        try:
+            if not aside.exists():
+                folder.rename(aside)
+                _log.warning("%s is of another run: it is put aside as %s", folder, aside.name)
+        except OSError as error:
+            _log.warning("%s is of another run and cannot be put aside: %s", folder, error)
 
 
 def put_aside_later(root: Path, newest: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -103,7 +104,8 @@ def compare(first: Path, second: Path) -> None:
 @checkpoint.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("output", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-def export(folder: Path, output: Path) -> None:
+@click.option("--force", is_flag=True, help="Replace OUTPUT if it is there.")
+def export(folder: Path, output: Path, force: bool) -> None:
     """Write the weights of a checkpoint as one safetensors file; of a run, its newest whole one.
 
     Its keys are the model's own: load it with safetensors.torch.load_file and load_state_dict.
@@ -112,10 +114,18 @@ def export(folder: Path, output: Path) -> None:
     from safetensors.torch import save_file
 
     from pipedream_rt.checkpoint import newest_good, weights_of
+    from pipedream_rt.checkpoint.layout import MANIFEST
 
     found, manifest = newest_good(folder)
-    weights = weights_of(found)
-    part = output.with_name(f".{output.name}.part")
+    inside = output.absolute().parent.resolve()
+    if inside == found.resolve() or (inside / MANIFEST).exists():
+        raise CheckpointError(
+            f"{output} is inside a checkpoint, which nobody changes; name another"
+        )
+    if os.path.lexists(output) and not force:
+        raise CheckpointError(f"{output} is there already; --force replaces it")
+    weights = weights_of(found, manifest.files)
+    part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         save_file(weights, part, metadata={"format": "pt"})
         part.replace(output)

@@ -7,7 +7,9 @@ import threading
 import click
 
 from pipedream_rt.coordinator.status import Status, ask, running
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import bytes_text, table
+from pipedream_rt.schema import printable
 
 
 @click.command()
@@ -15,7 +17,10 @@ from pipedream_rt.observe.summary import bytes_text, table
               help="Seconds over which the rate is measured.")  # fmt: skip
 def status(interval: float) -> None:
     """Show the pipelines of this user that run on this machine, with their workers."""
-    found = list(running())
+    try:
+        found = list(running())
+    except OSError as error:
+        raise ConfigError(f"the pipelines of this user cannot be found: {error}") from error
     if not found:
         click.echo("no pipeline is running on this machine (of this user, on worker processes)")
         return
@@ -50,7 +55,7 @@ def _described(before: Status, now: Status) -> str:
             str(worker["process"]),
             f"{worker['silent_s']:.1f} s ago",
             bytes_text(worker["rss"]) if worker["rss"] else "-",
-            str(worker["doing"]).partition(";")[0] or "-",
+            printable(worker["doing"].partition(";")[0], 60) or "-",
         )
         for worker in now["workers"]
     ]

@@ -10,7 +10,8 @@ from pipedream_rt.cluster.addresses import boot_id
 from pipedream_rt.cluster.control import VERSION, Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, prove, session_key
 from pipedream_rt.cluster.members import Member
-from pipedream_rt.cluster.records import HELLO, Record, printable, problem_of
+from pipedream_rt.cluster.records import HELLO, Record
+from pipedream_rt.schema import printable, problem_of
 
 
 class Refusal(NamedTuple):

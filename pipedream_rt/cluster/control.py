@@ -46,10 +46,11 @@ from datetime import timedelta
 
 import msgpack
 
-from pipedream_rt.cluster.records import FIELDS, Record, printable, problem_of
+from pipedream_rt.cluster.records import FIELDS, Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.transport.signing import DIGEST, proof
 
 VERSION = 6

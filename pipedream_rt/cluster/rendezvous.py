@@ -17,10 +17,11 @@ from pipedream_rt.cluster.crowd import accept, most_strangers
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, natural
-from pipedream_rt.cluster.records import Record, printable
+from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
+from pipedream_rt.schema import printable
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,9 @@ No stage waits for the disk, and every micro-batch computes the same bits as wit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import secrets
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,7 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream_rt.checkpoint import Manifest, Part, prune, put_aside_later, write_manifest
+from pipedream_rt.checkpoint import (
+    Manifest,
+    Part,
+    RunLock,
+    prune,
+    put_aside_later,
+    put_aside_others,
+    write_manifest,
+)
 from pipedream_rt.coordinator.feed_log import Origin
 from pipedream_rt.coordinator.group import WorkerGroup
 from pipedream_rt.coordinator.options import Checkpoints
@@ -64,6 +74,7 @@ class Checkpointer:
     Attributes:
         folder: Folder of the run; None if the script gives a folder each time.
         keep: Number of the newest checkpoints to keep; None to keep all.
+        run: Identity of the run, which every checkpoint has.
         blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
     """
 
@@ -73,6 +84,10 @@ class Checkpointer:
         # Weakly: a checkpoint that is begun holds steps on their way, and these keep the workers.
         abandon = weakref.WeakMethod(self.abandon)
         group.at_end.append(lambda: (still := abandon()) and still())
+        self._locks: dict[Path, RunLock] = {}
+        group.at_last.append(functools.partial(_release, self._locks))
+        self.run = secrets.token_hex(16)
+        self._alone: set[Path] = set()
         self.folder = options.path if options else None
         self._every = options.every if options else None
         self.keep = options.keep if options else None
@@ -80,6 +95,22 @@ class Checkpointer:
         self._attempts = options.attempts if options else None
         self._failed = 0
         self.blocked_s = 0.0
+        if options is not None and options.every is not None:
+            self.hold(options.path)
+
+    def hold(self, root: Path) -> None:
+        """Keep other runs from writing checkpoints to a folder, until the pipeline ends.
+
+        Raises:
+            CheckpointError: Another run does so.
+        """
+        lock = self._locks.pop(root, None)
+        if lock is not None and lock.is_good:
+            self._locks[root] = lock
+            return
+        if lock is not None:  # somebody has removed the folder meanwhile
+            lock.release()
+        self._locks[root] = RunLock(root)
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be made after so many mini-batches."""
@@ -106,6 +137,7 @@ class Checkpointer:
         """
         start = time.monotonic()
         assert self._begun is None
+        self.hold(root)
         part = Part(root, manifest.step)
         try:
             argument = {"folder": str(part.folder), "step": manifest.step}
@@ -188,12 +220,15 @@ class Checkpointer:
                 manifest.fingerprints.append(fingerprints)
                 weights.update(of_stage)
             write_manifest(begun.part.folder, manifest, weights)
+            if begun.root not in self._alone:
+                put_aside_others(begun.root, self.run)
+                self._alone.add(begun.root)
             folder = begun.part.commit()
         finally:
             begun.part.abandon()
         self._failed = 0
         log = self._group.log
-        log.begin(dataclasses.replace(begun.origin, folder=folder))
+        log.begin(dataclasses.replace(begun.origin, folder=folder, run=manifest.run))
         put_aside_later(begun.root, folder)
         if begun.keep is not None:
             prune(begun.root, begun.keep, [o.folder for o in log.origins if o.folder is not None])
@@ -221,6 +256,12 @@ class Checkpointer:
         origin = self._group.log.origins[-1]
         back = f"to {origin.folder}" if origin.folder else "to its start"
         _log.error("%s; the run goes on, and a recovery would go back %s", error, back)
+
+
+def _release(locks: dict[Path, RunLock]) -> None:
+    """Let go of all folders."""
+    for lock in locks.values():
+        lock.release()
 
 
 def result_of(saved: dict[str, Any]) -> StepResult:

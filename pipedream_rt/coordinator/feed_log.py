@@ -43,6 +43,7 @@ class Origin:
     Attributes:
         position: The first position after this point.
         folder: The checkpoint that was made at this point; None for the start of the run.
+        run: Identity of the run that made the checkpoint; empty if not known.
         floor: The oldest weight version that a stage reads after this point; None for the one that
             the checkpoint names.
         with_optimizer: Whether the optimizer state of the checkpoint belongs to this point; not if
@@ -53,6 +54,7 @@ class Origin:
 
     position: int = 0
     folder: Path | None = None
+    run: str = ""
     floor: int | None = None
     with_optimizer: bool = True
     optimizer: bytes = b""

@@ -86,6 +86,7 @@ def restore_argument(
     """
     return {
         "folder": str(folder),
+        "files": list(manifest.files),
         "step": manifest.step,
         "plain": manifest.plain,
         "floor": manifest.floor if floor is None else floor,
@@ -110,6 +111,7 @@ class WorkerGroup:
         plan: The plan of the present generation.
         life: The life of the pipeline. An error that the group does not recover from ends it.
         at_end: Functions to call when the pipeline ends, before the workers do.
+        at_last: Functions to call when the workers have ended.
         position: The position of the next item of the feed.
         log: The feed since the oldest origin.
         restarts: The recoveries so far.
@@ -139,6 +141,7 @@ class WorkerGroup:
         self._owner_pid = os.getpid()
         self.life = Lifecycle("the pipeline", self._end)
         self.at_end: list[Callable[[], object]] = []
+        self.at_last: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = 0
         self._turns = 0  # the number of items that this generation was fed
         self._recovers = False
@@ -355,6 +358,8 @@ class WorkerGroup:
         with ExitStack() as steps:
             if self._status_server is not None:
                 steps.callback(self._status_server.close)
+            for at_last in self.at_last:
+                steps.callback(at_last)
             steps.callback(self._close_forks)
             if self._cluster is not None:
                 steps.callback(self._cluster.close)
@@ -473,7 +478,10 @@ class WorkerGroup:
             if origin.folder is None:
                 return origin, None
             try:
-                return origin, newest_good(origin.folder)[1]
+                manifest = newest_good(origin.folder)[1]
+                if manifest.run != origin.run:
+                    raise CheckpointError(f"{origin.folder} was made by another run meanwhile")
+                return origin, manifest
             except CheckpointError as error:
                 if len(self.log.origins) == 1:
                     raise

@@ -169,7 +169,7 @@ def require_folder(checkpoints: Checkpoints | None) -> None:
     if checkpoints is None or checkpoints.every is None:
         return
     try:
-        checkpoints.path.mkdir(parents=True, exist_ok=True)
+        checkpoints.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=checkpoints.path):
             pass
     except OSError as error:

@@ -181,6 +181,7 @@ class RunState:
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
             slack=list(plan.shape.slack),
             identity=self._identity().plain(),
+            run=self._checkpointer.run,
         )
 
     # -- loading --------------------------------------------------------------------------------
@@ -199,8 +200,13 @@ class RunState:
         self._restore(found, manifest, same_optimizer)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
         here = dataclasses.replace(
-            self._group.origin(), folder=found, floor=self._floor, with_optimizer=same_optimizer
+            self._group.origin(),
+            folder=found,
+            run=manifest.run,
+            floor=self._floor,
+            with_optimizer=same_optimizer,
         )
+        self._checkpointer.run = manifest.run or self._checkpointer.run
         self._group.log.begin(here)
         self._count_from(manifest)
         self.resumed = manifest
@@ -236,7 +242,7 @@ class RunState:
                 f"{found} was made with {manifest.per_update} micro-batches per update, this "
                 f"pipeline has {per_update}; give the same number to Pipeline"
             )
-        if misfit := self._model.first_misfit(shapes(found)):
+        if misfit := self._model.first_misfit(shapes(found, manifest.files)):
             raise CheckpointError(f"{found} was made with another model: {misfit}")
         if optimizer:
             self._identity().compare(manifest.identity, found, accept)
@@ -274,6 +280,7 @@ class RunState:
         """
         folder = self._checkpointer.folder
         assert folder is not None
+        self._checkpointer.hold(folder)
         if not checkpoints(folder):
             _log.warning("there is no checkpoint in %s yet; the run begins at its start", folder)
             return

@@ -17,10 +17,24 @@ from typing import Any
 
 import msgpack
 
+from pipedream_rt.schema import fields, line, list_of, number, problem_of, text, whole
+
 _TIMEOUT_S = 2.0
 _LARGEST = 1 << 20
 
 Status = dict[str, Any]
+
+_WORKER = fields(
+    {
+        "name": line(100), "stages": line(1 << 16), "process": line(300), "silent_s": number,
+        "rss": whole(0), "doing": text(1 << 16),
+    }
+)  # fmt: skip
+_STATUS = {
+    "pid": whole(1), "ns": whole(0), "schedule": line(256), "generation": whole(0),
+    "restarts": whole(0), "losses": whole(0), "fed": whole(0), "workers": list_of(_WORKER),
+}  # fmt: skip
+"""The fields of a status record."""
 
 
 def folder() -> Path:
@@ -117,7 +131,11 @@ def ask(path: Path) -> Status:
         data = bytearray()
         while len(data) < _LARGEST and (block := connection.recv(1 << 16)):
             data += block
-    found = msgpack.unpackb(data)
-    if not isinstance(found, dict):
-        raise ValueError(f"the answer from {path} is no status record")
+    try:
+        found = msgpack.unpackb(data)
+    except (RecursionError, msgpack.UnpackException) as error:
+        raise ValueError(f"the answer from {path} is no status record: {error}") from error
+    if not isinstance(found, dict) or (problem := problem_of(found, _STATUS)):
+        what = problem if isinstance(found, dict) else "it is no record"
+        raise ValueError(f"the answer from {path} is no status record: {what}")
     return found

@@ -13,12 +13,66 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from pipedream_rt.errors import TraceError
+from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.spans import SPAN, Spans
 from pipedream_rt.schedules import Action, Kind, Plan
+from pipedream_rt.schema import (
+    fields,
+    line,
+    list_of,
+    printable,
+    problem_of,
+    read_file,
+    row,
+    truth,
+    whole,
+)
 
 _MAGIC = "pipedream-rt trace"
 _VERSION = 2
+
+_LARGEST = 1 << 34
+"""Bytes that a trace may have: as many spans as no run leaves."""
+
+_MOST = 1 << 16
+"""Stages, workers and edges that a plan in a trace may have."""
+
+_HEADER = {
+    "plan": fields(
+        {
+            "name": line(256),
+            "workers": whole(1, _MOST),
+            "per_update": whole(1),
+            "stages_per_worker": whole(1, _MOST),
+            "slack": list_of(whole(0, 1 << 31), _MOST),
+            "layers": list_of(list_of(line(1 << 12)), _MOST),
+            "hosts": list_of(whole(0, _MOST), _MOST),
+            "links": list_of(row(whole(-1, _MOST), whole(-1, _MOST)), _MOST),
+            "replicas": list_of(whole(1, _MOST), _MOST),
+        }
+    ),
+    "credits": whole(0),
+    "simulated": truth,
+    "workers": list_of(
+        fields(
+            {
+                "name": line(100),
+                "dropped": whole(0),
+                "clock_error_ns": whole(0),
+                "peak_memory_bytes": whole(0),
+            }
+        ),
+        _MOST,
+    ),
+    "stage_bytes": list_of(whole(0), _MOST),
+    "activation_bytes": list_of(whole(0), _MOST),
+}
+"""The fields of the header of a trace."""
+
+_UNREADABLE = (
+    msgpack.UnpackException, ValueError, TypeError, KeyError, RecursionError, ConfigError,
+)  # fmt: skip
+"""Errors of a header that is none."""
 
 INJECTED, LOSS_CAME = ord("N"), ord("L")
 """The kinds of the coordinator's spans: the injection of a micro-batch, the arrival of a loss."""
@@ -140,7 +194,7 @@ class Trace:
             TraceError: There is no such file, or it does not hold a whole trace.
         """
         try:
-            data = Path(path).read_bytes()
+            data = read_file(path, _LARGEST)
         except (OSError, ValueError) as error:  # a path may hold a NUL
             reason = getattr(error, "strerror", None) or error
             raise TraceError(f"the trace {path} cannot be read: {reason}") from error
@@ -148,7 +202,7 @@ class Trace:
         unpacker.feed(data)
         try:
             magic, version, packed, digest = unpacker.unpack()
-        except (msgpack.UnpackException, ValueError, TypeError) as error:
+        except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
             raise TraceError(
                 f"{path} is no trace of pipedream-rt, or its beginning is missing"
             ) from error
@@ -156,15 +210,21 @@ class Trace:
             raise TraceError(f"{path} is no trace of pipedream-rt")
         if version != _VERSION:
             raise TraceError(
-                f"{path} is a trace of format {version}, this version reads format {_VERSION}"
+                f"{path} is a trace of format {printable(repr(version), 20)}, this version reads "
+                f"format {_VERSION}"
             )
         spans = memoryview(data)[unpacker.tell() :]
         if not isinstance(packed, bytes) or digest != _digest(packed, spans):
             raise TraceError(f"the trace {path} is cut or changed: its checksum does not fit")
         try:
-            return _made(msgpack.unpackb(packed), np.frombuffer(spans, dtype=SPAN))
-        except (msgpack.UnpackException, ValueError, TypeError, KeyError) as error:
-            raise TraceError(f"the header of the trace {path} makes no sense: {error!r}") from error
+            header = msgpack.unpackb(packed)
+            problem = problem_of(header, _HEADER) if isinstance(header, dict) else "it is none"
+            if problem:
+                raise ValueError(problem)
+            return _made(header, np.frombuffer(spans, dtype=SPAN))
+        except _UNREADABLE as error:
+            reason = printable(str(error))
+            raise TraceError(f"the header of the trace {path} makes no sense: {reason}") from error
 
 
 def _digest(packed: bytes, spans: memoryview) -> bytes:

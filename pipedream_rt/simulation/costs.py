@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import printable, read_file
 
 Samples: TypeAlias = tuple[float, ...]
 """The seconds that an action takes on each micro-batch (or update) in turn, which repeat."""
 
 _MOST = 1e15
 """The largest time, size or speed; a larger one is a mistake, and may exceed 64 bits in ns."""
+
+_LARGEST = 1 << 24
+"""Bytes that a file of costs may have."""
 
 _PER_STAGE = ("forward", "backward", "input_gradient", "weight_gradient", "step")
 _BYTES = {
@@ -207,11 +211,14 @@ class Costs:
             ConfigError: The file cannot be read, or a name or value in it is no cost.
         """
         try:
-            found = json.loads(Path(path).read_text())
+            found = json.loads(read_file(path, _LARGEST))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"costs cannot be read from {path}: {error}") from error
+            reason = getattr(error, "strerror", None) or printable(str(error))
+            raise ConfigError(f"costs cannot be read from {path}: {reason}") from error
         if not isinstance(found, dict):
-            raise ConfigError(f"costs in {path} must be a JSON object, not {found!r}")
+            raise ConfigError(
+                f"costs in {path} must be a JSON object, not {printable(repr(found), 60)}"
+            )
         return costs_of(found)
 
 
@@ -239,7 +246,7 @@ def parsed(name: str, value: Any) -> Any:
     """
     known = [field.name for field in fields(Costs)]
     if name not in known:
-        raise ConfigError(f"costs: {name!r} is none of {', '.join(known)}")
+        raise ConfigError(f"costs: {printable(repr(name), 60)} is none of {', '.join(known)}")
     entries = value if isinstance(value, list | tuple) else [value]
     if name in _PER_STAGE:
         return tuple(
@@ -252,7 +259,7 @@ def parsed(name: str, value: Any) -> Any:
     if name == "speed":
         return tuple(_number(name, entry) for entry in entries)
     if len(entries) != 1:
-        raise ConfigError(f"costs: {name} is one value, not {value!r}")
+        raise ConfigError(f"costs: {name} is one value, not {printable(repr(value), 60)}")
     return rate(entries[0]) if name == "bandwidth" else seconds(entries[0])
 
 
@@ -315,7 +322,8 @@ def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:
         raise ConfigError(
-            f"{text!r} is no {what}; expected a number and one of {', '.join(filter(None, units))}"
+            f"{printable(repr(text), 60)} is no {what}; expected a number and one of "
+            f"{', '.join(filter(None, units))}"
         )
     return _number(what, match[1]) * units[match[2]]
 
@@ -329,9 +337,9 @@ def _number(what: str, value: str | float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{str(value)[:40]!r} is no {what}") from None
+        raise ConfigError(f"{printable(str(value), 40)!r} is no {what}") from None
     if isinstance(value, bool) or not math.isfinite(number):
-        raise ConfigError(f"{value!r} is no {what}")
+        raise ConfigError(f"{printable(repr(value), 40)} is no {what}")
     return number
 
 

@@ -109,6 +109,11 @@ class StageHost:
             return stage.module
         return stage.optimizer and stage.optimizer.torch_optimizer
 
+    def remove_parts(self) -> None:
+        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
+        if self._loop is not None:
+            self._loop.remove_parts()
+
     def _run(self) -> None:
         """Build each stage from its `Start` message, reply `Ready`, and run all of them.
 

@@ -142,6 +142,11 @@ class Loop:
         for hosted in self._hosted.values():
             hosted.saver.close()
 
+    def remove_parts(self) -> None:
+        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
+        for hosted in self._hosted.values():
+            hosted.saver.remove_part()
+
     def _run_until_flush(self) -> None:
         """Follow the order from a point where nothing is in flight to the end of the next flush."""
         order = self._plan.order(self._worker, self._first.stage.next_forward)

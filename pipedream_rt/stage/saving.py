@@ -8,7 +8,8 @@ waits for the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class StageSaver:
         self._num_stages = num_stages
         self._tell = tell
         self._saving: _Saving | None = None
+        self._part: Path | None = None
         self._writer: ThreadPoolExecutor | None = None
 
     @torch.no_grad()
@@ -91,7 +93,7 @@ class StageSaver:
             folder: Folder of the checkpoint.
             step: Number of updates after which the checkpoint is made.
         """
-        module = self._stage.module
+        module, self._part = self._stage.module, Path(folder)
         # All other entries are those of weights, or made of them by a layer's own state dict.
         buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
         state = module.state_dict(keep_vars=True)
@@ -190,6 +192,15 @@ class StageSaver:
             state.extra,
         )
 
+    def remove_part(self) -> None:
+        """Remove the unfinished checkpoint that was begun last, as its run is dead. Any thread.
+
+        A checkpoint that is whole has another name by now.
+        """
+        part = self._part
+        if part is not None and part.name.endswith(".part"):
+            shutil.rmtree(part, ignore_errors=True)
+
     def close(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._writer is not None:
@@ -200,6 +211,7 @@ class StageSaver:
 def restore_stage(
     stage: Stage,
     folder: str,
+    files: Collection[str],
     step: int,
     plain: dict[str, Any],
     floor: int,
@@ -210,6 +222,7 @@ def restore_stage(
     Args:
         stage: The stage.
         folder: Folder of the checkpoint.
+        files: The names that its manifest lists.
         step: Number of updates after which the checkpoint was made.
         plain: The part of the optimizer state that is no tensor, by parameter and name.
         floor: The oldest weight version that a micro-batch to come may read.
@@ -228,7 +241,7 @@ def restore_stage(
     slots = buffer_slots(stage.module)
     there = stage.module.state_dict()
     keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
-    state = read_stage(Path(folder), keys, names, list(slots), plain)
+    state = read_stage(Path(folder), files, keys, names, list(slots), plain)
     needed = range(read, step) if names else range(0)
     whole = all(version in state.versions for version in needed)
     older = {version: state.versions[version] for version in needed} if whole else {}

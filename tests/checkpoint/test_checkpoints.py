@@ -7,11 +7,12 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import SHARED, committing, state, write
 
 from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import (
     Manifest,
-    Part,
+    RunLock,
     StageState,
     checkpoints,
     newest_good,
@@ -25,45 +26,6 @@ from pipedream_rt.checkpoint import (
 )
 
 
-@contextlib.contextmanager
-def committing(root, step):
-    part = Part(root, step)
-    try:
-        yield part.folder
-        part.commit()
-    finally:
-        part.abandon()
-
-
-SHARED = torch.arange(6.0).view(2, 3)
-
-
-def state(stage, step):
-    names = (f"{stage}.weight", f"{stage}.bias")
-    return StageState(
-        weights={
-            names[0]: (SHARED.t() + step).contiguous(),
-            names[1]: torch.zeros(0),
-            f"{stage}.n": torch.tensor(step),
-        },
-        optimizer={names[0]: {"m": SHARED * 2, "on": True, "none": None}},
-        versions={step - 1: {name: torch.ones(2) for name in names}},
-    )  # fmt: skip
-
-
-def write(root, step=7, stages=2, **changes):
-    with committing(root, step) as part:
-        files, plain, weights = {}, {}, {}
-        for stage in range(stages):
-            written = write_stage(part, stage, stages, state(stage, step))
-            for whole, of_stage in zip((files, plain, weights), written):
-                whole.update(of_stage)
-        about = {"schedule": "async-1f1b", "workers": 2, "stages_per_worker": 1, "per_update": 1}
-        manifest = Manifest(step=step, files=files, plain=plain, **about, **changes)
-        write_manifest(part, manifest, weights)
-    return checkpoints(root)[0]
-
-
 def test_what_is_written_is_read(tmp_path):
     folder = write(tmp_path, groups=[{"lr": 0.1}], extra={"epoch": 3, "names": ["a"]})
     assert os.listdir(tmp_path) == ["step-00000007"]
@@ -71,7 +33,12 @@ def test_what_is_written_is_read(tmp_path):
     assert (manifest.step, manifest.groups) == (7, [{"lr": 0.1}])
     assert manifest.extra == {"epoch": 3, "names": ["a"]}
     found = read_stage(
-        folder, ["1.weight", "1.bias", "1.n"], ["1.weight", "1.bias"], [], manifest.plain
+        folder,
+        manifest.files,
+        ["1.weight", "1.bias", "1.n"],
+        ["1.weight", "1.bias"],
+        [],
+        manifest.plain,
     )
     expected = state(1, 7)
     for key, tensor in expected.weights.items():
@@ -81,7 +48,9 @@ def test_what_is_written_is_read(tmp_path):
     assert torch.equal(found.optimizer["1.weight"]["m"], SHARED * 2)
     assert found.versions.keys() == {6}
     # Of a stage that has a parameter whose older version is not there.
-    assert not read_stage(folder, ["1.n"], ["1.weight", "9.w"], [], manifest.plain).versions
+    assert not read_stage(
+        folder, manifest.files, ["1.n"], ["1.weight", "9.w"], [], manifest.plain
+    ).versions
 
 
 def test_other_tools_find_the_weights(tmp_path):
@@ -92,7 +61,7 @@ def test_other_tools_find_the_weights(tmp_path):
         whole.update(load_file(folder / name))
     assert whole.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
-    assert shapes(folder)["0.weight"] == (3, 2)
+    assert shapes(folder, verify(folder).files)["0.weight"] == (3, 2)
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "emptied", "removed"])
@@ -127,11 +96,11 @@ def test_what_was_not_finished_is_not_there(tmp_path):
         write_stage(part, 0, 1, state(0, 7))
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["step-00000006"]
-    # A process that was killed leaves a part, which the next one removes.
+    # A process that was killed leaves a part, which the next run removes.
     (tmp_path / ".step-00000008.1.part").mkdir()
     assert newest_good(tmp_path)[1].step == 6
-    write(tmp_path, step=9)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000006", "step-00000009"]
+    RunLock(tmp_path).release()
+    assert os.listdir(tmp_path) == ["step-00000006"]
 
 
 def test_the_same_step_is_replaced(tmp_path):
@@ -145,6 +114,8 @@ def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path):
     write(tmp_path, step=6)
     write(tmp_path, step=7).rename(tmp_path / ".step-00000007.old.part")
     assert newest_good(tmp_path)[1].step == 7
+    (tmp_path / "step-00000007").rename(tmp_path / ".step-00000007.old.part")
+    RunLock(tmp_path).release()
     write(tmp_path, step=8)
     assert [f.name for f in checkpoints(tmp_path)] == [f"step-0000000{n}" for n in (8, 7, 6)]
 

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import msgpack
 import pytest
 import torch
@@ -10,6 +12,7 @@ from pipedream_rt.checkpoint.manifest import (
     refuse_unsaveable,
     seal,
 )
+from pipedream_rt.coordinator.results import StepResult
 
 
 def manifest(**changes):
@@ -23,8 +26,13 @@ def written(folder, data):
 
 
 def test_a_manifest_comes_back_as_it_was(tmp_path):
-    place = {"epoch": 1, "state": [b"bytes", None, 2.5, {7: "a number as a key"}]}
-    before = manifest(groups=[{"lr": 0.1}], place=place, results=[{"step": 2}])
+    state = [b"bytes", None, 2.5, {7: "a number as a key"}]
+    place = {"epoch": 1, "drawn": 2, "loader": state, "warm": False}
+    result = StepResult(
+        step=2, loss=1.5, losses=(1.5,), versions=(0, 1), staleness=1, busy_s=(0.1, 0.2)
+    )
+    results = [msgpack.unpackb(msgpack.packb(asdict(result)))]
+    before = manifest(groups=[{"lr": 0.1}], place=place, results=results, run="a" * 32)
     assert read_manifest(written(tmp_path, seal(before))) == before
 
 
@@ -65,7 +73,7 @@ def test_plain_values_are_numbers_texts_and_lists_of_them(value, plain):
 
 def test_a_manifest_of_another_format_is_named(tmp_path):
     data = msgpack.packb(["pipedream-rt checkpoint", 9, b"", b""])
-    with pytest.raises(CheckpointError, match="of format 9, this version reads 3"):
+    with pytest.raises(CheckpointError, match="of format 9, this version reads 4"):
         read_manifest(written(tmp_path, data))
 
 

@@ -1,6 +1,7 @@
 """A stage's part of a checkpoint: copied between two actions, written by a thread of its own."""
 
 import copy
+import os
 
 import cloudpickle
 import pytest
@@ -153,7 +154,9 @@ def read(run, folder, plain=None):
     module = run.stage.module
     slots = list(buffer_slots(module))
     keys = [key for key in module.state_dict() if key not in slots]
-    return read_stage(folder, keys, list(run.stage.parameters.named), slots, plain or {})
+    return read_stage(
+        folder, os.listdir(folder), keys, list(run.stage.parameters.named), slots, plain or {}
+    )
 
 
 # -- saving -----------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ def test_without_an_optimizer_there_is_no_state_of_one(tmp_path):
     run.closed()
     assert read(run, tmp_path).optimizer == {}
     again = Run(optimizer=None)
-    assert restore_stage(again.stage, str(tmp_path), 0, {}, 0)
+    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 0, {}, 0)
     assert_same(again.stage.module.state_dict(), run.stage.module.state_dict())
 
 
@@ -287,7 +290,7 @@ def test_a_stage_goes_on_bit_for_bit(tmp_path, plan, optimizer):
     undisturbed = Run(plan=plan, optimizer=optimizer).go(8, 4, tmp_path, 4).closed()
     ((_, (_, plain, _, _)),) = undisturbed.told
     again = Run(plan=plan, optimizer=optimizer)
-    assert restore_stage(again.stage, str(tmp_path), 4, plain, 0)
+    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, plain, 0)
     assert (again.stage.next_forward, again.stage.ended) == (4, 4)
     again.go(8)
     assert_same(again.state(), undisturbed.state())
@@ -310,7 +313,7 @@ def test_optimizer_state_that_is_no_tensor_comes_from_the_manifest(tmp_path):
     ((_, (_, plain, _, _)),) = run.told
     assert plain == {"0.weight": {"steps": 4}, "0.bias": {"steps": 4}}
     again = Run([nn.Linear(4, 4)], optimizer=Plain)
-    restore_stage(again.stage, str(tmp_path), 4, plain, 0)
+    restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, plain, 0)
     assert again.stage.optimizer.state() == plain
 
 
@@ -332,7 +335,7 @@ def test_versions_below_the_floor_are_not_read_again(tmp_path, floor, versions):
     """As after weights were loaded in the middle of the run that made the checkpoint."""
     Run().go(8, 4, tmp_path, 4).closed()
     again = Run()
-    assert restore_stage(again.stage, str(tmp_path), 4, {}, floor)
+    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, {}, floor)
     assert read_by(again) == versions
 
 
@@ -342,7 +345,7 @@ def test_where_an_older_version_is_missing_the_newest_is_read(tmp_path):
     run.saver.begin(POSITION, str(tmp_path), 4)
     run.closed()
     again = Run()
-    assert not restore_stage(again.stage, str(tmp_path), 4, {}, 0)
+    assert not restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, {}, 0)
     assert read_by(again) == [4, 4, 4]
 
 
@@ -350,6 +353,6 @@ def test_a_stage_without_weights_misses_no_version(tmp_path):
     run = Run([nn.BatchNorm1d(4, affine=False)]).go(8, 4, tmp_path, 4).closed()
     assert len(run.told) == 1
     again = Run([nn.BatchNorm1d(4, affine=False)])
-    assert restore_stage(again.stage, str(tmp_path), 4, {}, 0)
+    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, {}, 0)
     again.go(8)
     assert_same(again.state(), run.state())

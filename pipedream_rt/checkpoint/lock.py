@@ -1,0 +1,164 @@
+"""The lock of a run's folder: one run at a time writes checkpoints there.
+
+The kernel keeps the lock (``flock``) and lets go of it when its owner ends, however that happens;
+so a dead owner keeps nobody out, and nothing has to be cleared away. It is on the folder itself.
+NFS locks files alone, between machines too: there a file in the folder stands for it. Where a file
+system keeps no locks at all, that is logged, and the folder is used all the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from pipedream_rt.checkpoint.layout import BEING_REPLACED, give_back, remove_parts
+from pipedream_rt.errors import CheckpointError
+from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.schema import line, printable, problem_of, read_file, whole
+
+_log = logging.getLogger(__name__)
+
+_FILE = ".pipedream-rt.lock"
+_OWNER = {"pid": whole(1), "host": line(255)}
+_LARGEST = 1 << 12
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class _Held:
+    """A locked file or folder, closed in every forked child.
+
+    Args:
+        path: The file or folder.
+        flags: How to open it.
+
+    Raises:
+        OSError: It cannot be opened or locked; a `BlockingIOError` if somebody else has locked it.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        """Open and lock it."""
+        self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            self.close()
+            raise
+        close_in_forked_children(self)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Give the lock up. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RunLock:
+    """The lock of a folder, held from when this object is made until `release`.
+
+    Args:
+        root: Folder of the run; made if it is not there.
+
+    Raises:
+        CheckpointError: Another run holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Take the lock, and clear away what a run left that died while it wrote."""
+        self._root = root
+        self._held: _Held | None = None
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Locked as what it is: the folder may be reached by a link.
+            real = root.resolve()
+            try:
+                self._held = _Held(real, os.O_RDONLY | os.O_DIRECTORY)
+            except OSError as error:
+                if error.errno != errno.EBADF:  # NFS's word for a lock on a folder
+                    raise
+                self._held = _Held(real / _FILE, os.O_RDWR | os.O_CREAT)
+                _write_owner(self._held)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{root} is in use by {_owner_of(root)}, which writes its checkpoints there; two "
+                "runs in one folder would destroy each other's. Give each its own folder, or end "
+                "the other one first"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise CheckpointError(
+                    f"checkpoints cannot be written to {root}: {error}"
+                ) from error
+            _log.warning(
+                "the file system of %s keeps no locks: see to it that no other run writes "
+                "checkpoints there", root,
+            )  # fmt: skip
+        give_back(root)
+        remove_parts(root)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the folder that is locked is still the one that the path names."""
+        if self._held is None:
+            return True
+        try:
+            place, held = os.stat(self._root), os.fstat(self._held.fileno())
+            if (place.st_dev, place.st_ino) == (held.st_dev, held.st_ino):
+                return True
+            file = os.stat(self._root / _FILE, follow_symlinks=False)
+            return (file.st_dev, file.st_ino) == (held.st_dev, held.st_ino)
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Let go of the folder. Idempotent."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def give_back_if_idle(root: Path) -> None:
+    """Give a checkpoint its name again that was being replaced when its run died.
+
+    Args:
+        root: Folder of a run. If a run is at work there, or the folder can only be read, nothing
+            is done.
+    """
+    if any(root.glob(f".step-*{BEING_REPLACED}")):
+        with suppress(CheckpointError):
+            RunLock(root).release()
+
+
+def _write_owner(held: _Held) -> None:
+    """Write into a locked file who has it; that text is for people alone."""
+    about = {"pid": os.getpid(), "host": printable(socket.gethostname(), 200)}
+    with suppress(OSError):  # as on a full disk
+        os.ftruncate(held.fileno(), 0)
+        os.pwrite(held.fileno(), json.dumps(about).encode(), 0)
+
+
+def _owner_of(root: Path) -> str:
+    """Return who holds a lock: by the kernel's list, or by the file, which anybody may write."""
+    with suppress(OSError, ValueError, IndexError):
+        place = os.stat(root)
+        for entry in read_file("/proc/locks", 1 << 24).decode().splitlines():
+            kind, _, _, pid, where = entry.split()[1:6]
+            major, minor, inode = where.split(":")
+            device = os.makedev(int(major, 16), int(minor, 16))
+            if kind == "FLOCK" and (device, int(inode)) == (place.st_dev, place.st_ino):
+                return f"process {int(pid)}"
+    with suppress(OSError, ValueError, RecursionError):
+        owner = json.loads(read_file(root / _FILE, _LARGEST, follow=False))
+        if isinstance(owner, dict) and not problem_of(owner, _OWNER):
+            return f"process {owner['pid']} on {owner['host']}"
+    return "another process"
