@@ -28,12 +28,14 @@ from pipedream_rt.cluster.control import (
     VERSION,
     Control,
 )
-from pipedream_rt.cluster.environment import read_secret, secret_pipe
+from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
 from pipedream_rt.cluster.records import Record, is_name
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError
 from pipedream_rt.schema import printable
+from pipedream_rt.transport.tcp import prepare
+from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -96,7 +98,8 @@ def main(
                 "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
                 "the same text here and where the script runs, or write it to --secret-stdin"
             )
-        code = _serve_at(address, timeout, persist, _Worker(name, threads, secret, bind), failures)
+        worker = _Worker(name, threads, secret, bind, tls_of_environment())
+        code = _serve_at(address, timeout, persist, worker, failures)
     except PipelineError as error:
         _log.error("%s", error)
         code = EXIT_FAILED
@@ -177,12 +180,14 @@ class _Worker:
         threads: Number of threads for torch's own parallel loops.
         secret: The secret of the job; None over an inherited connection, whose call carries it.
         bind: Network interface to listen on for other workers; None for loopback.
+        tls: Encrypts its connections; None to leave them.
     """
 
     name: str
     threads: int
     secret: bytes | None = None
     bind: str | None = None
+    tls: Tls | None = None
 
 
 def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, failures: int) -> int:
@@ -205,7 +210,11 @@ def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, fa
     while True:
         if failures:
             _pause(min(_LONGEST_PAUSE_S, 2.0 ** (failures - 1)))
-        control = Control(_connect(address, timeout_s), "the coordinator")
+        connection = _connect(address, timeout_s)
+        here = str(connection.getsockname()[0])
+        if worker.tls is not None:
+            connection = worker.tls.wrap(connection, True)
+        control = Control(connection, "the coordinator", here)
         try:
             return serve(control, worker)
         except _NoPlace as problem:
@@ -240,6 +249,7 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
                 (host, port), timeout=max(1.0, deadline.remaining_s() or 0.0)
             )
             connection.settimeout(None)
+            prepare(connection)
             return connection
         except socket.gaierror as error:
             raise ConfigError(f"{host!r} is no host: {error}") from error
@@ -297,7 +307,7 @@ def serve(control: Control, worker: _Worker) -> int:
         return EXIT_AGAIN
     _expect(welcome, "welcome")
     try:
-        code: int = host_stage(control, welcome, worker.threads, secret, worker.bind)
+        code: int = host_stage(control, welcome, worker.threads, secret, worker.bind, worker.tls)
         return code
     except PeerLost as error:
         _log.error("%s", error)

@@ -36,6 +36,7 @@ from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import link_key
 from pipedream_rt.transport.rpc import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
+from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -59,7 +60,12 @@ gives up first: it can ask all stages what they wait for."""
 
 
 def host_stage(
-    control: Control, welcome: Record, threads: int, secret: bytes, bind: str | None
+    control: Control,
+    welcome: Record,
+    threads: int,
+    secret: bytes,
+    bind: str | None,
+    tls: Tls | None = None,
 ) -> int:
     """Join the group that a welcome describes and run the worker's stages in it.
 
@@ -72,6 +78,7 @@ def host_stage(
         threads: Number of threads for torch's own parallel loops.
         secret: The secret of the job.
         bind: Network interface to listen on; None for loopback.
+        tls: Encrypts the links to other members that are not inherited; None to leave them.
 
     Returns:
         Exit code of the process.
@@ -92,7 +99,7 @@ def host_stage(
     transport = SocketTransport(group)
     endpoint = Endpoint(group, transport.tunnel, timeout)
     try:
-        _join(control, welcome, group, transport, endpoint, bind)
+        _join(control, welcome, group, transport, endpoint, bind, tls)
     except (PipelineError, RuntimeError) as error:
         _log.error("could not join the group: %s", error)
         with suppress(PeerLost):
@@ -125,6 +132,7 @@ def _join(
     transport: SocketTransport,
     endpoint: Endpoint,
     bind: str | None,
+    tls: Tls | None,
 ) -> None:
     """Get the links to all other members, and join torch RPC.
 
@@ -142,7 +150,7 @@ def _join(
             control.send({"type": "door", "host": host, "port": port})
             doors = _expect(control, "doors", deadline)["by_name"]
             places = {rank: tuple(doors[name]) for rank, name in enumerate(group.names)}
-            transport.connect(Meeting(group, door, places, deadline).meet(control.has_come))
+            transport.connect(Meeting(group, door, places, deadline, tls).meet(control.has_come))
     endpoint.join(deadline)
 
 

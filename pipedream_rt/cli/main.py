@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pipedream_rt import __version__
+from pipedream_rt.cli.certificate import certificate
 from pipedream_rt.cli.checkpoint import checkpoint
 from pipedream_rt.cli.run import run, worker
 from pipedream_rt.cli.schedule import schedule
@@ -35,5 +36,5 @@ def main() -> None:
     """Asynchronous pipeline-parallel training for PyTorch."""
 
 
-for _command in (checkpoint, run, schedule, simulate, status, timeline, worker):
+for _command in (certificate, checkpoint, run, schedule, simulate, status, timeline, worker):
     main.add_command(_command)

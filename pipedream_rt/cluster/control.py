@@ -86,9 +86,11 @@ class Control:
     Args:
         connection: A connected stream socket.
         peer: Name of the other end, for error messages.
+        local_host: Numeric address of this end of a connection between processes that do not
+            inherit it; empty for a socket pair, which one process made.
     """
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, local_host: str = "") -> None:
         """Take the socket over: `close` closes it."""
         self.peer = peer
         self._socket = connection
@@ -100,9 +102,7 @@ class Control:
         self._open_with: tuple[bytes, bytes] | None = None
         self._sent = self._received = 0
         self._largest = _LARGEST_OF_A_STRANGER
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _notice_silence(connection)
+        self._local_host = local_host
 
     def fileno(self) -> int:
         """Descriptor of the socket, for selectors."""
@@ -111,14 +111,12 @@ class Control:
     @property
     def is_local(self) -> bool:
         """Whether the connection is a socket pair, which one process made."""
-        return self._socket.family == socket.AF_UNIX
+        return not self._local_host
 
     @property
     def local_host(self) -> str:
         """Numeric address of this end; loopback for a socket pair."""
-        if self.is_local:
-            return "127.0.0.1"
-        return str(self._socket.getsockname()[0])
+        return self._local_host or "127.0.0.1"
 
     def secure(self, key: bytes, ours: bytes, theirs: bytes) -> None:
         """Sign every record from now on, and accept none that is not signed.
@@ -309,16 +307,3 @@ class Control:
 def _fd_of(end: socket.socket) -> bytes:
     """Return the descriptor of a socket, as the kernel wants it beside a message."""
     return struct.pack("@i", end.fileno())
-
-
-def _notice_silence(connection: socket.socket) -> None:
-    """Have the kernel find out, within half a minute, that the other machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # The last one is for an end that has sent something: then the kernel sends no keep-alive, and
-    # without this option goes on sending again for a quarter of an hour.
-    options = {
-        "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000
-    }  # fmt: skip
-    for option, value in options.items():
-        if hasattr(socket, option):  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

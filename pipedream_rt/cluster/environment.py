@@ -11,9 +11,11 @@ import itertools
 import math
 import os
 import string
+from pathlib import Path
 
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.transport.tls import Tls
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 """`pipedream-rt run` sets it for the script: descriptor of the socket at which its workers join."""
@@ -39,6 +41,10 @@ SECRET_FD = "PIPEDREAM_RT_SECRET_FD"
 SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
 """`pipedream-rt run` sets it for the script: descriptor of the socket over which the script asks
 for all workers to be replaced."""
+
+TLS = "PIPEDREAM_RT_TLS"
+"""The user sets it for the script and for the workers that are started elsewhere: the folder with
+the certificate and the key with which they encrypt their connections."""
 
 _SHORTEST_SECRET = 16
 """Characters that a secret of the user's must have at least."""
@@ -138,6 +144,16 @@ def bits_of(text: str) -> float:
 def _slowly(text: str) -> bytes:
     """Make a key of a text, at a cost that makes guessing dear: 16 MiB and some 50 ms for each."""
     return hashlib.scrypt(text.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=NONCE)
+
+
+def tls_of_environment() -> Tls | None:
+    """Return what encrypts the connections of this process; None if the environment names none.
+
+    Raises:
+        ConfigError: The certificates cannot be used.
+    """
+    folder = os.environ.get(TLS, "")
+    return Tls.of_folder(Path(folder)) if folder else None
 
 
 def secret_of_environment() -> bytes:

@@ -24,6 +24,7 @@ from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import link_key
 from pipedream_rt.transport.rpc import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
+from pipedream_rt.transport.tls import Tls
 
 _TURN_S = 0.5
 """Seconds after which the deadlines are looked at again, whatever comes."""
@@ -44,6 +45,7 @@ class Formation:
         local: The workers that were started here, which says how one of them has ended.
         deadline: When to give up.
         heartbeat: How long a worker may be silent; it sends four signs of life in that time.
+        tls: Encrypts the links that are not inherited; None to leave them.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Formation:
         local: LocalWorkers,
         deadline: Deadline,
         heartbeat: timedelta,
+        tls: Tls | None = None,
     ) -> None:
         """Tell nobody yet."""
+        self._tls = tls
         self._heartbeat = heartbeat
         self._alive = Deadline(heartbeat)
         self._silent = {member.name: member for member in members}
@@ -145,7 +149,7 @@ class Formation:
                 with theirs:  # whose end is what `_exchange` waits for
                     if door is not None:
                         doors = {group.names.index(n): at for n, at in self._doors.result().items()}
-                        meeting = Meeting(group, door, doors, self._deadline)
+                        meeting = Meeting(group, door, doors, self._deadline, self._tls)
                         transport.connect(meeting.meet(lambda: self._given_up))
                     endpoint.join(self._deadline)
 

@@ -18,6 +18,7 @@ from pipedream_rt.cluster.environment import (
     SUPERVISOR_FD,
     read_secret,
     secret_of_environment,
+    tls_of_environment,
 )
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.in_process import InProcessCluster
@@ -114,7 +115,14 @@ def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
     with listening(*address) as listener:
         host, port = listener.getsockname()[:2]
         command = f"pipedream-rt worker {joined(host, port)} --name NAME"
-        return ProcessCluster(plan, listener=listener, secret=secret, command=command, **common)
+        return ProcessCluster(
+            plan,
+            listener=listener,
+            secret=secret,
+            command=command,
+            tls=tls_of_environment(),
+            **common,
+        )
 
 
 def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
@@ -135,7 +143,12 @@ def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
         assert _secret_of_run is not None
     with socket.socket(fileno=os.dup(int(os.environ[LISTEN_FD]))) as listener:
         return ProcessCluster(
-            plan, listener=listener, secret=_secret_of_run, replace=_replace_workers, **common
+            plan,
+            listener=listener,
+            secret=_secret_of_run,
+            replace=_replace_workers,
+            tls=tls_of_environment(),
+            **common,
         )
 
 

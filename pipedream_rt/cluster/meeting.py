@@ -34,6 +34,8 @@ from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import link_key, text_of
 from pipedream_rt.transport.signing import DIGEST, proof
+from pipedream_rt.transport.tcp import prepare
+from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +55,6 @@ _TURN_S = 0.1
 
 Connections = dict[int, tuple[socket.socket, bytes]]
 """A socket and the key of the link, by rank of the member at its other end."""
-
-Wrap = Callable[[socket.socket, bool], socket.socket]
-"""``wrap(connection, calls)`` encrypts a connection, which it takes over; see `tls`."""
-
-
-def _plain(connection: socket.socket, calls: bool) -> socket.socket:
-    """Leave a connection as it is."""
-    return connection
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +88,7 @@ class Meeting:
         door: Where this member listens; it does not block, and stays the caller's.
         addresses: Host and port of the door of each rank.
         deadline: When to give up.
-        wrap: Encrypts a connection.
+        tls: Encrypts the connections; None to leave them as they are.
     """
 
     def __init__(
@@ -103,14 +97,14 @@ class Meeting:
         door: socket.socket,
         addresses: Mapping[int, tuple[str, int]],
         deadline: Deadline,
-        wrap: Wrap = _plain,
+        tls: Tls | None = None,
     ) -> None:
         """Call nobody yet."""
         self._group = group
         self._door = door
         self._addresses = addresses
         self._deadline = deadline
-        self._wrap = wrap
+        self._tls = tls
         self._selector = selectors.DefaultSelector()
         self._talks: dict[_Talk, None] = {}  # oldest first
         self._met: Connections = {}
@@ -186,7 +180,21 @@ class Meeting:
             return
         if sum(not talk.calls for talk in self._talks) >= self._most:
             self._drop_oldest()
-        self._listen_to(_Talk(self._wrap(connection, False), False, wanted=_HELLO.size))
+        try:
+            talk = _Talk(self._ready(connection, False), False, wanted=_HELLO.size)
+        except OSError:  # whoever connected is gone again
+            connection.close()
+            return
+        self._listen_to(talk)
+
+    def _ready(self, connection: socket.socket, calls: bool) -> socket.socket:
+        """Set a connection up, and encrypt it where that is wanted.
+
+        Raises:
+            OSError: It has ended.
+        """
+        prepare(connection)
+        return connection if self._tls is None else self._tls.wrap(connection, calls)
 
     def _drop_oldest(self) -> bool:
         """Close the oldest connection that was let in; return whether there was one."""
@@ -235,7 +243,7 @@ class Meeting:
             raise OSError(code, os.strerror(code))
         self._selector.unregister(talk.socket)
         del self._talks[talk]
-        talk.socket = self._wrap(talk.socket, True)
+        talk.socket = self._ready(talk.socket, True)
         talk.wanted = _ANSWER.size
         self._listen_to(talk)
         shown = self._proof(b"hello", talk)

@@ -24,6 +24,7 @@ from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.rpc import Endpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
+from pipedream_rt.transport.tls import Tls
 
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to stop."""
@@ -52,6 +53,7 @@ class ProcessCluster:
             None where no launcher can.
         command: The command with which the user starts a worker elsewhere, for messages; empty if
             a launcher does that.
+        tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ProcessCluster:
         own: int = 0,
         replace: Callable[[], None] | None = None,
         command: str = "",
+        tls: Tls | None = None,
     ) -> None:
         """Start or await the workers and form a group with them; after an error nothing is left.
 
@@ -89,7 +92,7 @@ class ProcessCluster:
         self._rpc: Endpoint | None = None
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(threads, forks)
-        rendezvous = Rendezvous(plan, self._local, secret, heartbeat, command)
+        rendezvous = Rendezvous(plan, self._local, secret, heartbeat, command, tls)
         self._members = rendezvous.members
         self._watch = Watch(self._members, self._local, fail, heartbeat, command)
         try:
@@ -98,7 +101,7 @@ class ProcessCluster:
             self._local.start([f"worker-{i}" for i in range(count)])
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
-            formation = Formation(plan, self._members, self._local, deadline, heartbeat)
+            formation = Formation(plan, self._members, self._local, deadline, heartbeat, tls)
             group = formation.welcome(generation=generation, timeout=timeout, secret=secret)
             self._sockets = SocketTransport(group)
             self.transport: Transport = self._sockets

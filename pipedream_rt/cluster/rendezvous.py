@@ -22,6 +22,8 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import printable
+from pipedream_rt.transport.tcp import prepare
+from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Rendezvous:
         secret: The secret of the job.
         heartbeat: How long a worker that was started here may be silent.
         command: The command that starts a worker elsewhere, for messages.
+        tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
 
     Attributes:
         members: The workers that have come so far. Whoever made the rendezvous closes their
@@ -55,8 +58,10 @@ class Rendezvous:
         secret: bytes,
         heartbeat: timedelta,
         command: str = "",
+        tls: Tls | None = None,
     ) -> None:
         """Call nobody yet."""
+        self._tls = tls
         self._heartbeat_s = heartbeat.total_seconds()
         self._began = time.monotonic()
         self._most = most_strangers()
@@ -145,7 +150,12 @@ class Rendezvous:
             return
         try:
             host, port = connection.getpeername()[:2]
-            control = Control(connection, f"the worker at {joined(host, port)}")
+            here = str(connection.getsockname()[0])
+            prepare(connection)
+            connection.setblocking(True)
+            if self._tls is not None:
+                connection = self._tls.wrap(connection, False)
+            control = Control(connection, f"the worker at {joined(host, port)}", here)
             self._call(control)
         except (OSError, PeerLost):  # whoever connected is gone again
             connection.close()

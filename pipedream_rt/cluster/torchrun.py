@@ -20,7 +20,12 @@ import torch.distributed as dist
 
 from pipedream_rt.cluster.addresses import interface_towards, joined, listening
 from pipedream_rt.cluster.base import Cluster
-from pipedream_rt.cluster.environment import read_secret, secret_of_environment, secret_pipe
+from pipedream_rt.cluster.environment import (
+    read_secret,
+    secret_of_environment,
+    secret_pipe,
+    tls_of_environment,
+)
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.deadline import Deadline
@@ -67,7 +72,10 @@ def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
                 else secret_of_environment()
             )
             store.set(key, str(port))
-            return ProcessCluster(plan, listener=listener, own=own, secret=secret, **common)
+            tls = tls_of_environment()
+            return ProcessCluster(
+                plan, listener=listener, own=own, secret=secret, tls=tls, **common
+            )
     _join_rank_0(store, key, rank, common["threads"], deadline)
     raise AssertionError("execv does not return")
 

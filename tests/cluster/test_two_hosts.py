@@ -1,6 +1,7 @@
 """Jobs whose workers are on two machines, which are two network namespaces."""
 
 import functools
+import json
 import subprocess
 import sys
 import threading
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.two_hosts import A6, CONT, KILL, STOP, A, two_hosts, why_not
+
+from pipedream_rt.transport.tls import make_certificate
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -33,8 +36,8 @@ def hosts():
         yield both
 
 
-def script(hosts, *options, address=ADDRESS):
-    return hosts.start("a", SCRIPT, "--workers", address, *options)
+def script(hosts, *options, address=ADDRESS, **more):
+    return hosts.start("a", SCRIPT, "--workers", address, *options, **more)
 
 
 def test_faults_of_the_network_and_of_persistent_workers(hosts):
@@ -166,3 +169,44 @@ def test_what_keeps_a_worker_out_is_said_by_both_sides(hosts):
     assert f"no coordinator listened at {ADDRESS} within 0.5 s: connection refused" in nobody.text
     assert "within 0.5 s: network is unreachable" in away.text
     assert "--bind 'eth7': this machine has the interfaces lo, ethB" in missing.text
+
+
+def test_a_stranger_on_the_other_machine_while_groups_form(hosts, tmp_path):
+    """He tries every port that there is, all the time: no file, no answer, no other bit."""
+    for host in "ab":
+        hosts.few_ports(host, 40000, 40060)
+    rogue_at = str(Path(SCRIPT).parent / "rogue.py")
+    (tmp_path / "rogue").mkdir()
+    rogue = hosts.start("b", rogue_at, str(tmp_path / "rogue"), A, "40000", "40061")
+    rogue.wait_for("ready")
+    workers = [hosts.worker(name[0], name, ADDRESS, "--persist") for name in ("a1", "b1")]
+    run = script(hosts, "--stages", "2", "--pause-at", "5", "15", "25", "--max-restarts", "8")
+    for step in (5, 15, 25):
+        run.wait_for(f"paused after {step}")
+        workers[0].signal(KILL)
+        workers[0] = hosts.worker("a", "a1", ADDRESS, "--persist")
+        run.go_on()
+    assert run.ended() == 0, run.text
+    assert run.lines[-2] == expected(2)
+    rogue.process.stdin.close()
+    said = json.loads(rogue.wait_for("connected"))
+    print(said)
+    assert said["connected"] > 0
+    assert said["answered"] == said["still_open"] == 0
+    assert list((tmp_path / "rogue").iterdir()) == []
+
+
+def test_connections_that_are_encrypted(hosts, tmp_path):
+    """A worker that does not encrypt is kept out, though it knows the secret."""
+    folder = str(tmp_path / "tls")
+    make_certificate(Path(folder), 2)
+    plain = hosts.worker("b", "b0", ADDRESS)
+    workers = [
+        hosts.worker(name[0], name, ADDRESS, PIPEDREAM_RT_TLS=folder) for name in ("a1", "b1")
+    ]
+    run = script(hosts, "--stages", "2", PIPEDREAM_RT_TLS=folder)
+    assert plain.ended() == 1
+    assert "the coordinator ended before it admitted this worker" in plain.text
+    assert run.ended() == 0, run.text
+    assert run.lines[-2] == expected(2)
+    assert [worker.ended() for worker in workers] == [0, 0]

@@ -20,7 +20,7 @@ def train(arguments):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(arguments.steps)]
     with Pipeline(
         model, stages=arguments.stages, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        workers=arguments.workers, max_restarts=8,
+        workers=arguments.workers, max_restarts=arguments.max_restarts,
         timeouts=Timeouts(
             heartbeat=timedelta(seconds=arguments.heartbeat),
             start=timedelta(seconds=arguments.start),
@@ -44,6 +44,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--heartbeat", type=float, default=10)
     parser.add_argument("--start", type=float, default=60)
+    parser.add_argument("--max-restarts", type=int, default=8)
     parser.add_argument("--pause-at", type=int, nargs="*", default=[])
     try:
         train(parser.parse_args())

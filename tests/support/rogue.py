@@ -62,6 +62,8 @@ class Rogue:
                 self.connected += 1
                 connection.sendall(junk)
                 self.open.append(connection)
+                if len(self.open) > 400:
+                    self.open.pop(0).close()
             except OSError:
                 connection.close()
                 return

@@ -129,11 +129,11 @@ class TwoHosts:
         self._children.callback(child.close)
         return child
 
-    def worker(self, host, name, address, *options, secret=SECRET, bind=True):
+    def worker(self, host, name, address, *options, secret=SECRET, bind=True, **more):
         """Start a worker on a machine."""
         bound = ["--bind", f"eth{host.upper()}"] if bind else []
         command = ["-m", "pipedream_rt.workers", address, "--name", name, *bound, *options]
-        return self.start(host, *command, secret=secret)
+        return self.start(host, *command, secret=secret, **more)
 
     def cut(self):
         """Take the cable out."""
@@ -151,6 +151,11 @@ class TwoHosts:
         ip("-n", name, "addr", "add", address, "dev", device)
         for each in (device, f"{device}x"):
             ip("-n", name, "link", "set", each, "up")
+
+    def few_ports(self, host, low, high):
+        """Have a machine choose its ports among a few, so that somebody can try all of them."""
+        setting = f"net.ipv4.ip_local_port_range={low} {high}"
+        ip("netns", "exec", f"{self._prefix}{host}", "sysctl", "-w", setting)
 
     def forget(self, host, address, length):
         """Take an address from a machine."""

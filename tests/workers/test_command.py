@@ -28,9 +28,8 @@ def visits(monkeypatch):
         return answer
 
     def connect(address, timeout_s):
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        return ours
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            return socket.create_connection(listener.getsockname(), timeout=10)
 
     monkeypatch.setattr(command, "serve", serve)
     monkeypatch.setattr(command, "_connect", connect)

@@ -1,0 +1,160 @@
+"""Encrypted connections: who has no right certificate gets nothing through."""
+
+import os
+import socket
+import threading
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.transport.tls import Tls, make_certificate
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two certificates that have nothing to do with each other."""
+    made = [tmp_path_factory.mktemp("tls") / name for name in ("one", "other")]
+    for folder in made:
+        make_certificate(folder, 2)
+    return made
+
+
+@pytest.fixture
+def stack():
+    """Closes what a test opens, and waits for the threads that carry."""
+    before = set(threading.enumerate())
+    with ExitStack() as opened:
+        yield opened
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "tls":
+            thread.join(20)
+
+
+def ends(stack):
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    caller = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=20))
+    door, _ = listener.accept()
+    return caller, stack.enter_context(door)
+
+
+def pair(stack, caller, door):
+    calls, is_called = ends(stack)
+    found = Tls.of_folder(caller).wrap(calls, True), Tls.of_folder(door).wrap(is_called, False)
+    for end in found:
+        stack.enter_context(end)
+        end.settimeout(20)
+    return found
+
+
+def read(end, size):
+    data = b""
+    with suppress(ConnectionResetError):  # an end that was never asked what it has
+        while len(data) < size and (part := end.recv(size - len(data))):
+            data += part
+    return data
+
+
+def test_what_goes_in_comes_out_both_ways_at_once(stack, folders):
+    left, right = pair(stack, folders[0], folders[0])
+    large = os.urandom(3_000_000)
+    came = []
+    threads = [threading.Thread(target=end.sendall, args=(large,)) for end in (left, right)]
+    threads += [
+        threading.Thread(target=lambda e=end: came.append(read(e, len(large))))
+        for end in (left, right)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert came == [large, large]
+    left.sendall(b"the last words")
+    left.close()
+    assert read(right, 100) == b"the last words"
+
+
+def test_nothing_of_it_can_be_read_on_the_way(stack, folders):
+    caller, relayed = ends(stack)
+    onward, door = ends(stack)
+    left = stack.enter_context(Tls.of_folder(folders[0]).wrap(caller, True))
+    right = stack.enter_context(Tls.of_folder(folders[0]).wrap(door, False))
+    seen = []
+
+    def relay(source, target):
+        while data := source.recv(1 << 16):
+            seen.append(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+    relays = [
+        threading.Thread(target=relay, args=pair) for pair in ((relayed, onward), (onward, relayed))
+    ]
+    for thread in relays:
+        thread.start()
+    left.sendall(b"a secret word" * 100)
+    assert read(right, 1300) == b"a secret word" * 100
+    left.close()
+    right.close()
+    for thread in relays:
+        thread.join()
+    assert b"secret" not in b"".join(seen)
+
+
+@pytest.mark.parametrize("stranger", ["caller", "door"])
+def test_another_certificate(stack, folders, stranger, caplog):
+    left, right = pair(stack, *(folders if stranger == "door" else folders[::-1]))
+    left.sendall(b"x")
+    assert read(left, 1) == b""
+    assert read(right, 1) == b""
+    assert "an encrypted connection ended: " in caplog.text
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1000, b"\x16\x03\x01"])
+@pytest.mark.parametrize("calls", [True, False])
+def test_an_end_that_does_not_encrypt(stack, folders, calls, words):
+    caller, door = ends(stack)
+    ours, theirs = (caller, door) if calls else (door, caller)
+    wrapped = stack.enter_context(Tls.of_folder(folders[0]).wrap(ours, calls))
+    wrapped.settimeout(20)
+    theirs.sendall(words)
+    theirs.shutdown(socket.SHUT_WR)
+    assert read(wrapped, 1) == b""
+
+
+def test_a_connection_that_is_dropped_leaves_no_thread(stack, folders):
+    """As when the oldest of too many strangers has to go, which says nothing at all."""
+    tls = Tls.of_folder(folders[0])
+    before = threading.active_count()
+    for _ in range(20):
+        _, door = ends(stack)
+        tls.wrap(door, False).close()
+    for thread in list(threading.enumerate()):
+        if thread.name == "tls":
+            thread.join(5)
+    assert threading.active_count() == before
+
+
+def test_certificates_that_cannot_be_used(tmp_path, folders):
+    with pytest.raises(ConfigError, match=r"cannot be used: .*No such file.*`pipedream-rt cert"):
+        Tls.of_folder(tmp_path)
+    (tmp_path / "cert.pem").write_bytes((folders[0] / "cert.pem").read_bytes())
+    (tmp_path / "key.pem").write_bytes((folders[0] / "key.pem").read_bytes())
+    (tmp_path / "key.pem").chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read the key"):
+        Tls.of_folder(tmp_path)
+    (tmp_path / "key.pem").write_bytes((folders[1] / "key.pem").read_bytes())
+    (tmp_path / "key.pem").chmod(0o600)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Tls.of_folder(tmp_path)
+    (tmp_path / "key.pem").write_text("no key")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Tls.of_folder(tmp_path)
+    with pytest.raises(ConfigError, match="has a certificate or a key already"):
+        make_certificate(folders[0], 1)
+
+
+def test_without_openssl_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="the command openssl is missing"):
+        make_certificate(tmp_path / "tls", 1)
