@@ -121,8 +121,11 @@ class RunLock:
             return False
 
     def release(self) -> None:
-        """Let go of the folder. Idempotent."""
+        """Let go of the folder, once nobody writes there any more. Idempotent."""
         if self._held is not None:
+            if self.is_good:
+                give_back(self._root)
+                remove_parts(self._root)
             self._held.close()
             self._held = None
 

@@ -1,0 +1,184 @@
+"""Two runs and one folder: neither may harm the other, whatever ends one of them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import mlp, regression
+from support.oracle import assert_same
+
+from pipedream_rt import CheckpointError, Checkpoints, Pipeline
+from pipedream_rt.checkpoint import checkpoints, read_manifest
+
+DATA = regression(20)
+
+
+def open_pipe(**kwargs):
+    return Pipeline(
+        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
+        **{"workers": "in-process", **kwargs},
+    )  # fmt: skip
+
+
+@pytest.mark.threads
+def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(DATA))
+        expected = pipe.state_dict()
+    with open_pipe(checkpoint=Checkpoints(tmp_path, every=3)) as first:
+        for result in first.train_epoch(DATA):
+            if result.step == 8:
+                for options in ({"every": 3}, {"every": 3, "resume": True}, {"resume": True}):
+                    with pytest.raises(CheckpointError, match=rf"{tmp_path} is in use by process"):
+                        open_pipe(checkpoint=Checkpoints(tmp_path, **options))
+                with open_pipe() as other:
+                    list(other.train_epoch(DATA[:2]))
+                    other.load(tmp_path)  # to read is allowed
+                    with pytest.raises(CheckpointError, match="is in use by"):
+                        other.save(tmp_path)
+        assert_same(first.state_dict(), expected)
+        run = first._checkpointer.run
+    assert {read_manifest(folder).run for folder in checkpoints(tmp_path)} == {run}
+    with open_pipe(checkpoint=Checkpoints(tmp_path, every=3, resume=True)) as again:
+        assert again.step >= 12
+        assert again._checkpointer.run == run
+
+
+@pytest.mark.threads
+def test_a_run_that_begins_anew_puts_those_of_another_aside(tmp_path, caplog):
+    """As when the script was started again without resume: nothing of the first is lost."""
+    with open_pipe() as first:
+        list(first.train_epoch(DATA[:6]))
+        first.save(tmp_path)
+        saved = first.state_dict()
+        run = first._checkpointer.run
+    with open_pipe(checkpoint=Checkpoints(tmp_path, every=2, keep=1)) as second:
+        list(second.train_epoch(DATA))
+    assert "is of another run: it is put aside as abandoned-" in caplog.text
+    aside = tmp_path / f"abandoned-{run[:8]}-step-00000006"
+    with open_pipe() as again:
+        assert again.load(aside).run == run
+        assert_same(again.state_dict(), saved)
+    assert run not in [read_manifest(folder).run for folder in checkpoints(tmp_path)]
+
+
+@pytest.mark.threads
+def test_a_recovery_does_not_take_the_checkpoint_of_another_run(tmp_path, caplog):
+    """One that has taken its place, as by a copy; the run goes back further, to its own."""
+    with open_pipe() as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    with open_pipe() as other:
+        list(other.train_epoch(DATA[:3]))
+        list(other.train_epoch(DATA[:3]))
+        foreign = other.save(tmp_path / "other")
+    with open_pipe(max_restarts=1) as pipe:
+        found = []
+        for result in pipe.train_epoch(DATA):
+            found.append(result.loss)
+            if result.step == 5:
+                mine = pipe.save(tmp_path / "mine")
+            if result.step == 10:
+                shutil.rmtree(mine)
+                shutil.copytree(foreign, mine)
+                pipe._group.cluster._hosts[0].inbox.close(ConnectionError("as if it had died"))
+        assert len(pipe.restarts) == 1
+    assert found == expected
+    assert "was made by another run meanwhile; the run goes back to the" in caplog.text
+
+
+SCRIPT = """
+import sys
+import torch, torch.nn.functional as F
+from support.models import mlp, regression
+from pipedream_rt import Checkpoints, Pipeline
+if __name__ == "__main__":
+    with Pipeline(
+        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}), workers=sys.argv[2],
+        checkpoint=Checkpoints(sys.argv[1], every=2, resume=True),
+    ) as pipe:
+        for result in pipe.train_epoch(regression(20)):
+            if result.step > 3 and pipe._checkpointer.is_begun and sys.argv[3] == "stop":
+                print("begun", flush=True)
+                sys.stdin.readline()
+                sys.argv[3] = "go"
+            if sys.argv[3] == "raise" and pipe._checkpointer.is_begun:
+                1 / 0
+            if sys.argv[3] == "exit" and pipe._checkpointer.is_begun:
+                sys.exit(7)
+        print("done", pipe.step, flush=True)
+"""
+
+
+def start(folder, workers, what):
+    path = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), workers, what],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def parts(folder):
+    return sorted(folder.glob(".step-*"))
+
+
+def gone(folder, seconds=20):
+    """Wait until nothing unfinished is left."""
+    end = time.monotonic() + seconds
+    while parts(folder) and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    return not parts(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("workers", "end"),
+    [
+        ("local", signal.SIGINT),
+        ("local", signal.SIGTERM),
+        ("local", signal.SIGKILL),
+        ("local", "raise"),
+        ("in-process", "exit"),
+        ("in-process", signal.SIGKILL),
+    ],
+    ids=str,
+)
+def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
+    """Only where all processes of a run die at once do files stay, until the next run."""
+    by_signal = isinstance(end, signal.Signals)
+    with start(tmp_path, workers, "stop" if by_signal else end) as run:
+        if by_signal:
+            assert run.stdout.readline() == "begun\n"
+            assert parts(tmp_path)
+            run.send_signal(end)
+        run.communicate(timeout=60)
+    if workers == "in-process" and end is signal.SIGKILL:
+        assert parts(tmp_path)
+    else:
+        assert gone(tmp_path)
+    if end is not signal.SIGKILL:
+        return
+    with start(tmp_path, workers, "go") as run:
+        out, err = run.communicate(timeout=60)
+    assert out == "done 20\n", err
+    assert parts(tmp_path) == []
+
+
+@pytest.mark.processes
+def test_two_scripts(tmp_path):
+    """The second ends with the reason, before it has harmed anything."""
+    with start(tmp_path, "in-process", "stop") as first:
+        assert first.stdout.readline() == "begun\n"
+        with start(tmp_path, "in-process", "go") as second:
+            _, err = second.communicate(timeout=60)
+        assert second.returncode == 1
+        assert f"{tmp_path} is in use by process {first.pid}, which writes" in err
+        out, _ = first.communicate("\n", timeout=60)
+        assert out == "done 20\n"
