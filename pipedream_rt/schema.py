@@ -10,11 +10,13 @@ import errno
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 Check = Callable[[Any], bool]
+
+_BLOCK = 1 << 20
 
 
 def text(most: int) -> Check:
@@ -83,10 +85,18 @@ def mapping(key: Check, check: Check) -> Check:
     )
 
 
-def fields(checks: Mapping[str, Check]) -> Check:
-    """A dict that has these fields and no other; one that may be None may be left out."""
+def fields(checks: Mapping[str, Check], optional: Collection[str] = ()) -> Check:
+    """A dict that has these fields and no other.
+
+    Args:
+        checks: The check of each field.
+        optional: The names of those that may be left out.
+    """
+    required = checks.keys() - set(optional)
     return lambda value: (
-        isinstance(value, dict) and value.keys() <= checks.keys() and not problem_of(value, checks)
+        isinstance(value, dict)
+        and required <= value.keys() <= checks.keys()
+        and all(check(value[name]) for name, check in checks.items() if name in value)
     )
 
 
@@ -146,6 +156,10 @@ def read_file(path: str | os.PathLike[str], most: int, *, follow: bool = True) -
     """
     with open_file(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f"it has {size} bytes, more than {most}")
-        return file.read(most)
+        data = bytearray()
+        # In blocks: a read of so many bytes would ask for the memory at once.
+        while size <= most and len(data) <= most and (block := file.read(_BLOCK)):
+            data += block
+        if max(size, len(data)) > most:
+            raise ValueError(f"it has {max(size, len(data))} bytes, more than {most}")
+        return bytes(data)

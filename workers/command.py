@@ -32,7 +32,13 @@ from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_en
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
 from pipedream_rt.cluster.records import Record, is_name
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError
+from pipedream_rt.errors import (
+    ConfigError,
+    MessageTimeout,
+    PeerLost,
+    PipelineError,
+    TransportError,
+)
 from pipedream_rt.schema import printable
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls
@@ -42,6 +48,9 @@ _log = logging.getLogger("pipedream_rt.worker")
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_OF_CONNECT_S = 0.1, 2.0
 """Seconds between the first two attempts, and between any two, to reach a coordinator that does not
 listen yet. An attempt costs little, and a recovery waits for its workers."""
+
+_ANSWER_TIMEOUT = timedelta(seconds=60)
+"""For a coordinator to answer a hello, which it does at once."""
 
 _LONGEST_PAUSE_S = 30.0
 """Seconds between two attempts to join a coordinator that has no place for this worker."""
@@ -302,6 +311,8 @@ def serve(control: Control, worker: _Worker) -> int:
     except PeerLost:
         _log.info("the job ended before it began")
         return EXIT_AGAIN
+    except TransportError as error:
+        raise _NoPlace(f"what listens there is no coordinator: {error}") from error
     if welcome["type"] in ("stop", "exit"):
         _log.info("the coordinator gave up before all workers had joined")
         return EXIT_AGAIN
@@ -348,14 +359,14 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
             "nonce": nonce,
         }
         control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
-        answer = control.receive(Deadline(None))
+        answer = control.receive(Deadline(_ANSWER_TIMEOUT))
         if answer["type"] == "refused":
             kind = _NoPlace if answer["passing"] else PipelineError
             raise kind(f"the coordinator refused this worker: {printable(answer['reason'])}")
         _expect(answer, "admitted")
     except PeerLost as error:
         raise _NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
-    except TransportError as error:  # somebody else may have the port between two jobs
+    except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
         raise _NoPlace(f"what listens there is no coordinator: {error}") from error
     control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
     return secret

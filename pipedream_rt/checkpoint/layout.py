@@ -120,7 +120,16 @@ def remove_parts(root: Path) -> None:
         root: Folder of the run, whose lock this process holds; `give_back` was called.
     """
     for left in root.glob(".step-*.part"):
-        shutil.rmtree(left, ignore_errors=True)
+        remove(left)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or what stands in its place; what cannot be removed stays."""
+    if path.is_symlink() or not path.is_dir():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def size_and_digest(path: Path) -> list[int | bytes]:

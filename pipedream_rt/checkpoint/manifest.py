@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -18,8 +20,8 @@ from pipedream_rt.errors import CheckpointError, ConfigError
 
 _MAGIC = "pipedream-rt checkpoint"
 _FORMAT = 4
-_READ = (3, 4)
-"""Formats that can be read; 3 had no run."""
+_FIRST = 3
+"""The oldest format that can be read, which had no run."""
 
 _LARGEST = 1 << 32
 """Bytes that a manifest may have; it holds the states of attached objects."""
@@ -74,9 +76,19 @@ class Manifest:
     run: str = ""
 
 
-def _tensor(value: Any) -> bool:
-    """Whether a value is a tensor."""
-    return isinstance(value, Tensor)
+def _generator(value: Any) -> bool:
+    """Whether a value can be the state of a generator of torch."""
+    return isinstance(value, Tensor) and value.dtype is torch.uint8 and value.shape == (5056,)
+
+
+def _run(value: Any) -> bool:
+    """Whether a value can be the identity of a run."""
+    return isinstance(value, str) and re.fullmatch("([0-9a-f]{32})?", value) is not None
+
+
+def _group(value: Any) -> bool:
+    """Whether a value can be the hyper-parameters of a group, packed."""
+    return _VALUES(value) and "params" not in value
 
 
 def _real(value: Any) -> bool:
@@ -85,31 +97,53 @@ def _real(value: Any) -> bool:
 
 
 _NAME = schema.text(1 << 12)
-_COUNT = schema.whole(0)
+_COUNT = schema.whole(0, 1 << 53)
+_TWISTER = 624  # words of 32 bits in the state of the generators of Python and NumPy
 _GENERATORS = schema.fields(
     {
-        "torch": _tensor,
+        "torch": _generator,
         "python": schema.row(
-            schema.whole(0), schema.list_of(schema.whole(0, 2**32)), schema.maybe(schema.number)
+            schema.whole(3, 3),
+            lambda v: schema.list_of(schema.whole(0, 2**32 - 1))(v) and len(v) == _TWISTER + 1,
+            schema.maybe(schema.number),
         ),
         "numpy": schema.row(
-            schema.text(40), lambda v: isinstance(v, bytes), _COUNT, _COUNT, schema.number
+            lambda v: v == "MT19937",
+            schema.exactly(4 * _TWISTER),
+            schema.whole(0, _TWISTER),
+            schema.whole(0, 1),
+            schema.number,
         ),
-        "loader": schema.list_of(_tensor),
+        "loader": schema.list_of(_generator),
     }
 )
-_PLACE = schema.fields(
+_BETWEEN_EPOCHS = schema.fields(
     {
         "epoch": _COUNT,
-        "drawn": schema.maybe(_COUNT),
-        "start": schema.maybe(_GENERATORS),
-        "before": schema.maybe(_GENERATORS),
-        "after": schema.maybe(_GENERATORS),
-        "now": schema.maybe(_GENERATORS),
+        "drawn": lambda v: v is None,
+        "now": _GENERATORS,
         "loader": schema.anything,
         "warm": schema.truth,
     }
 )
+_WITHIN_AN_EPOCH = schema.fields(
+    {
+        "epoch": _COUNT,
+        "drawn": _COUNT,
+        "start": _GENERATORS,
+        "before": _GENERATORS,
+        "after": schema.maybe(_GENERATORS),
+        "loader": schema.anything,
+        "warm": schema.truth,
+    }
+)
+
+
+def _place(value: Any) -> bool:
+    """Whether a value is a place of a loader; see `pipedream_rt.coordinator.loading`."""
+    return _BETWEEN_EPOCHS(value) or _WITHIN_AN_EPOCH(value)
+
+
 _RESULT = schema.fields(
     {
         "step": _COUNT,
@@ -119,19 +153,32 @@ _RESULT = schema.fields(
         "staleness": _COUNT,
         "busy_s": schema.list_of(_real),
         "fingerprint": schema.maybe(schema.line(256)),
-    }
+    },
+    optional=("fingerprint",),
 )
 _VALUES = schema.mapping(lambda key: isinstance(key, str | int), schema.anything)
-_IDENTITY = schema.fields(
+_PARTS = {
+    "seed": lambda v: type(v) is int,
+    "optimizer": schema.line(1 << 12),
+    "groups": schema.list_of(schema.list_of(_NAME)),
+    "hyper_parameters": schema.list_of(
+        schema.mapping(schema.line(1 << 12), lambda v: not isinstance(v, Tensor))
+    ),
+    "loss": schema.text(1 << 16),
+    "schedule": schema.line(256),
+    "threads": _COUNT,
+    "torch": schema.line(256),
+}
+_IDENTITY = schema.fields(_PARTS, optional=_PARTS)
+_MARK = schema.line(64)
+_FINGERPRINT = schema.fields(
     {
-        "seed": schema.maybe(lambda v: type(v) is int),
-        "optimizer": schema.maybe(schema.line(1 << 12)),
-        "groups": schema.maybe(schema.list_of(schema.list_of(_NAME))),
-        "hyper_parameters": schema.maybe(schema.list_of(_VALUES)),
-        "loss": schema.maybe(schema.text(1 << 16)),
-        "schedule": schema.maybe(schema.line(256)),
-        "threads": schema.maybe(_COUNT),
-        "torch": schema.maybe(schema.line(256)),
+        "version": _COUNT,
+        "weights": _MARK,
+        "buffers": _MARK,
+        "optimizer": _MARK,
+        "rest": schema.list_of(_MARK),
+        "older": schema.mapping(lambda v: isinstance(v, str | int), _MARK),
     }
 )
 _FIELDS = {
@@ -140,19 +187,19 @@ _FIELDS = {
     "workers": schema.whole(1, 1 << 20),
     "stages_per_worker": schema.whole(1, 1 << 20),
     "per_update": schema.whole(1),
-    "groups": schema.list_of(_VALUES),
+    "groups": schema.list_of(_group),
     "files": schema.mapping(is_file_name, schema.row(_COUNT, schema.exactly(16))),
     "plain": schema.mapping(_NAME, _VALUES),
     "extra": schema.anything,
     "floor": _COUNT,
     "passes": _COUNT,
-    "place": schema.maybe(_PLACE),
+    "place": schema.maybe(_place),
     "attached": schema.mapping(_NAME, schema.anything),
     "results": schema.list_of(_RESULT),
     "slack": schema.list_of(_COUNT),
     "identity": _IDENTITY,
-    "fingerprints": schema.list_of(_VALUES),
-    "run": schema.maybe(schema.line(64)),
+    "fingerprints": schema.list_of(_FINGERPRINT),
+    "run": _run,
 }
 """The fields of a manifest."""
 
@@ -161,7 +208,7 @@ def seal(manifest: Manifest) -> bytes:
     """Pack a manifest, with format and checksum, into the bytes of its file.
 
     Raises:
-        CheckpointError: The user's data in it cannot be packed.
+        CheckpointError: The user's data in it cannot be packed, or nobody could read it again.
     """
     try:
         packed = _pack({f.name: getattr(manifest, f.name) for f in fields(manifest)})
@@ -170,6 +217,8 @@ def seal(manifest: Manifest) -> bytes:
             "extra, attached objects and loaders can hold numbers, texts, bytes, tensors, lists "
             f"and dicts: {error}"
         ) from error
+    if problem := schema.problem_of(_unpack(packed), _FIELDS):
+        raise CheckpointError(f"the manifest could not be read again: {problem}")
     return bytes(msgpack.packb([_MAGIC, _FORMAT, packed, _checksum(packed)]))
 
 
@@ -187,7 +236,7 @@ def read_manifest(folder: Path) -> Manifest:
         magic, version, packed, checksum = msgpack.unpackb(data)
         if magic != _MAGIC:
             raise ValueError("it is no manifest of pipedream-rt")
-        if version not in _READ:
+        if version not in (_FIRST, _FORMAT):
             raise CheckpointError(
                 f"{folder} is a checkpoint of format {schema.printable(repr(version), 20)}, this "
                 f"version reads {_FORMAT}"
@@ -197,6 +246,8 @@ def read_manifest(folder: Path) -> Manifest:
         found = _unpack(packed)
         if not isinstance(found, dict) or not found.keys() <= _FIELDS.keys():
             raise ValueError("it has other fields than a manifest")
+        if version == _FIRST:
+            found.setdefault("run", "")
         if problem := schema.problem_of(found, _FIELDS):
             raise ValueError(problem)
         return Manifest(**found)

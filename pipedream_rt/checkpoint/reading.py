@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipedream_rt.checkpoint.layout import (
     digest_of,
     files_of,
     is_name,
+    step_of,
 )
 from pipedream_rt.checkpoint.lock import give_back_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
@@ -31,13 +33,14 @@ from pipedream_rt.schema import list_of, open_file, printable, text
 _log = logging.getLogger(__name__)
 
 
-def newest_good(path: Path) -> tuple[Path, Manifest]:
+def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifest]:
     """Find the checkpoint to load: the one given, or the newest of a run that is whole.
 
     The one before is of the same run, or it is not taken.
 
     Args:
         path: Folder of a checkpoint or of a run.
+        spare: Checkpoints of the run that are not to be taken.
 
     Returns:
         Folder of the checkpoint, and its manifest.
@@ -45,14 +48,25 @@ def newest_good(path: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: There is no checkpoint, or none is whole.
     """
-    if (path / MANIFEST).exists() or (is_name(path.name) and not checkpoints(path)):
-        return path, verify(path)
-    give_back_if_idle(path)
+    try:
+        if (path / MANIFEST).exists() or (is_name(path.name) and not checkpoints(path)):
+            return path, verify(path)
+        give_back_if_idle(path)
+        folders = checkpoints(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     reasons, run = [], None
-    for folder in checkpoints(path):
+    for folder in folders:
+        if folder in spare:
+            continue
         try:
             manifest = read_manifest(folder)
             run = manifest.run if run is None else run
+            if folder.is_symlink() or manifest.step != step_of(folder):
+                raise CheckpointError(
+                    f"{folder} is no checkpoint of this run: it is a link, or was made as step "
+                    f"{manifest.step}"
+                )
             if manifest.run != run:
                 raise CheckpointError(f"{folder} is of another run than the newest one")
             return folder, verify(folder)
@@ -79,19 +93,16 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, (size, digest) in manifest.files.items():
         _verify_file(folder / name, size, digest)
-    if others := sorted(
-        found.name for found in folder.iterdir() if found.name not in _own(manifest)
-    ):
+    try:
+        others = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
+    except OSError as error:  # it is removed just now
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    if others:
         _log.warning(
             "%s has files that its manifest does not list, which are not read: %s", folder,
             printable(", ".join(others)),
         )  # fmt: skip
     return manifest
-
-
-def _own(manifest: Manifest) -> set[str]:
-    """Names of the files of a checkpoint."""
-    return {MANIFEST, *manifest.files}
 
 
 def _verify_file(path: Path, size: int, digest: bytes) -> None:
@@ -187,7 +198,7 @@ def _older_versions(tensors_of: Tensors, parameters: set[str]) -> dict[int, dict
     tensors = tensors_of("versions", lambda key: key.partition("/")[2] in parameters)
     for key, tensor in tensors.items():
         version, _, name = key.partition("/")
-        if not version.isdecimal():
+        if not (version.isascii() and version.isdecimal() and len(version) < 20):
             raise CheckpointError(f"a file of versions has the key {printable(key, 100)!r}")
         versions.setdefault(int(version), {})[name] = tensor
     return {v: named for v, named in versions.items() if named.keys() == parameters}
@@ -226,6 +237,12 @@ def weights_of(folder: Path, files: Collection[str]) -> dict[str, Tensor]:
     return _tensors(files_of(folder, files, "model"), lambda key: True)
 
 
+_UNREADABLE = (
+    OSError, SafetensorError, ValueError, TypeError, KeyError, OverflowError, RuntimeError,
+)  # fmt: skip
+"""Errors of a file that holds no tensors, or such as torch cannot make."""
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file of tensors.
@@ -237,7 +254,7 @@ def _opened(path: Path) -> Iterator[Any]:
         open_file(path, follow=False).close()  # refuses links and pipes, as safetensors does not
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {printable(str(error))}") from error
 
 
@@ -253,9 +270,9 @@ def _tensors(paths: Sequence[Path], wanted: Callable[[str], bool]) -> dict[str, 
     return found
 
 
-def _as_pairs(file: Any) -> list[str]:
+def _as_pairs(file: Any) -> set[str]:
     """The keys of a file whose complex numbers stand there as pairs of real ones."""
     pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
     if not list_of(text(1 << 12))(pairs):
         raise ValueError("what it says of its complex numbers is no list of keys")
-    return list(pairs)
+    return set(pairs)

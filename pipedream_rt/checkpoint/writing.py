@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from pipedream_rt.checkpoint.layout import (
     checkpoints,
     file_name,
     name_of,
+    remove,
     size_and_digest,
     step_of,
     sync,
@@ -130,7 +132,7 @@ def write_stage(
     for kind, tensors in kinds.items():
         if tensors:
             path = folder / file_name(kind, stage, num_stages)
-            _write_tensors(path, tensors)
+            write_tensors(path, tensors)
             files[path.name] = size_and_digest(path)
             if kind == "model":
                 weights[path.name] = {key: t.nbytes for key, t in tensors.items()}
@@ -161,7 +163,7 @@ def _tensors_and_plain(
     return tensors, plain
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write one file of tensors, and wait until it is on the disk.
 
     It is written by another name first, because a recovery has the same file written once more
@@ -244,7 +246,7 @@ def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
             folder.rename(gone)
         except OSError as error:  # another process was quicker, or it is not ours to remove
             _log.warning("the old checkpoint %s cannot be removed: %s", folder, error)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove(gone)
 
 
 def put_aside_others(root: Path, run: str) -> None:
@@ -253,6 +255,9 @@ def put_aside_others(root: Path, run: str) -> None:
     Args:
         root: Folder of the run.
         run: Identity of this run.
+
+    Raises:
+        CheckpointError: One cannot be renamed, so that it could be destroyed.
     """
     for folder in checkpoints(root):
         try:
@@ -261,13 +266,16 @@ def put_aside_others(root: Path, run: str) -> None:
             other = ""
         if other == run:
             continue
-        aside = folder.with_name(f"abandoned-{other[:8] or 'unknown'}-{folder.name}")
+        name = f"abandoned-{other[:8] or 'unknown'}-{folder.name}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        aside = next(a for n in names if not os.path.lexists(a := folder.with_name(n)))
         try:
-            if not aside.exists():
-                folder.rename(aside)
-                _log.warning("%s is of another run: it is put aside as %s", folder, aside.name)
+            folder.rename(aside)
         except OSError as error:
-            _log.warning("%s is of another run and cannot be put aside: %s", folder, error)
+            raise CheckpointError(
+                f"{folder} is of another run and cannot be put aside: {error}"
+            ) from error
+        _log.warning("%s is of another run: it is put aside as %s", folder, aside.name)
 
 
 def put_aside_later(root: Path, newest: Path) -> None:

@@ -9,6 +9,10 @@ import click
 
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.observe.summary import bytes_text, table
+from pipedream_rt.schema import printable
+
+_SHOWN = 10_000
+"""Characters that are shown of what a checkpoint holds."""
 
 
 @click.group()
@@ -55,16 +59,19 @@ def inspect(folder: Path) -> None:
         f"optimizer {mark.optimizer[:8]})"
     )
     for number, group in enumerate(manifest.groups):
-        values = ", ".join(f"{name} {unpack_hyper(value)}" for name, value in group.items())
-        click.echo(f"parameter group {number}: {values}")
+        try:
+            values = ", ".join(f"{name} {unpack_hyper(value)}" for name, value in group.items())
+        except Exception as error:  # whatever torch and NumPy say of what is no value
+            raise CheckpointError(f"group {number} of {found} makes no sense: {error!r}") from error
+        click.echo(f"parameter group {number}: {printable(values, _SHOWN)}")
     if manifest.place is not None:
         click.echo(
             f"loader: epoch {manifest.place['epoch']}, {manifest.place['drawn']} items drawn"
         )
     if manifest.attached:
-        click.echo(f"attached: {', '.join(manifest.attached)}")
+        click.echo(f"attached: {printable(', '.join(manifest.attached), _SHOWN)}")
     if manifest.extra is not None:
-        click.echo(f"extra: {manifest.extra}")
+        click.echo(f"extra: {printable(str(manifest.extra), _SHOWN)}")
     rows = [("file", "size")]
     rows += [(name, bytes_text(size)) for name, (size, _) in sorted(manifest.files.items())]
     click.echo(table(rows))
@@ -110,27 +117,18 @@ def export(folder: Path, output: Path, force: bool) -> None:
 
     Its keys are the model's own: load it with safetensors.torch.load_file and load_state_dict.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     from pipedream_rt.checkpoint import newest_good, weights_of
-    from pipedream_rt.checkpoint.layout import MANIFEST
+    from pipedream_rt.checkpoint.layout import MANIFEST, is_name
+    from pipedream_rt.checkpoint.writing import write_tensors
 
     found, manifest = newest_good(folder)
-    inside = output.absolute().parent.resolve()
-    if inside == found.resolve() or (inside / MANIFEST).exists():
+    place = output.absolute().parent.resolve() / output.name
+    if any(is_name(each.name) or (each / MANIFEST).exists() for each in (place, *place.parents)):
         raise CheckpointError(
             f"{output} is inside a checkpoint, which nobody changes; name another"
         )
     if os.path.lexists(output) and not force:
         raise CheckpointError(f"{output} is there already; --force replaces it")
     weights = weights_of(found, manifest.files)
-    part = output.with_name(f".{output.name}.{os.getpid()}.part")
-    try:
-        save_file(weights, part, metadata={"format": "pt"})
-        part.replace(output)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{output} cannot be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    write_tensors(output, weights)
     click.echo(f"{output}: {len(weights)} tensors of step {manifest.step}")

@@ -141,8 +141,9 @@ class _Workers:
     def _start_one(self, name: str) -> None:
         """Start a worker, which gets the secret by a pipe."""
         host, port = self.listener.getsockname()
-        # The socket listens as long as this job lives, hence the short timeout.
-        options = ("--persist", "--timeout", "1")
+        # The socket listens as long as this job lives. The timeout is for strangers who fill the
+        # queue before it.
+        options = ("--persist", "--timeout", "10")
         fd = secret_pipe(self.secret)
         try:
             child = start_worker(

@@ -40,7 +40,7 @@ def _described(before: Status, now: Status) -> str:
         before: The status that it reported first.
         now: The status that it reported some time later.
     """
-    seconds = (now["ns"] - before["ns"]) / 1e9
+    seconds = max(1, now["ns"] - before["ns"]) / 1e9
     rate = (now["losses"] - before["losses"]) / seconds
     head = (
         f"pid {now['pid']}: {now['schedule']}, generation {now['generation']}, "

@@ -7,13 +7,16 @@ when there are too many. A member proves who it is at once, so the oldest is a s
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import socket
+import threading
 from collections.abc import Callable
 
-from pipedream_rt.errors import ConfigError
+_log = logging.getLogger(__name__)
 
+_PAUSE_S = 0.2
 _MOST = 128
 """Connections that may wait, where descriptors abound."""
 
@@ -37,16 +40,14 @@ def accept(door: socket.socket, make_room: Callable[[], bool]) -> socket.socket 
 
     Returns:
         The connection; None if there is none, or if it could not be taken now.
-
-    Raises:
-        ConfigError: This process has no free descriptor, and nothing that waits has one.
     """
     try:
         return door.accept()[0]
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE) and not make_room():
-            raise ConfigError(
-                "this process has too many open files to accept a worker; allow more, as by "
-                "`ulimit -n 4096`"
-            ) from error
+            _log.warning(
+                "nobody can be accepted: %s; allow more open files, as by `ulimit -n 4096`",
+                (error.strerror or "").lower(),
+            )
+            threading.Event().wait(_PAUSE_S)  # not to turn round until others close theirs
     return None

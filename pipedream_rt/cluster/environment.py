@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import string
+import tempfile
 from pathlib import Path
 
 from pipedream_rt.cluster.keys import NONCE
@@ -70,6 +71,20 @@ _ALPHABETS = (
 _SALT = b"pipedream-rt: the secret of a job"
 
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
+
+
+def private_folder() -> Path:
+    """Return the folder of this user's local sockets, which is made if it is not there.
+
+    Raises:
+        PermissionError: The folder belongs to another user, or others can open it.
+    """
+    path = Path(tempfile.gettempdir()) / f"pipedream-rt-{os.geteuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    about = path.lstat()
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise PermissionError(f"{path} belongs to another user, or is open to others")
+    return path
 
 
 def secret_pipe(secret: bytes) -> int:

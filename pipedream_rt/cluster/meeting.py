@@ -1,13 +1,14 @@
 """The meeting: members on several machines connect to each other and prove who they are.
 
 Each member listens, at its *door*, for those of higher rank, and calls those of lower rank. The
-three words that they exchange have fixed lengths, so a stranger's bytes are compared and never
+four words that they exchange have fixed lengths, so a stranger's bytes are compared and never
 parsed::
 
     caller                                        door
     mark, ranks of both, nonce, proof    ──►
                                          ◄──      nonce, proof
     proof                                ──►
+                                         ◄──      proof
 
 Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks and the
 nonces. So a word that is repeated later, or elsewhere, proves nothing.
@@ -198,7 +199,9 @@ class Meeting:
 
     def _drop_oldest(self) -> bool:
         """Close the oldest connection that was let in; return whether there was one."""
-        oldest = next((talk for talk in self._talks if not talk.calls), None)
+        # Who has said a right hello is a member, or somebody who repeats one, which is seldom.
+        there = [talk for talk in self._talks if not talk.calls]
+        oldest = next((talk for talk in there if talk.rank < 0), there[0] if there else None)
         if oldest is not None:
             self._end(oldest, "others have come")
         return oldest is not None
@@ -221,8 +224,10 @@ class Meeting:
             talk.came += data
             if len(talk.came) == talk.wanted:
                 word, talk.came = talk.came, b""
-                if talk.calls:
+                if talk.calls and not talk.doors_nonce:
                     self._take_answer(talk, word)
+                elif talk.calls:
+                    self._take_last(talk, word)
                 elif talk.rank < 0:
                     self._take_hello(talk, word)
                 else:
@@ -274,11 +279,21 @@ class Meeting:
         talk.doors_nonce, shown = _ANSWER.unpack(word)
         if not hmac.compare_digest(shown, self._proof(b"answer", talk)):
             raise PermissionError("it does not know the key of the group")
+        talk.wanted = DIGEST
         talk.socket.sendall(self._proof(b"proof", talk))
+
+    def _take_last(self, talk: _Talk, word: bytes) -> None:
+        """Check the last word of a door: only now is it sure that it has not given this talk up.
+
+        Raises:
+            OSError: It is wrong.
+        """
+        if not hmac.compare_digest(word, self._proof(b"met", talk)):
+            raise PermissionError("it does not know the key of the group")
         self._has_met(talk)
 
     def _take_proof(self, talk: _Talk, word: bytes) -> None:
-        """Check the last word, after which the caller has been met.
+        """Check the caller's last word, after which it has been met.
 
         Raises:
             OSError: It is wrong: somebody has repeated the first word of another.
@@ -286,6 +301,7 @@ class Meeting:
         if not hmac.compare_digest(word, self._proof(b"proof", talk)):
             raise PermissionError("it does not know the key of the group")
         self._has_met(talk)
+        talk.socket.sendall(self._proof(b"met", talk))
 
     def _proof(self, word: bytes, talk: _Talk) -> bytes:
         """Return the proof that belongs to a word."""

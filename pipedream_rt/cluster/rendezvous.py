@@ -65,6 +65,7 @@ class Rendezvous:
         self._heartbeat_s = heartbeat.total_seconds()
         self._began = time.monotonic()
         self._most = most_strangers()
+        self._said: dict[str, tuple[float, int]] = {}
         self._command = command or "pipedream-rt worker HOST:PORT --name NAME"
         self.members: list[Member] = []
         self._plan = plan
@@ -140,11 +141,7 @@ class Rendezvous:
                 self._hear_member(key.data, selector)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Take a connection, call it, and drop the oldest stranger where there are too many.
-
-        Raises:
-            ConfigError: This process has no descriptor left.
-        """
+        """Take a connection, call it, and drop the oldest stranger where there are too many."""
         connection = accept(listener, lambda: self._drop_oldest(selector))
         if connection is None:
             return
@@ -270,13 +267,24 @@ class Rendezvous:
                 worker=name,
                 stage=None,
             ) from error
-        _log.warning("a connection that is no worker was dropped: %s", error)
+        self._note(logging.WARNING, "a connection that is no worker was dropped: %s", error)
+
+    def _note(self, level: int, text: str, *arguments: object) -> None:
+        """Log what a stranger has done; each kind of thing once a second at most."""
+        now = time.monotonic()
+        said, unsaid = self._said.get(text, (-1.0, 0))
+        if now - said < 1:
+            self._said[text] = (said, unsaid + 1)
+            return
+        more = f" (and {unsaid} others)" if unsaid else ""
+        _log.log(level, text + more, *arguments)
+        self._said[text] = (now, 0)
 
     def _refuse(self, control: Control, hello: Record, refusal: Refusal) -> None:
         """Tell a worker why it cannot become a member, and close its connection."""
         name, process = printable(str(hello.get("name")), 100), process_of(hello)
         level = logging.INFO if self._full else logging.WARNING
-        _log.log(level, "refused worker %r (%s): %s", name, process, refusal.reason)
+        self._note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):
             control.send({"type": "refused", **refusal._asdict()})
         control.close()

@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import sys
-import tempfile
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from pipedream_rt.cluster.addresses import interface_towards, joined, listening
 from pipedream_rt.cluster.base import Cluster
 from pipedream_rt.cluster.environment import (
+    private_folder,
     read_secret,
     secret_of_environment,
     secret_pipe,
@@ -31,6 +32,12 @@ from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.schedules import Plan
+from pipedream_rt.schema import printable
+
+_SOCKET = "secret-"
+"""How the names of the sockets begin at which rank 0 hands the secret over."""
+
+_MARK = b"pipedream-rt secret\n"
 
 _ranks_used = False
 """Whether the other ranks of this job have become workers."""
@@ -137,10 +144,13 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
         RendezvousTimeout: A rank did not ask for the secret in time.
     """
     secret = secrets.token_bytes(NONCE)
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{folder}/secret")
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        place = private_folder() / f"{_SOCKET}{os.getpid()}-{secrets.token_hex(4)}"
+        listener.bind(str(place))
+        stack.callback(place.unlink, missing_ok=True)
         listener.listen(others)
-        store.set(f"{key}/secret", f"{folder}/secret")
+        store.set(f"{key}/secret", place.name)
         while others:
             listener.settimeout(deadline.remaining_s() or 1e-3)
             try:
@@ -150,7 +160,7 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
                 raise RendezvousTimeout(text, missing=others) from None
             with connection:
                 if _is_ours(connection):
-                    connection.sendall(secret)
+                    connection.sendall(_MARK + secret)
                     others -= 1
     return secret
 
@@ -164,13 +174,18 @@ def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(deadline.remaining_s() or 1e-3)
         try:
-            connection.connect(store.get(f"{key}/secret").decode())
-            secret = connection.recv(NONCE) if _is_ours(connection) else b""
-        except OSError as error:
+            # Anybody may have written into torchrun's store: the name is that of a socket in a
+            # folder of this user's, where others speak first too, but not with our mark.
+            name = store.get(f"{key}/secret").decode()
+            if not (name.startswith(_SOCKET) and "/" not in name and "\0" not in name):
+                raise OSError(f"the store names no socket of rank 0: {printable(name, 60)}")
+            connection.connect(str(private_folder() / name))
+            said = connection.recv(len(_MARK) + NONCE) if _is_ours(connection) else b""
+        except (OSError, UnicodeDecodeError) as error:
             raise RendezvousTimeout(f"rank 0 gave no secret: {error}", missing=1) from error
-    if len(secret) != NONCE:
+    if not said.startswith(_MARK) or len(said) != len(_MARK) + NONCE:
         raise RendezvousTimeout("rank 0 gave no secret", missing=1)
-    return secret
+    return said.removeprefix(_MARK)
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -219,7 +234,7 @@ def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int, deadline:
         by_itself = _agrees_by_itself()
         secret = _be_handed(store, key, deadline) if by_itself else secret_of_environment()
         address = joined(_host_of_rank_0(), int(store.get(key)))
-    except dist.DistStoreError as error:
+    except (dist.DistStoreError, ValueError) as error:
         raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
     _become_worker(address, rank, threads, secret)
 

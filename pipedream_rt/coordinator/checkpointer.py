@@ -74,7 +74,6 @@ class Checkpointer:
     Attributes:
         folder: Folder of the run; None if the script gives a folder each time.
         keep: Number of the newest checkpoints to keep; None to keep all.
-        run: Identity of the run, which every checkpoint has.
         blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
     """
 
@@ -86,7 +85,8 @@ class Checkpointer:
         group.at_end.append(lambda: (still := abandon()) and still())
         self._locks: dict[Path, RunLock] = {}
         group.at_last.append(functools.partial(_release, self._locks))
-        self.run = secrets.token_hex(16)
+        self._run = secrets.token_hex(16)
+        self._runs: dict[Path, str] = {}
         self._alone: set[Path] = set()
         self.folder = options.path if options else None
         self._every = options.every if options else None
@@ -104,13 +104,30 @@ class Checkpointer:
         Raises:
             CheckpointError: Another run does so.
         """
-        lock = self._locks.pop(root, None)
+        place = root.resolve()
+        lock = self._locks.pop(place, None)
         if lock is not None and lock.is_good:
-            self._locks[root] = lock
+            self._locks[place] = lock
             return
         if lock is not None:  # somebody has removed the folder meanwhile
             lock.release()
-        self._locks[root] = RunLock(root)
+        self._alone.discard(place)
+        self._locks[place] = RunLock(place)
+
+    def go_on(self, root: Path, run: str) -> None:
+        """Go on in a folder as the run whose checkpoint was loaded from there.
+
+        In every other folder this stays a run of its own.
+
+        Args:
+            root: Folder of the run.
+            run: Identity of the run; empty if not known.
+        """
+        self._runs[root.resolve()] = run or self._run
+
+    def _run_in(self, root: Path) -> str:
+        """Identity of the run in a folder."""
+        return self._runs.get(root.resolve(), self._run)
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be made after so many mini-batches."""
@@ -138,6 +155,7 @@ class Checkpointer:
         start = time.monotonic()
         assert self._begun is None
         self.hold(root)
+        manifest = dataclasses.replace(manifest, run=self._run_in(root))
         part = Part(root, manifest.step)
         try:
             argument = {"folder": str(part.folder), "step": manifest.step}
@@ -220,9 +238,10 @@ class Checkpointer:
                 manifest.fingerprints.append(fingerprints)
                 weights.update(of_stage)
             write_manifest(begun.part.folder, manifest, weights)
-            if begun.root not in self._alone:
-                put_aside_others(begun.root, self.run)
-                self._alone.add(begun.root)
+            place = begun.root.resolve()
+            if place not in self._alone:
+                put_aside_others(place, manifest.run)
+                self._alone.add(place)
             folder = begun.part.commit()
         finally:
             begun.part.abandon()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,31 @@ from pipedream_rt.coordinator.identity import Identity
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.preemption import EXIT_CODE, Preemption
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
-from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.schema import printable
 from pipedream_rt.stage.optimizer import set_hyper
 
 _log = logging.getLogger(__name__)
+
+
+class _Unusable(CheckpointError):
+    """A checkpoint that is whole, but whose contents make no sense."""
+
+
+@contextmanager
+def _usable(found: Path) -> Iterator[None]:
+    """Say of a checkpoint that its contents make no sense, if the body stumbles over them.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    try:
+        yield
+    except PipelineError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise _Unusable(f"{found} cannot be used: {printable(repr(e))}") from e
 
 
 class RunState:
@@ -181,7 +202,6 @@ class RunState:
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
             slack=list(plan.shape.slack),
             identity=self._identity().plain(),
-            run=self._checkpointer.run,
         )
 
     # -- loading --------------------------------------------------------------------------------
@@ -190,6 +210,15 @@ class RunState:
         """Flush, and go on from a checkpoint; see `Pipeline.load`."""
         self._group.life.check()
         found, manifest = newest_good(path)
+        with _usable(found):
+            self._go_on_from(found, manifest, accept)
+        self.attach(**self._attached)
+        return manifest
+
+    def _go_on_from(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
+        """Go on from a checkpoint that was verified."""
+        for packed in manifest.groups:
+            set_hyper({}, packed)  # which stumbles over what is no value
         self._require_fit(found, manifest, accept)
         self._warn_of_other_slack(found, manifest)
         self._feeder.flush()
@@ -206,7 +235,7 @@ class RunState:
             floor=self._floor,
             with_optimizer=same_optimizer,
         )
-        self._checkpointer.run = manifest.run or self._checkpointer.run
+        self._checkpointer.go_on(found.parent, manifest.run)
         self._group.log.begin(here)
         self._count_from(manifest)
         self.resumed = manifest
@@ -214,8 +243,6 @@ class RunState:
         if self._feeder.optimizer is not None and "hyper_parameters" in accept:
             self._feeder.optimizer.insist(manifest.groups)
         self._epochs.resume(manifest)
-        self.attach(**self._attached)
-        return manifest
 
     def _warn_of_other_slack(self, found: Path, manifest: Manifest) -> None:
         """Say so if the run goes on with slack that changes which versions are read."""
@@ -284,8 +311,16 @@ class RunState:
         if not checkpoints(folder):
             _log.warning("there is no checkpoint in %s yet; the run begins at its start", folder)
             return
+        unusable: list[Path] = []
         with self._group.life.guard():
-            self.load(folder, accept)
+            while True:
+                found, _ = newest_good(folder, unusable)
+                try:
+                    self.load(found, accept)
+                    break
+                except _Unusable as error:
+                    _log.warning("%s; trying the one before", error)
+                    unusable.append(found)
         _log.warning("the run goes on after step %d of %s", self._feeder.step, folder)
 
     # -- what the user attaches -----------------------------------------------------------------

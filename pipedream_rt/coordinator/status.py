@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from pipedream_rt.cluster.environment import private_folder as folder
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.schema import fields, line, list_of, number, problem_of, text, whole
 
 _TIMEOUT_S = 2.0
@@ -35,20 +37,6 @@ _STATUS = {
     "restarts": whole(0), "losses": whole(0), "fed": whole(0), "workers": list_of(_WORKER),
 }  # fmt: skip
 """The fields of a status record."""
-
-
-def folder() -> Path:
-    """Return the folder of the sockets, which is made if it is not there.
-
-    Raises:
-        PermissionError: The folder belongs to another user, or others can open it.
-    """
-    path = Path(tempfile.gettempdir()) / f"pipedream-rt-{os.geteuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    about = path.lstat()
-    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise PermissionError(f"{path} belongs to another user, or is open to others")
-    return path
 
 
 class StatusServer:
@@ -106,7 +94,7 @@ def running() -> Iterator[tuple[Path, Status]]:
     Yields:
         The path of each socket, and the record that its server sent.
     """
-    for path in sorted(folder().iterdir()):
+    for path in sorted(folder().glob("[0-9]*")):
         try:
             yield path, ask(path)
         except ConnectionRefusedError:
@@ -128,9 +116,10 @@ def ask(path: Path) -> Status:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_TIMEOUT_S)
         connection.connect(str(path))
-        data = bytearray()
+        data, deadline = bytearray(), Deadline(timedelta(seconds=_TIMEOUT_S))
         while len(data) < _LARGEST and (block := connection.recv(1 << 16)):
             data += block
+            connection.settimeout(deadline.remaining_s() or 1e-3)
     try:
         found = msgpack.unpackb(data)
     except (RecursionError, msgpack.UnpackException) as error:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import Layers, dumps, layers_of, refuse_unfit_layers
 from pipedream_rt.schedules.plan import LOSS_LAYER
+from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
 
 
@@ -99,8 +100,8 @@ class UnsplitModel:
             return ""
         key = differing[0][0]
         return (
-            f"{key} has the shape {there.get(key)} in the checkpoint and {expected.get(key)} in "
-            "the model"
+            f"{printable(key, 100)} has the shape {there.get(key)} in the checkpoint and "
+            f"{expected.get(key)} in the model"
         )
 
     def copy_with(self, state_dict: dict[str, Tensor]) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -34,7 +35,7 @@ _VERSION = 2
 _LARGEST = 1 << 34
 """Bytes that a trace may have: as many spans as no run leaves."""
 
-_MOST = 1 << 16
+_MOST = 1 << 12
 """Stages, workers and edges that a plan in a trace may have."""
 
 _HEADER = {
@@ -42,7 +43,7 @@ _HEADER = {
         {
             "name": line(256),
             "workers": whole(1, _MOST),
-            "per_update": whole(1),
+            "per_update": whole(1, 1 << 31),
             "stages_per_worker": whole(1, _MOST),
             "slack": list_of(whole(0, 1 << 31), _MOST),
             "layers": list_of(list_of(line(1 << 12)), _MOST),
@@ -183,7 +184,8 @@ class Trace:
                 file.write(spans)
             part.replace(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
             raise TraceError(f"the trace cannot be written to {path}: {error}") from error
 
     @staticmethod
@@ -221,7 +223,7 @@ class Trace:
             problem = problem_of(header, _HEADER) if isinstance(header, dict) else "it is none"
             if problem:
                 raise ValueError(problem)
-            return _made(header, np.frombuffer(spans, dtype=SPAN))
+            return _fitting(_made(header, np.frombuffer(spans, dtype=SPAN)))
         except _UNREADABLE as error:
             reason = printable(str(error))
             raise TraceError(f"the header of the trace {path} makes no sense: {reason}") from error
@@ -232,6 +234,28 @@ def _digest(packed: bytes, spans: memoryview) -> bytes:
     digest = blake2b(packed, digest_size=16)
     digest.update(spans)
     return digest.digest()
+
+
+def _fitting(trace: Trace) -> Trace:
+    """Return a trace whose parts fit each other.
+
+    Raises:
+        ValueError: They do not.
+    """
+    plan, spans = trace.plan, trace.spans
+    stages, kinds = spans["stage"], spans["kind"]
+    if len(trace.workers) not in (0, plan.workers):
+        raise ValueError(f"it has facts about {len(trace.workers)} of {plan.workers} workers")
+    for name in ("stage_bytes", "activation_bytes"):
+        if len(getattr(trace, name)) not in (0, plan.num_stages):
+            raise ValueError(f"its {name!r} are not those of {plan.num_stages} stages")
+    if len(spans) and not -1 <= stages.min() <= stages.max() < plan.num_stages:
+        raise ValueError(f"it has spans of other stages than {plan.num_stages}")
+    of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME))
+    of_stage = np.isin(kinds, (PASS, COMMAND, DRAIN, *CODES.values()))
+    if not (np.where(stages < 0, of_coordinator, of_stage)).all():
+        raise ValueError("it has spans of a kind that does not fit their place")
+    return trace
 
 
 def _made(header: dict[str, Any], spans: Spans) -> Trace:

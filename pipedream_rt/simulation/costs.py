@@ -319,7 +319,7 @@ def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float
     """
     if not isinstance(text, str):
         return _number(what, text)
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.fullmatch(text) if len(text) < 100 else None
     if match is None or match[2] not in units:
         raise ConfigError(
             f"{printable(repr(text), 60)} is no {what}; expected a number and one of "

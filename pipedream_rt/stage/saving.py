@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from pipedream_rt.checkpoint import StageState, read_stage, write_stage
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.tree import flatten
+from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
@@ -233,15 +234,33 @@ def restore_stage(
         micro-batches read the newest version in the place of older ones.
 
     Raises:
-        CheckpointError: The checkpoint lacks a weight.
+        CheckpointError: The checkpoint lacks a weight, or what it holds makes no sense.
     """
+    try:
+        return _restore(stage, Path(folder), files, step, plain, floor, with_optimizer)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{folder} cannot be used on stage {stage.index}: {printable(repr(e))}"
+        ) from e
+
+
+def _restore(
+    stage: Stage,
+    folder: Path,
+    files: Collection[str],
+    step: int,
+    plain: dict[str, Any],
+    floor: int,
+    with_optimizer: bool,
+) -> bool:
+    """Do what `restore_stage` says."""
     plan = stage.plan
     read = max(floor, plan.reads(stage.index, step * plan.per_update))
     names = list(stage.parameters.named)
     slots = buffer_slots(stage.module)
     there = stage.module.state_dict()
     keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
-    state = read_stage(Path(folder), files, keys, names, list(slots), plain)
+    state = read_stage(folder, files, keys, names, list(slots), plain)
     needed = range(read, step) if names else range(0)
     whole = all(version in state.versions for version in needed)
     older = {version: state.versions[version] for version in needed} if whole else {}

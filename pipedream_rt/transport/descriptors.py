@@ -32,13 +32,13 @@ class OwnSocket(NamedTuple):
     Attributes:
         fd: Its descriptor.
         listens: Whether it listens.
-        port: Its local port.
+        local: Its own address and port.
         peer: Address and port of the other end; None if it is not connected.
     """
 
     fd: int
     listens: bool
-    port: int
+    local: tuple[str, int]
     peer: tuple[str, int] | None
 
 
@@ -59,7 +59,7 @@ def own_sockets() -> Iterator[OwnSocket]:
                 peer = None
                 with suppress(OSError):
                     peer = copy.getpeername()[:2]
-                yield OwnSocket(fd, listens, copy.getsockname()[1], peer)
+                yield OwnSocket(fd, listens, copy.getsockname()[:2], peer)
 
 
 def accept_only(fd: int, ports: list[int]) -> None:

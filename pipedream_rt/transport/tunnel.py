@@ -181,7 +181,7 @@ class Tunnel:
 
     def _listeners(self) -> list[OwnSocket]:
         """Return the sockets at which the agent listens: one, or none after `shut`."""
-        return [each for each in own_sockets() if each.listens and each.port == self._port]
+        return [s for s in own_sockets() if s.listens and s.local == (_HOME, self._port)]
 
     def _cut_off_strangers(self, deadline: Deadline) -> None:
         """Break the connections to the agent that are not this process's own.
@@ -193,7 +193,8 @@ class Tunnel:
             os.sched_yield()
         members = {(_HOME, port) for port in self._let_in}
         for each in own_sockets():
-            if each.port == self._port and not each.listens and each.peer not in members:
+            mine = each.local == (_HOME, self._port) and not each.listens
+            if mine and each.peer not in members:
                 cut_off(each.fd)
                 _log.warning("a stranger at %s was cut off from torch RPC", each.peer)
 
@@ -238,8 +239,10 @@ class Tunnel:
             connection, peer = self._gates[rank].accept()
         except (OSError, KeyError):
             return  # whoever connected is gone again
-        # Whose connection it is: this process has the socket at its other end, or has not.
-        if not any(s.port == peer[1] and s.peer == connection.getsockname() for s in own_sockets()):
+        # Whose connection it is: this process has the socket at its other end, or has not. Address
+        # and port count: the same port of another address of loopback can be anybody's.
+        ends = (peer[:2], connection.getsockname()[:2])
+        if not any((s.local, s.peer) == ends for s in own_sockets()):
             connection.close()
             return
         self._opened += 1
@@ -281,6 +284,11 @@ class Tunnel:
         """Carry a stream no more."""
         way = self._ways.pop(stream)
         self._selector.unregister(way.socket)
+        port = way.socket.getsockname()[1]
+        if port in self._let_in:  # before anybody else can have it
+            self._let_in.remove(port)
+            with suppress(TransportError):
+                self._filter()
         way.socket.close()
 
     def _take(self, rank: int, data: bytes) -> None:

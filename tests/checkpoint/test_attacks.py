@@ -211,8 +211,8 @@ def test_generated_files_of_tensors(run, count):
 
 
 def test_the_one_before_is_of_the_same_run_or_is_not_taken(tmp_path):
-    write(tmp_path, step=6, run="one")
-    folder = write(tmp_path, step=7, run="two")
+    write(tmp_path, step=6, run="1" * 32)
+    folder = write(tmp_path, step=7, run="2" * 32)
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="of another run than the newest one"):
         newest_good(tmp_path)

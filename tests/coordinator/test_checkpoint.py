@@ -205,6 +205,20 @@ def test_the_command_looks_at_them(tmp_path):
     assert "tensors of step 2" in call("export", tmp_path, tmp_path / "out.safetensors")
     assert_same(load_file(tmp_path / "out.safetensors"), dict(sorted(weights.items())))
     assert "cannot be written" in call("export", tmp_path, tmp_path / "no" / "out", code=1)
+    assert "is there already; --force replaces it" in call(
+        "export", tmp_path, tmp_path / "out.safetensors", code=1
+    )
+    assert "of step 2" in call("export", tmp_path, tmp_path / "out.safetensors", "--force")
+    assert (tmp_path / "out.safetensors").stat().st_mode & 0o077 == 0
+    newest = tmp_path / "step-00000002"
+    (tmp_path / "link").symlink_to(newest)
+    whole = {path.name: path.read_bytes() for path in newest.iterdir()}
+    for inside in (
+        newest / "model-00001-of-00004.safetensors", newest / "new", tmp_path / "link" / "new",
+        tmp_path / "step-00000001" / "manifest.msgpack",
+    ):  # fmt: skip
+        assert "is inside a checkpoint" in call("export", tmp_path, inside, "--force", code=1)
+    assert {path.name: path.read_bytes() for path in newest.iterdir()} == whole
     (tmp_path / "step-00000002" / "manifest.msgpack").write_bytes(b"")
     assert "1 damaged" in call("verify", tmp_path, code=1)
     assert "step 1, async" in call("inspect", tmp_path)

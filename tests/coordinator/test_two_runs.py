@@ -1,5 +1,6 @@
 """Two runs and one folder: neither may harm the other, whatever ends one of them."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -8,14 +9,17 @@ import sys
 import threading
 import time
 
+import msgpack
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from support.models import mlp, regression
 from support.oracle import assert_same
 
 from pipedream_rt import CheckpointError, Checkpoints, Pipeline
-from pipedream_rt.checkpoint import checkpoints, read_manifest
+from pipedream_rt.checkpoint import Manifest, checkpoints, manifest, read_manifest
+from pipedream_rt.cli import main
 
 DATA = regression(20)
 
@@ -44,11 +48,12 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
                     with pytest.raises(CheckpointError, match="is in use by"):
                         other.save(tmp_path)
         assert_same(first.state_dict(), expected)
-        run = first._checkpointer.run
+        run = first._checkpointer._run
     assert {read_manifest(folder).run for folder in checkpoints(tmp_path)} == {run}
     with open_pipe(checkpoint=Checkpoints(tmp_path, every=3, resume=True)) as again:
         assert again.step >= 12
-        assert again._checkpointer.run == run
+        assert again._checkpointer._run_in(tmp_path) == run
+        assert again._checkpointer._run_in(tmp_path / "elsewhere") != run
 
 
 @pytest.mark.threads
@@ -58,7 +63,7 @@ def test_a_run_that_begins_anew_puts_those_of_another_aside(tmp_path, caplog):
         list(first.train_epoch(DATA[:6]))
         first.save(tmp_path)
         saved = first.state_dict()
-        run = first._checkpointer.run
+        run = first._checkpointer._run
     with open_pipe(checkpoint=Checkpoints(tmp_path, every=2, keep=1)) as second:
         list(second.train_epoch(DATA))
     assert "is of another run: it is put aside as abandoned-" in caplog.text
@@ -91,6 +96,72 @@ def test_a_recovery_does_not_take_the_checkpoint_of_another_run(tmp_path, caplog
         assert len(pipe.restarts) == 1
     assert found == expected
     assert "was made by another run meanwhile; the run goes back to the" in caplog.text
+
+
+@pytest.mark.threads
+def test_a_run_whose_folder_was_taken_over_harms_nobody(tmp_path):
+    """The folder was removed, and another run has come and gone meanwhile."""
+    root = tmp_path / "run"
+    with open_pipe() as first:
+        list(first.train_epoch(DATA[:3]))
+        first.save(root)
+        shutil.rmtree(root)
+        with open_pipe() as other:
+            for _ in range(4):
+                list(other.train_epoch(DATA[:1]))
+                saved = other.save(root, extra=other.step)
+        with open_pipe() as third:
+            third._checkpointer.hold(root)
+            with pytest.raises(CheckpointError, match="is in use by"):
+                first.save(root)
+        list(first.train_epoch(DATA[:1]))
+        first.save(root)
+    aside = [f for f in root.iterdir() if f.name.startswith("abandoned-")]
+    assert len(aside) == 4
+    assert read_manifest(next(f for f in aside if f.name.endswith(saved.name))).extra == 4
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("groups", [{"lr": ["T", "zz", [1], b"x"]}]),
+        ("groups", [{"lr": ["N", "zz", b"x"]}]),
+        ("groups", [{"lr": ["d"]}, 3]),
+        ("groups", [{"params": 3}]),
+        ("identity", {"groups": None}),
+        ("identity", {"hyper_parameters": [{"lr": torch.ones(3)}]}),
+        ("identity", {"hyper_parameters": [{3: 4, "x": 1}]}),
+        ("place", {"epoch": 1, "loader": None, "warm": False}),
+        ("place", {"epoch": 1, "drawn": None, "loader": None, "warm": False, "now": {}}),
+        ("run", "../../x"),
+        ("run", None),
+        ("step", 1 << 60),
+        ("attached", None),
+        ("results", [{"step": 3}]),
+        ("fingerprints", [{}]),
+        ("plain", {"/group/0/0": {"x": 1}, "0.weight": 3}),
+    ],
+    ids=range(16),
+)
+def test_a_checkpoint_that_makes_no_sense_is_passed_over_by_a_resume(tmp_path, field, wrong):
+    """Its checksums are right, as somebody has made them; the one before it is taken."""
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(DATA[:2]))
+        pipe.save(tmp_path)
+        expected = pipe.state_dict()
+        list(pipe.train_epoch(DATA[:2]))
+        newest = pipe.save(tmp_path)
+    fields = {f.name: getattr(read_manifest(newest), f.name) for f in dataclasses.fields(Manifest)}
+    packed = manifest._pack({**fields, field: wrong})
+    whole = [manifest._MAGIC, manifest._FORMAT, packed, manifest._checksum(packed)]
+    (newest / "manifest.msgpack").write_bytes(msgpack.packb(whole))
+    with open_pipe(checkpoint=Checkpoints(tmp_path, resume=True)) as again:
+        assert again.step == 2
+        assert_same(again.state_dict(), expected)
+    done = CliRunner().invoke(main, ["checkpoint", "inspect", str(newest)])
+    assert done.exit_code == 1 or field in ("identity",)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
 
 
 SCRIPT = """

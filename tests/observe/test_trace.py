@@ -11,8 +11,10 @@ from support.shapes import schedules
 
 from pipedream_rt import Replay, Trace
 from pipedream_rt.errors import ConfigError, TraceError
+from pipedream_rt.observe import trace as module
 from pipedream_rt.observe.trace import WorkerFacts
 from pipedream_rt.schedules import plan_for, plan_named
+from pipedream_rt.simulation.costs import Costs
 from pipedream_rt.simulation.simulator import simulate
 
 
@@ -131,13 +133,89 @@ def test_spans_by_stage():
 
 
 def test_a_whole_file_with_a_header_that_makes_no_sense(tmp_path):
-    from pipedream_rt.observe import trace as module
-
     for header in ({}, [], {"plan": 1}, {"plan": {"name": 1}}, {"plan": {"workers": 0}}):
-        packed = msgpack.packb(header)
-        head = ["pipedream-rt trace", 2, packed, module._digest(packed, memoryview(b""))]
-        (tmp_path / "odd").write_bytes(msgpack.packb(head))
+        (tmp_path / "odd").write_bytes(file_of(header))
         with pytest.raises(TraceError, match="makes no sense"):
             Trace.load(tmp_path / "odd")
     with pytest.raises(TraceError, match="cannot be read"):
         Trace.load("a\0b")
+
+
+NESTED = []
+for _ in range(90):
+    NESTED = [NESTED]
+WRONG = (
+    None,
+    True,
+    -1,
+    1.5,
+    "\x1b[2J\n",
+    b"bytes",
+    [],
+    {},
+    [[]],
+    [{}],
+    {"a": {}},
+    {1: [2]},
+    NESTED,
+)
+
+
+def file_of(header, spans=b""):
+    """The bytes of a trace with any header, whose checksum is right."""
+    packed = msgpack.packb(header)
+    head = ["pipedream-rt trace", 2, packed, module._digest(packed, memoryview(spans))]
+    return msgpack.packb(head) + spans
+
+
+def headers(tmp_path):
+    """The header of a trace with one value replaced, at every place and by every kind of value."""
+    trace = dataclasses.replace(run(), workers=(WorkerFacts(name="a"),), stage_bytes=(1, 2, 3))
+    trace.save(tmp_path / "right")
+    unpacker = msgpack.Unpacker()
+    unpacker.feed((tmp_path / "right").read_bytes())
+    right = msgpack.unpackb(unpacker.unpack()[2])
+    for name in right:
+        for wrong in WRONG:
+            yield {**right, name: wrong}
+        yield {key: value for key, value in right.items() if key != name}
+    for name in right["plan"]:
+        for wrong in WRONG:
+            yield {**right, "plan": {**right["plan"], name: wrong}}
+    for name in right["workers"][0]:
+        for wrong in WRONG:
+            yield {**right, "workers": [{**right["workers"][0], name: wrong}]}
+    yield from (None, [], 3, "text", NESTED)
+
+
+def test_a_header_that_somebody_has_prepared(tmp_path):
+    """Its checksum is right; each is refused with the name of a field, or makes sense."""
+    path, refusals = tmp_path / "t", []
+    for header in headers(tmp_path):
+        path.write_bytes(file_of(header))
+        try:
+            Trace.load(path)
+        except TraceError as error:
+            refusals.append(str(error))
+    assert all("makes no sense: " in text and text.isprintable() for text in refusals)
+    assert len(refusals) > 150
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
+def test_what_is_no_ordinary_file_is_refused(tmp_path, kind):
+    path = tmp_path / "trace"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path = "/dev/zero"
+        case "folder":
+            path.mkdir()
+        case "large":
+            with path.open("wb") as file:
+                file.truncate(1 << 40)
+    with pytest.raises(TraceError, match="cannot be read: "):
+        Trace.load(path)
+    with pytest.raises(ConfigError, match="cannot be read from "):
+        Costs.load(path)
