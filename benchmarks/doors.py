@@ -3,9 +3,9 @@
 A pipeline on local worker processes is opened several times. In the coordinator's process, which is
 the only one that calls by torch RPC, and in each worker, this measures
 
-- the window: from before torch's RPC agent begins to listen until the kernel lets in nobody but the
-  process itself, so an upper bound of the time for which a stranger could connect to the agent
-  (what has connected then is cut off before the agent has looked at it);
+- the window: from before torch's RPC agent begins to listen until its guard stands. Where the
+  kernel holds torch up at ``listen`` (see `pipedream_rt.transport.listening`), nobody can connect
+  in it; elsewhere it bounds the time for which somebody can (and is cut off);
 - the time for which the agent, and in the coordinator the gates to it, listen at all.
 
     python benchmarks/doors.py --json

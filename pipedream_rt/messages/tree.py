@@ -88,6 +88,11 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
                 f"{path} is a tensor of layout {value.layout}, which cannot cross stages; send its "
                 "parts, as indices and values, or a dense tensor"
             )
+        if value.is_quantized:
+            raise ConfigError(
+                f"{path} is a quantized tensor, which cannot cross stages; send its int_repr() and "
+                "its scale"
+            )
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise ConfigError(
                 f"{path} is a {type(value).__qualname__}, a subclass of Tensor, which would arrive "

@@ -36,6 +36,8 @@ from torch import nn
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, RendezvousTimeout
 from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.transport import listening
+from pipedream_rt.transport.descriptors import accept_only
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.pickling import allow, install
 from pipedream_rt.transport.tunnel import Tunnel
@@ -156,14 +158,22 @@ class Endpoint:
                 raise PipelineError("the transport was closed while it joined the group")
             self._tunnel.start(callees)
             # The reference is kept because the agent calls the directory as long as it lives.
-            self._directory = Directory(group, self._tunnel)
-            # torch asks for the interface when the agent starts, which is in `_init_rpc_states`.
-            with _listening_on_loopback():
-                agent = rpc.TensorPipeAgent(
-                    self._directory, group.name, group.rank, len(group.names), options, {}, []
-                )
-                rpc.api._init_rpc_states(agent)
+            self._directory = directory = Directory(group, self._tunnel)
+            # Nobody can connect between torch's `listen` and the guard of the tunnel.
+            listening.run(
+                lambda: self._start_agent(options, directory), lambda fd: accept_only(fd, [])
+            )
         self._call(callees, deadline)
+
+    def _start_agent(self, options: rpc.TensorPipeRpcBackendOptions, directory: Directory) -> None:
+        """Build and start the agent."""
+        group = self._group
+        # torch asks for the interface when the agent starts, which is in `_init_rpc_states`.
+        with _listening_on_loopback():
+            agent = rpc.TensorPipeAgent(
+                directory, group.name, group.rank, len(group.names), options, {}, []
+            )
+            rpc.api._init_rpc_states(agent)
 
     def _call(self, ranks: tuple[int, ...], deadline: Deadline) -> None:
         """Call members once, which opens the connections.

@@ -1,0 +1,156 @@
+"""Holds up a library that begins to listen, until somebody has seen to it who may connect.
+
+TensorPipe listens and accepts in one go, on a thread of its own, so a packet filter that is put on
+its port afterwards comes a millisecond too late. The kernel can stop a thread at a system call and
+ask another one (``seccomp`` with user notification, Linux 5.5): `run` has the library begin on a
+thread for which the kernel asks at every ``listen``. Where the kernel does not offer that, nothing
+is held up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import platform
+import select
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
+
+
+class _Machine(NamedTuple):
+    """Numbers of the kernel for a kind of processor.
+
+    Attributes:
+        architecture: How the kernel names it to a filter.
+        listen: The system call ``listen``.
+        seccomp: The system call ``seccomp``.
+    """
+
+    architecture: int
+    listen: int
+    seccomp: int
+
+
+_MACHINES = {
+    "x86_64": _Machine(0xC000003E, listen=50, seccomp=317),
+    "aarch64": _Machine(0xC00000B7, listen=201, seccomp=277),
+}
+
+_PR_SET_NO_NEW_PRIVS = 38
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
+_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_NUMBER, _ARCHITECTURE = 0, 4  # where they stand in what a filter sees
+_ALLOW, _ASK = 0x7FFF0000, 0x7FC00000
+_RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # of `ioctl`
+_QUESTION = struct.Struct("@QIIiIQ6Q")  # id, thread, flags; then the call: number, ..., arguments
+_REPLY = struct.Struct("@QqiI")
+_GO_ON = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _ask_at_listen() -> int:
+    """Have the kernel ask whenever this thread, or one that it starts, calls ``listen``.
+
+    Returns:
+        The descriptor on which it asks.
+
+    Raises:
+        OSError: It does not offer that.
+    """
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 0, 3, machine.architecture),
+        (_LOAD, 0, 0, _NUMBER),
+        (_IF_EQUAL, 0, 1, machine.listen),
+        (_RETURN, 0, 0, _ASK),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    memory = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    about = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(memory)))
+    # Without root, a filter is for threads that gain no rights by what they execute.
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "no_new_privs")
+    fd = _libc.syscall(machine.seccomp, _SET_MODE_FILTER, _NEW_LISTENER, about)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(fd)
+
+
+def run(body: Callable[[], None], may_listen: Callable[[int], None]) -> None:
+    """Run a function that makes a library listen, on a thread of its own.
+
+    Args:
+        body: The function. It returns when the library listens.
+        may_listen: Called on this thread with the descriptor of each socket that is about to
+            listen; the thread that wants to waits meanwhile.
+
+    Raises:
+        BaseException: What ``body`` or ``may_listen`` has raised.
+    """
+    errors: list[BaseException] = []
+    asks: list[int] = []
+    ready, (ours, theirs) = threading.Event(), os.pipe()
+
+    def on_thread() -> None:
+        try:
+            try:
+                asks.append(_ask_at_listen())
+            except OSError as error:
+                _log.info("a library that listens cannot be held up here: %s", error)
+            finally:
+                ready.set()
+            body()
+        except BaseException as error:  # raised where `run` was called
+            errors.append(error)
+        finally:
+            os.close(theirs)
+
+    thread = threading.Thread(target=on_thread, name="listening", daemon=True)
+    thread.start()
+    ready.wait()  # no deadline: two system calls
+    try:
+        poll = select.poll()
+        poll.register(ours, select.POLLIN)
+        for fd in asks:
+            poll.register(fd, select.POLLIN)
+        while True:
+            found = [fd for fd, _ in poll.poll()]  # no deadline: `body` has one
+            for fd in set(found) & set(asks):
+                _answer(fd, may_listen, errors)
+            if ours in found:
+                break
+        thread.join()
+    finally:
+        os.close(ours)
+        for fd in asks:
+            os.close(fd)
+    if errors:
+        raise errors[0]
+
+
+def _answer(fd: int, may_listen: Callable[[int], None], errors: list[BaseException]) -> None:
+    """Look at the socket of a thread that waits, and let the thread go on."""
+    question = bytearray(_QUESTION.size)
+    try:
+        fcntl.ioctl(fd, _RECEIVE, question)
+    except OSError:
+        return  # the thread was interrupted, and will call again
+    identity, *_, wanted = _QUESTION.unpack(question)[:7]
+    try:
+        may_listen(wanted)
+    except BaseException as error:  # raised where `run` was called
+        errors.append(error)
+    with suppress(OSError):
+        fcntl.ioctl(fd, _ANSWER, bytearray(_REPLY.pack(identity, 0, 0, _GO_ON)))
