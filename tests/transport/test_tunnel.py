@@ -1,0 +1,202 @@
+"""The tunnel carries what this process's agent sends, and nothing of anybody else."""
+
+import queue
+import random
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.tunnel import _PART, Tunnel
+
+pytestmark = pytest.mark.threads
+NAMES = ("coordinator", "w0")
+
+
+class Two:
+    """The tunnels of two members, whose links are this object."""
+
+    def __init__(self):
+        self.sent = queue.SimpleQueue()
+        groups = [Group(generation=1, rank=r, names=NAMES, hosts=(0,), key=b"k") for r in (0, 1)]
+        self.ends = [Tunnel(groups[0], self._to(1)), Tunnel(groups[1], self._to(0))]
+        self.ends[0].start((1,))
+        self.ends[1].start(())
+        self.ends[0].guard(1)  # nobody calls the agent of the coordinator, so it is not there
+
+    def _to(self, target):
+        def send(rank, data):
+            assert rank == target
+            self.sent.put(_PART.unpack_from(data))
+            self.ends[target].receive(1 - target, data)
+
+        return send
+
+    @property
+    def gate(self):
+        host, _, port = self.ends[0].address_of(1).rpartition("/")[2].rpartition(":")
+        return host, int(port)
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def two():
+    made = Two()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def agent():
+    """What stands for the agent of the worker: it listens on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        yield listener
+
+
+def read(connection, size):
+    data = b""
+    while len(data) < size and (part := connection.recv(size - len(data))):
+        data += part
+    return data
+
+
+def connected(two, agent):
+    caller = socket.create_connection(two.gate, timeout=20)
+    callee, _ = agent.accept()
+    callee.settimeout(20)
+    return caller, callee
+
+
+def test_bytes_go_both_ways_and_an_end_ends_the_other(two, agent):
+    two.ends[1].guard(agent.getsockname()[1])
+    caller, callee = connected(two, agent)
+    data = random.Random(1).randbytes(500_000)
+    with caller, callee:
+        caller.sendall(data)
+        assert read(callee, len(data)) == data
+        callee.sendall(data[::-1])
+        assert read(caller, len(data)) == data[::-1]
+        caller.close()
+        assert read(callee, 1) == b""
+
+
+def test_what_comes_before_the_agent_listens_comes_in_its_order(two, agent):
+    with socket.create_connection(two.gate, timeout=20) as caller:
+        caller.sendall(b"first")
+        two.sent.get(timeout=20)  # it was opened, and is on its way
+        caller.sendall(b", second")
+        two.ends[1].guard(agent.getsockname()[1])
+        callee, _ = agent.accept()
+        with callee:
+            callee.settimeout(20)
+            assert read(callee, 13) == b"first, second"
+
+
+def test_the_address_of_the_agent_is_that_of_the_gate_in_its_first_answer(two, agent):
+    two.ends[1].guard(agent.getsockname()[1])
+    caller, callee = connected(two, agent)
+    with caller, callee:
+        told = b"\\x15127.0.0.1:%d and more" % agent.getsockname()[1]
+        callee.sendall(told)
+        answer = read(caller, len(told))
+        assert answer == told.replace(b"%d" % agent.getsockname()[1], b"%05d" % two.gate[1])
+        callee.sendall(told)
+        assert read(caller, len(told)) == told
+
+
+STRANGER = """
+import socket, sys
+host, gate, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with socket.socket() as stranger:
+    stranger.bind((host, port))
+    stranger.settimeout(1)
+    try:
+        stranger.connect(("127.0.0.1", gate))
+        stranger.sendall(b"junk")
+        print("open" if stranger.recv(1) else "closed")
+    except TimeoutError:
+        print("nothing")
+    except OSError:
+        print("closed")
+"""
+
+
+def stranger(host, gate, port):
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, host, str(gate), str(port)],
+        capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_a_gate_is_closed_to_another_process(two, agent, host):
+    """Also to one that has the agent's own port, on another address of loopback."""
+    two.ends[1].guard(agent.getsockname()[1])
+    caller, callee = connected(two, agent)
+    with caller, callee:
+        port = caller.getsockname()[1] if host == "127.0.0.2" else 0
+        assert stranger(host, two.gate[1], port) == "closed"
+        caller.sendall(b"still there")
+        assert read(callee, 11) == b"still there"
+    opened = 0
+    while not two.sent.empty():
+        opened += two.sent.get()[2] == 0
+    assert opened == 1
+
+
+@pytest.mark.processes
+def test_the_agent_is_closed_to_another_process(two, agent):
+    """Also to one that takes the port of a connection that has ended, or has it elsewhere."""
+    port = agent.getsockname()[1]
+    two.ends[1].guard(port)
+    assert stranger("127.0.0.1", port, 0) == "nothing"
+    caller, callee = connected(two, agent)
+    let_in = callee.getpeername()[1]
+    with caller, callee:
+        assert stranger("127.0.0.2", port, let_in) == "nothing"
+        caller.close()
+        assert read(callee, 1) == b""
+    assert let_in not in two.ends[1]._let_in
+
+
+def test_afterwards_nothing_listens(two, agent):
+    two.ends[1].guard(agent.getsockname()[1])
+    caller, callee = connected(two, agent)
+    gate = two.gate
+    with caller, callee:
+        two.ends[0].shut()
+        two.ends[1].shut()
+        caller.sendall(b"goes on")
+        assert read(callee, 7) == b"goes on"
+        for place in (gate, agent.getsockname()[:2] if agent.fileno() < 0 else gate):
+            with pytest.raises(OSError, match=r"refused|timed out"):
+                socket.create_connection(place, timeout=5)
+
+
+def test_parts_that_make_no_sense_are_passed_over(two, agent):
+    """A member of another version; never an error in the thread that carries."""
+    two.ends[1].guard(agent.getsockname()[1])
+    draw = random.Random(2)
+    for _ in range(300):
+        two.ends[1].receive(0, draw.randbytes(draw.randrange(20)))
+        two.ends[1].receive(0, _PART.pack(draw.randrange(3), draw.randrange(3), draw.randrange(5)))
+    caller, callee = connected(two, agent)
+    while True:  # those that the parts have opened come first
+        with callee:
+            caller.sendall(b"x")
+            callee.settimeout(0.5)
+            try:
+                if read(callee, 1) == b"x":
+                    break
+            except TimeoutError:
+                pass
+        callee, _ = agent.accept()
+    caller.close()
