@@ -1,7 +1,8 @@
-"""Which TensorPipe transport: what each costs in latency, and in processor time.
+"""torch RPC or links of our own: what each costs in latency, and in processor time.
 
-Two processes, as two stages: one hands a tensor to the other with ``rpc_async``, the handler puts
-it into a queue, a thread takes it out and hands it back the same way. Measured for each transport:
+Two processes, as two stages: one hands a tensor to the other, by ``rpc_async`` over one of
+TensorPipe's transports or over a link, as the runtime does. Who receives it puts it into a queue, a
+thread takes it out and hands it back the same way. Measured for each:
 
 - hop, idle: half of the round trip, nothing else running (median, 99th percentile);
 - hop, busy: one way, while the compute thread of each process multiplies matrices and hands one
@@ -19,8 +20,10 @@ import multiprocessing
 import os
 import queue
 import resource
+import socket
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from multiprocessing.connection import Connection
@@ -32,7 +35,12 @@ import torch.distributed.rpc as rpc
 from rich.console import Console
 from rich.table import Table
 
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import Frame, Links
+
+LINK = "link"
 TRANSPORTS = {
+    LINK: ([], []),
     "uv": (["uv"], ["basic"]),
     "shm": (["shm"], ["basic"]),
     "shm+cma": (["shm"], ["cma", "basic"]),
@@ -48,9 +56,52 @@ def deliver(tensor: torch.Tensor) -> None:
     _arrived.put(tensor)
 
 
+_links: Links | None = None
+
+
 def hop(peer: str, tensor: torch.Tensor) -> None:
     """Hand a tensor to the other process; never waits."""
-    rpc.rpc_async(peer, deliver, args=(tensor,), timeout=TIMEOUT_S)
+    if _links is not None:
+        _links.send(int(peer[1:]), 0, b"", [tensor])
+    else:
+        rpc.rpc_async(peer, deliver, args=(tensor,), timeout=TIMEOUT_S)
+
+
+def stamped(peer: str, stamp: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Hand over a tensor with the time; never waits."""
+    if _links is not None:
+        _links.send(int(peer[1:]), 1, b"", [stamp, tensor])
+    else:
+        rpc.rpc_async(peer, deliver_stamped, args=(stamp, tensor), timeout=TIMEOUT_S)
+
+
+def receive(rank: int, frame: Frame) -> None:
+    """Take what has come over the link."""
+    if frame.kind:
+        deliver_stamped(frame.tensors[0], frame.tensors[1])
+    else:
+        deliver(frame.tensors[0])
+
+
+def link(rank: int, path: str) -> Links:
+    """Connect the two processes by a link, over a local socket."""
+    if rank == 0:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{path}.part")
+            listener.listen()
+            os.rename(f"{path}.part", f"{path}.socket")
+            connection, _ = listener.accept()
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                connection.connect(f"{path}.socket")
+                break
+            except FileNotFoundError:
+                threading.Event().wait(0.01)
+    key = b"k" * 32
+    group = Group(generation=1, rank=rank, names=("p0", "p1"), hosts=(), key=key)
+    return Links(group, {1 - rank: (connection, key)}, receive, lambda rank, reason: None)
 
 
 def bounce(rank: int, rounds: int, tensor: torch.Tensor) -> list[float]:
@@ -78,7 +129,7 @@ def compute(
         matrix @ matrix
         count += 1
         stamp = torch.tensor([time.monotonic()], dtype=torch.float64)
-        rpc.rpc_async(peer, deliver_stamped, args=(stamp, tensor), timeout=TIMEOUT_S)
+        stamped(peer, stamp, tensor)
         while not _stamps.empty():
             delays.append(_stamps.get())
     return count / seconds, delays
@@ -97,18 +148,22 @@ def process(rank: int, name: str, path: str, size: int, rounds: int, out: Connec
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own call
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    transports, channels = TRANSPORTS[name]
-    rpc.init_rpc(
-        f"p{rank}",
-        rank=rank,
-        world_size=2,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=4,
-            init_method=f"file://{path}",
-            _transports=transports,
-            _channels=channels,
-        ),
-    )
+    global _links
+    if name == LINK:
+        _links = link(rank, path)
+    else:
+        transports, channels = TRANSPORTS[name]
+        rpc.init_rpc(
+            f"p{rank}",
+            rank=rank,
+            world_size=2,
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+                num_worker_threads=4,
+                init_method=f"file://{path}",
+                _transports=transports,
+                _channels=channels,
+            ),
+        )
     tensor, matrix = torch.ones(size // 4), torch.randn(700, 700)
     bounce(rank, 50, tensor)
     idle = bounce(rank, rounds, tensor)
@@ -123,7 +178,8 @@ def process(rank: int, name: str, path: str, size: int, rounds: int, out: Connec
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     out.send({"idle": idle, "busy": busy, "rate": rate, "cpu": used / IDLE_S})
     out.close()
-    rpc.shutdown(graceful=False)
+    if _links is None:
+        rpc.shutdown(graceful=False)
     os._exit(0)
 
 
@@ -173,9 +229,9 @@ def summary(name: str, size: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 @click.option("--bytes", "size", default=1 << 18, show_default=True, help="Of the tensor.")
 @click.option("--rounds", default=500, show_default=True)
-@click.option("--repeats", default=3, show_default=True, help="Transports are taken in turn.")
+@click.option("--repeats", default=3, show_default=True, help="They are taken in turn.")
 def main(as_json: bool, size: int, rounds: int, repeats: int) -> None:
-    """Compare the TensorPipe transports on one host."""
+    """Compare links and TensorPipe's transports on one host."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of the two processes, whose ends are no news
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in TRANSPORTS}
     for _ in range(repeats):
