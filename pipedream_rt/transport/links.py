@@ -16,6 +16,7 @@ The signature is checked before meta is parsed. A frame whose signature is wrong
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import socket
@@ -50,6 +51,9 @@ _UNREADABLE = (
 
 _AT_ONCE = 64
 """Buffers that are handed to the kernel in one call."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Frame(NamedTuple):
@@ -336,7 +340,9 @@ class Links:
             if events & selectors.EVENT_READ:
                 for frame in link.receive():
                     self._receive(rank, frame)
-        except (OSError, TransportError) as error:
+        except Exception as error:  # the top of a thread: whatever it is, it ends this link alone
+            if not isinstance(error, OSError | TransportError):
+                _log.exception("the link to member %d ends by an error of its own", rank)
             selector.unregister(link)
             self._ended[rank] = text_of(error)
             link.close()

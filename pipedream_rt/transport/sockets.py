@@ -102,8 +102,11 @@ class SocketTransport:
         if frame.kind == _STREAM:
             self.tunnel.receive(rank, frame.data)
         elif frame.kind == _RETURNED:
-            sender, text = msgpack.unpackb(frame.data)
-            self._tell_lost(sender, rank, text)
+            try:
+                sender, text = msgpack.unpackb(frame.data)
+            except (ValueError, TypeError, msgpack.UnpackException) as error:
+                raise TransportError(f"what came back cannot be read: {error!r}") from error
+            self._tell_lost(sender, rank, str(text))
         else:
             self._receive_message(rank, decode(frame.data, frame.tensors))
 

@@ -14,6 +14,7 @@ When all of the coordinator's connections to the agents stand, nothing of this l
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -227,11 +228,19 @@ class Tunnel:
                 if key.fd == self._wake:
                     os.eventfd_read(self._wake)
                 elif isinstance(key.data, int):
-                    self._accept(key.data)
+                    self._do(functools.partial(self._accept, key.data))
                 elif key.data in self._ways:
-                    self._attend_to(key.data, events)
+                    self._do(functools.partial(self._attend_to, key.data, events))
             while not self._orders.empty():
-                self._orders.get()()
+                self._do(self._orders.get())
+
+    @staticmethod
+    def _do(what: Callable[[], object]) -> None:
+        """Do something; an error of it ends neither the thread nor another stream."""
+        try:
+            what()
+        except Exception:  # the top of a thread
+            _log.exception("the tunnel could not do %s", what)
 
     def _accept(self, rank: int) -> None:
         """Take a connection of the agent to a member; one of anybody else is closed."""
