@@ -83,7 +83,7 @@ class SocketTransport:
         """
         name = self._group.names[rank]
         if self._life.is_open and sender in self._open:
-            error = PeerLost(text.format(f"worker {name!r}"), peer=name)
+            error = PeerLost(text.replace("{}", f"worker {name!r}", 1), peer=name)
             _log.debug("%s", error)
             self._open[sender][1](error)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import write
+from support.wrong import WRONG
 
 from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import manifest as module
@@ -106,26 +107,6 @@ def test_names_that_no_checkpoint_has(run, name):
     fields["files"][name] = [1, b"x" * 16]
     (folder / "manifest.msgpack").write_bytes(sealed(fields))
     refused(root, folder)
-
-
-NESTED = []
-for _ in range(90):
-    NESTED = [NESTED]
-WRONG = (
-    None,
-    True,
-    -1,
-    1.5,
-    "\x1b[2J\n",
-    b"bytes",
-    [],
-    {},
-    [[]],
-    {"a": {}},
-    {1: [2]},
-    1 << 63,
-    NESTED,
-)
 
 
 @pytest.mark.parametrize("field", sorted(module._FIELDS))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.costs import unit
 from support.shapes import schedules
+from support.wrong import NESTED, WRONG
 
 from pipedream_rt import Replay, Trace
 from pipedream_rt.errors import ConfigError, TraceError
@@ -139,26 +140,6 @@ def test_a_whole_file_with_a_header_that_makes_no_sense(tmp_path):
             Trace.load(tmp_path / "odd")
     with pytest.raises(TraceError, match="cannot be read"):
         Trace.load("a\0b")
-
-
-NESTED = []
-for _ in range(90):
-    NESTED = [NESTED]
-WRONG = (
-    None,
-    True,
-    -1,
-    1.5,
-    "\x1b[2J\n",
-    b"bytes",
-    [],
-    {},
-    [[]],
-    [{}],
-    {"a": {}},
-    {1: [2]},
-    NESTED,
-)
 
 
 def file_of(header, spans=b""):
