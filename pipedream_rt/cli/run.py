@@ -143,7 +143,7 @@ class _Workers:
         host, port = self.listener.getsockname()
         # The socket listens as long as this job lives. The timeout is for strangers who fill the
         # queue before it.
-        options = ("--persist", "--timeout", "10")
+        options = ("--persist", "--timeout", "5")
         fd = secret_pipe(self.secret)
         try:
             child = start_worker(

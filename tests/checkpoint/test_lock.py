@@ -21,10 +21,10 @@ from pipedream_rt.checkpoint import RunLock
 lock = RunLock(Path(sys.argv[1]))
 if sys.argv[2:]:
     if os.fork() == 0:  # as a data loader's worker, which outlives a script that is killed
-        print("forked", flush=True)
+        os.write(1, b"forked\n")
         sys.stdin.read()
         os._exit(0)
-print("locked", flush=True)
+os.write(1, b"locked\n")
 sys.stdin.read()
 """
 
