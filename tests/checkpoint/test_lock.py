@@ -14,7 +14,7 @@ import pytest
 from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import RunLock, checkpoints
 
-HOLDER = """
+HOLDER = r"""
 import os, sys
 from pathlib import Path
 from pipedream_rt.checkpoint import RunLock
