@@ -51,6 +51,8 @@ CASES = {
     "8 emulated stages, 1f1b": Case(
         ("scaling.py", "--workers", "8", "--only", "1f1b"), "micro_batches_per_s", True
     ),
+    "start of a script": Case(("start.py", "--groups", "1"), "first_s", False),
+    "start of a group of workers": Case(("start.py",), "group_ms", False),
     "recovery": Case(("recovery.py", "--kills", "6", "--pairs", "0"), "median_s", False),
     "processor time of a worker": Case(("cost.py",), "worker_ms", False),
     "processor time of the coordinator": Case(("cost.py",), "coordinator_ms", False),
