@@ -29,6 +29,9 @@ from pipedream_rt.transport.tls import Tls
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to stop."""
 
+_SENT_TIMEOUT = timedelta(seconds=2)
+"""For the last words to the workers to be sent, where they are encrypted."""
+
 _EXIT_TIMEOUT = timedelta(seconds=3)
 """For the processes to end after that; those that still run then are killed."""
 
@@ -89,6 +92,7 @@ class ProcessCluster:
         self._secret = secret
         self._replace = replace
         self._killed = False
+        self._tls = tls
         self._rpc: Endpoint | None = None
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(threads, forks)
@@ -173,6 +177,8 @@ class ProcessCluster:
             steps.callback(self._watch.close)
             processes = self._local.processes.values()
             steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
+            if (tls := self._tls) is not None:
+                steps.callback(lambda: tls.finish(Deadline(_SENT_TIMEOUT)))
             for control in (*(m.control for m in self._members), *self._local.controls.values()):
                 steps.callback(control.close)
             steps.callback(tell, self._members, {"type": "exit", "failed": self._killed})

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,39 +236,38 @@ def restore_stage(
     Raises:
         CheckpointError: The checkpoint lacks a weight, or what it holds makes no sense.
     """
-    try:
-        return _restore(stage, Path(folder), files, step, plain, floor, with_optimizer)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise CheckpointError(
-            f"{folder} cannot be used on stage {stage.index}: {printable(repr(e))}"
-        ) from e
-
-
-def _restore(
-    stage: Stage,
-    folder: Path,
-    files: Collection[str],
-    step: int,
-    plain: dict[str, Any],
-    floor: int,
-    with_optimizer: bool,
-) -> bool:
-    """Do what `restore_stage` says."""
     plan = stage.plan
     read = max(floor, plan.reads(stage.index, step * plan.per_update))
     names = list(stage.parameters.named)
     slots = buffer_slots(stage.module)
     there = stage.module.state_dict()
     keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
-    state = read_stage(folder, files, keys, names, list(slots), plain)
+    state = _read(Path(folder), files, keys, names, list(slots), plain)
     needed = range(read, step) if names else range(0)
     whole = all(version in state.versions for version in needed)
     older = {version: state.versions[version] for version in needed} if whole else {}
-    extra = {key: unpack_hyper(v) for key, v in state.extra.items() if key in there}
+    extra = {key: value for key, value in state.extra.items() if key in there}
     stage.restore(step, {**state.weights, **extra}, older, state.hidden)
     if stage.optimizer is not None and with_optimizer:
         stage.optimizer.load_state(state.optimizer)
     return whole
+
+
+def _read(folder: Path, *about: Any) -> StageState:
+    """Read the state of a stage, and what is packed in it.
+
+    Args:
+        folder: Folder of a checkpoint that was verified.
+        *about: The further arguments of `read_stage`.
+
+    Raises:
+        CheckpointError: It lacks a weight, or what it holds makes no sense.
+    """
+    try:
+        state = read_stage(folder, *about)
+        return replace(state, extra={k: unpack_hyper(v) for k, v in state.extra.items()})
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{folder} cannot be used: {printable(repr(e))}") from e
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -147,9 +147,11 @@ def _answer(fd: int, may_listen: Callable[[int], None], errors: list[BaseExcepti
         fcntl.ioctl(fd, _RECEIVE, question)
     except OSError:
         return  # the thread was interrupted, and will call again
-    identity, *_, wanted = _QUESTION.unpack(question)[:7]
+    identity, thread, *_, wanted = _QUESTION.unpack(question)[:7]
     try:
-        may_listen(wanted)
+        # A program that such a thread has started asks too; its sockets are its own.
+        if os.path.exists(f"/proc/self/task/{thread}"):
+            may_listen(wanted)
     except BaseException as error:  # raised where `run` was called
         errors.append(error)
     with suppress(OSError):

@@ -16,9 +16,11 @@ import ssl
 import subprocess
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
 
@@ -38,10 +40,12 @@ class Tls:
     Attributes:
         server: For the end that was called.
         client: For the end that calls.
+        threads: The threads that carry what passes.
     """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    threads: WeakSet[threading.Thread] = field(default_factory=WeakSet)
 
     @staticmethod
     def of_folder(folder: Path) -> Tls:
@@ -71,7 +75,7 @@ class Tls:
                 f"{CERTIFICATE}, {KEY} and, if another has signed it, {AUTHORITY}; "
                 f"`pipedream-rt certificate {folder}` makes the first two"
             ) from error
-        return Tls(*contexts)
+        return Tls(server=contexts[0], client=contexts[1])
 
     def wrap(self, connection: socket.socket, calls: bool) -> socket.socket:
         """Encrypt a connection.
@@ -92,8 +96,19 @@ class Tls:
         for end in (encrypted, theirs):
             close_in_forked_children(end)
         # A daemon: it ends when one of the ends is closed, at the latest with the process.
-        threading.Thread(target=_carry, args=(encrypted, theirs), name="tls", daemon=True).start()
+        thread = threading.Thread(target=_carry, args=(encrypted, theirs), name="tls", daemon=True)
+        self.threads.add(thread)
+        thread.start()
         return ours
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until what was written into closed connections has been sent.
+
+        Args:
+            deadline: When to give up.
+        """
+        for thread in list(self.threads):
+            thread.join(deadline.remaining_s())
 
 
 def _no_password() -> str:

@@ -1,6 +1,7 @@
 """A worker's stages on the calling thread: from their start messages to their end."""
 
 import hashlib
+import os
 import threading
 from datetime import timedelta
 
@@ -194,7 +195,9 @@ def test_a_stage_begins_with_the_state_of_a_checkpoint(tmp_path):
     save = command(CommandName.SAVE, 1, {"folder": str(tmp_path), "step": 1})
     first = Host().put(start(), *micro_batch(), save, command(CommandName.STATE, 2))
     first.serve()
-    restore = {"folder": str(tmp_path), "step": 1, "plain": {}, "floor": 0}
+    restore = {
+        "folder": str(tmp_path), "files": os.listdir(tmp_path), "step": 1, "plain": {}, "floor": 0
+    }  # fmt: skip
     again = Host().put(start(restore=restore), command(CommandName.STATE))
     again.serve()
     (state,), (restored,) = replies(first), replies(again)

@@ -657,7 +657,8 @@ def test_a_save_is_told_of_when_it_is_written_and_other_commands_do_not_wait(tmp
     files, _, _, _ = unflatten(saved.payload.structure, saved.tensors)
     assert files.keys() == {path.name for path in tmp_path.iterdir()}
     again = Worker(ONE, rate=0.3)
-    restore = {"folder": str(tmp_path), "step": 1, "plain": {}, "floor": 0}
+    files = [path.name for path in tmp_path.iterdir()]
+    restore = {"folder": str(tmp_path), "files": files, "step": 1, "plain": {}, "floor": 0}
     again.put(command(0, 0, CommandName.LOAD, restore)).run()
     assert replied(again, 0) is True
     assert_same(again.state(), worker.state())
