@@ -187,7 +187,9 @@ def test_parts_that_make_no_sense_are_passed_over(two, agent):
     draw = random.Random(2)
     for _ in range(300):
         two.ends[1].receive(0, draw.randbytes(draw.randrange(20)))
-        two.ends[1].receive(0, _PART.pack(draw.randrange(3), draw.randrange(3), draw.randrange(5)))
+        two.ends[1].receive(
+            0, _PART.pack(draw.randrange(3), 100 + draw.randrange(3), draw.randrange(5))
+        )
     caller, callee = connected(two, agent)
     while True:  # those that the parts have opened come first
         with callee:
