@@ -117,8 +117,9 @@ def test_an_end_that_does_not_encrypt(stack, folders, calls, words):
     ours, theirs = (caller, door) if calls else (door, caller)
     wrapped = stack.enter_context(Tls.of_folder(folders[0]).wrap(ours, calls))
     wrapped.settimeout(20)
-    theirs.sendall(words)
-    theirs.shutdown(socket.SHUT_WR)
+    with suppress(OSError):  # the other end may have had enough already
+        theirs.sendall(words)
+        theirs.shutdown(socket.SHUT_WR)
     assert read(wrapped, 1) == b""
 
 
