@@ -20,7 +20,7 @@ from pipedream_rt.cluster.control import (
     Control,
 )
 from pipedream_rt.cluster.keys import group_key
-from pipedream_rt.cluster.meeting import Connections, Meeting
+from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
@@ -33,7 +33,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import link_key
+from pipedream_rt.transport.links import Connections, link_key
 from pipedream_rt.transport.rpc import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls

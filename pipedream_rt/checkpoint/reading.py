@@ -69,7 +69,8 @@ def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifes
                 )
             if manifest.run != run:
                 raise CheckpointError(f"{folder} is of another run than the newest one")
-            return folder, verify(folder)
+            _verify_files(folder, manifest)
+            return folder, manifest
         except CheckpointError as error:
             _log.warning("%s; trying the one before", error)
             reasons.append(str(error))
@@ -91,6 +92,16 @@ def verify(folder: Path) -> Manifest:
         CheckpointError: It is not whole; the message says which file is wrong, and how.
     """
     manifest = read_manifest(folder)
+    _verify_files(folder, manifest)
+    return manifest
+
+
+def _verify_files(folder: Path, manifest: Manifest) -> None:
+    """Check the files of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: One is not what was written.
+    """
     for name, (size, digest) in manifest.files.items():
         _verify_file(folder / name, size, digest)
     try:
@@ -102,7 +113,6 @@ def verify(folder: Path) -> Manifest:
             "%s has files that its manifest does not list, which are not read: %s", folder,
             printable(", ".join(others)),
         )  # fmt: skip
-    return manifest
 
 
 def _verify_file(path: Path, size: int, digest: bytes) -> None:

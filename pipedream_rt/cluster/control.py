@@ -21,7 +21,7 @@ is never sent over a network: only a worker that inherits its connection gets it
     doors           ->              of all processes; each calls those of lower rank
                     <- joined       the worker has its links and is an endpoint of torch RPC
     shut            ->              all have joined: nothing of the worker listens from now on
-    ...training, over RPC...
+    ...training, over the links...
     story           ->              the coordinator reports a stall
                     <- story        what the worker's stages wait for, and did last
                     <- beat         the worker is alive, what it does, its memory; at intervals

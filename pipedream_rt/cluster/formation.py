@@ -15,13 +15,13 @@ from itertools import combinations
 from pipedream_rt.cluster.addresses import is_loopback, joined, listening
 from pipedream_rt.cluster.keys import NONCE, group_key
 from pipedream_rt.cluster.local_workers import LocalWorkers
-from pipedream_rt.cluster.meeting import Connections, Meeting
+from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import link_key
+from pipedream_rt.transport.links import Connections, link_key
 from pipedream_rt.transport.rpc import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls

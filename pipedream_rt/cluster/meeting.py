@@ -33,7 +33,7 @@ from pipedream_rt.cluster.crowd import accept, most_strangers
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import link_key, text_of
+from pipedream_rt.transport.links import Connections, link_key, text_of
 from pipedream_rt.transport.signing import DIGEST, proof
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls
@@ -53,9 +53,6 @@ _FINAL = (errno.ENETUNREACH, errno.ECONNREFUSED)
 
 _TURN_S = 0.1
 """Seconds after which the deadline is looked at again, whatever comes."""
-
-Connections = dict[int, tuple[socket.socket, bytes]]
-"""A socket and the key of the link, by rank of the member at its other end."""
 
 
 @dataclass(slots=True, eq=False)

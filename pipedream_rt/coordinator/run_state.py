@@ -210,13 +210,21 @@ class RunState:
         """Flush, and go on from a checkpoint; see `Pipeline.load`."""
         self._group.life.check()
         found, manifest = newest_good(path)
-        with _usable(found):
-            self._go_on_from(found, manifest, accept)
-        self.attach(**self._attached)
+        self._go_on_from(found, manifest, accept)
         return manifest
 
     def _go_on_from(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
-        """Go on from a checkpoint that was verified."""
+        """Go on from a checkpoint that was verified.
+
+        Raises:
+            CheckpointError: It does not fit, or its contents make no sense.
+        """
+        with _usable(found):
+            self._take_over(found, manifest, accept)
+        self.attach(**self._attached)
+
+    def _take_over(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
+        """Take over what a checkpoint says, but for what the user has attached."""
         for packed in manifest.groups:
             set_hyper({}, packed)  # which stumbles over what is no value
         self._require_fit(found, manifest, accept)
@@ -314,9 +322,9 @@ class RunState:
         unusable: list[Path] = []
         with self._group.life.guard():
             while True:
-                found, _ = newest_good(folder, unusable)
+                found, manifest = newest_good(folder, unusable)
                 try:
-                    self.load(found, accept)
+                    self._go_on_from(found, manifest, accept)
                     break
                 except _Unusable as error:
                     _log.warning("%s; trying the one before", error)

@@ -12,14 +12,17 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeAlias
 
 _SO_ATTACH_FILTER = 26
-_LOAD_HALF, _LOAD_WORD, _IF_EQUAL, _RETURN = 0x28, 0x20, 0x15, 0x06
+LOAD_WORD, IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+_LOAD_HALF = 0x28
+"""Operations of the kernel's filters."""
+
 _IP_HEADER = 0xFFF00000
-"""Operations of the kernel's packet filters, and where they find the header of IP."""
+"""Where a filter of packets finds the header of IP."""
 
 _SOURCE_PORT = 0
 _SOURCE_ADDRESS = _IP_HEADER + 12
@@ -42,6 +45,23 @@ class OwnSocket(NamedTuple):
     peer: tuple[str, int] | None
 
 
+Operation: TypeAlias = tuple[int, int, int, int]
+"""One operation of a filter, how many to skip if it holds and if not, and its operand."""
+
+
+@contextmanager
+def for_kernel(program: Sequence[Operation]) -> Iterator[bytes]:
+    """Yield a program of a filter as the kernel wants it (``sock_fprog``), while the block runs."""
+    code = b"".join(struct.pack("HBBI", *operation) for operation in program)
+    memory = ctypes.create_string_buffer(code)
+    yield struct.pack("@HP", len(program), ctypes.addressof(memory))
+
+
+def _copy_of(fd: int) -> socket.socket:
+    """Return a socket object for another library's descriptor; closing it ends nothing."""
+    return socket.socket(fileno=os.dup(fd))
+
+
 def own_sockets() -> Iterator[OwnSocket]:
     """Find the TCP sockets of this process, whoever made them."""
     for name in os.listdir("/proc/self/fd"):
@@ -49,7 +69,7 @@ def own_sockets() -> Iterator[OwnSocket]:
             fd = int(name)
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as copy:
+            with _copy_of(fd) as copy:
                 if (
                     copy.family not in (socket.AF_INET, socket.AF_INET6)
                     or copy.type is not socket.SOCK_STREAM
@@ -75,24 +95,21 @@ def accept_only(fd: int, ports: list[int]) -> None:
         OSError: The kernel does not offer filters.
     """
     program = [
-        (_LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
-        (_IF_EQUAL, 1, 0, _LOOPBACK),
-        (_RETURN, 0, 0, 0),
+        (LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
+        (IF_EQUAL, 1, 0, _LOOPBACK),
+        (RETURN, 0, 0, 0),
         (_LOAD_HALF, 0, 0, _SOURCE_PORT),
     ]
     for port in ports:
-        program += [(_IF_EQUAL, 0, 1, port), (_RETURN, 0, 0, 0xFFFFFFFF)]
-    program.append((_RETURN, 0, 0, 0))
-    code = b"".join(struct.pack("HBBI", *operation) for operation in program)
-    memory = ctypes.create_string_buffer(code)
-    with socket.socket(fileno=os.dup(fd)) as copy:
-        about = struct.pack("@HP", len(program), ctypes.addressof(memory))
+        program += [(IF_EQUAL, 0, 1, port), (RETURN, 0, 0, 0xFFFFFFFF)]
+    program.append((RETURN, 0, 0, 0))
+    with _copy_of(fd) as copy, for_kernel(program) as about:
         copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, about)
 
 
 def waiting_at(fd: int) -> int:
     """Return how many connections wait to be accepted at a listening socket."""
-    with socket.socket(fileno=os.dup(fd)) as copy:
+    with _copy_of(fd) as copy:
         about = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
     (waiting,) = struct.unpack_from("@I", about, 24)  # `tcpi_unacked` means this where one listens
     return int(waiting)

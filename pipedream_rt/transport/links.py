@@ -23,9 +23,9 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgpack
 from torch import Tensor
@@ -52,6 +52,9 @@ _UNREADABLE = (
 _AT_ONCE = 64
 """Buffers that are handed to the kernel in one call."""
 
+
+Connections: TypeAlias = dict[int, tuple[socket.socket, bytes]]
+"""A socket and the key of the link, by rank of the member at its other end."""
 
 _log = logging.getLogger(__name__)
 
@@ -254,7 +257,7 @@ class Links:
 
     Args:
         group: The group.
-        connections: A socket and the key of the link, by rank of the member at its other end.
+        connections: What joins this member to the others; the links' own from now on.
         receive: Called with a rank and the frame that came from there; never blocks.
         lost: Called with a rank and a text, once, when the link has ended.
     """
@@ -262,7 +265,7 @@ class Links:
     def __init__(
         self,
         group: Group,
-        connections: Mapping[int, tuple[socket.socket, bytes]],
+        connections: Connections,
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
     ) -> None:

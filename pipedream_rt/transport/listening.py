@@ -22,6 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from pipedream_rt.transport.descriptors import IF_EQUAL, LOAD_WORD, RETURN, for_kernel
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,6 @@ _MACHINES = {
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
-_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER, _ARCHITECTURE = 0, 4  # where they stand in what a filter sees
 _ALLOW, _ASK = 0x7FFF0000, 0x7FC00000
 _RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # of `ioctl`
@@ -70,19 +71,18 @@ def _ask_at_listen() -> int:
     if machine is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     program = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_IF_EQUAL, 0, 3, machine.architecture),
-        (_LOAD, 0, 0, _NUMBER),
-        (_IF_EQUAL, 0, 1, machine.listen),
-        (_RETURN, 0, 0, _ASK),
-        (_RETURN, 0, 0, _ALLOW),
+        (LOAD_WORD, 0, 0, _ARCHITECTURE),
+        (IF_EQUAL, 0, 3, machine.architecture),
+        (LOAD_WORD, 0, 0, _NUMBER),
+        (IF_EQUAL, 0, 1, machine.listen),
+        (RETURN, 0, 0, _ASK),
+        (RETURN, 0, 0, _ALLOW),
     ]
-    memory = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
-    about = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(memory)))
     # Without root, a filter is for threads that gain no rights by what they execute.
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    fd = _libc.syscall(machine.seccomp, _SET_MODE_FILTER, _NEW_LISTENER, about)
+    with for_kernel(program) as about:
+        fd = _libc.syscall(machine.seccomp, _SET_MODE_FILTER, _NEW_LISTENER, about)
     if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(fd)

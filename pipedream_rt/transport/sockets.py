@@ -10,8 +10,6 @@ reads all links.
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Mapping
 
 import msgpack
 
@@ -22,7 +20,7 @@ from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode, sendable
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Frame, Links
+from pipedream_rt.transport.links import Connections, Frame, Links
 from pipedream_rt.transport.tunnel import Tunnel
 
 _log = logging.getLogger(__name__)
@@ -47,11 +45,11 @@ class SocketTransport:
         self._life = Lifecycle("the transport")
         self.tunnel = Tunnel(group, self._send_stream)
 
-    def connect(self, connections: Mapping[int, tuple[socket.socket, bytes]]) -> None:
+    def connect(self, connections: Connections) -> None:
         """Begin to receive over connections, which are the transport's from now on.
 
         Args:
-            connections: A socket and the key of the link, by rank of the member at its other end.
+            connections: What joins this member to the others.
         """
         self._links = Links(self._group, connections, self._receive, self._end_of_link)
 
