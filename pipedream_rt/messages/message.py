@@ -90,6 +90,8 @@ class Start:
         training: The mode to set all modules to (`Module.train`); None to leave it as it is.
         restore: The arguments of `restore_stage`; None to load no checkpoint.
         announced: One past the number of the last micro-batch whose actions the stage announces.
+        definitions: The pickled programs of all stages that were defined since the start, in the
+            order of their numbers.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.START
@@ -98,6 +100,7 @@ class Start:
     training: bool | None = None
     restore: dict[str, Any] | None = None
     announced: int = 0
+    definitions: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ class MicroBatch:
         micro_batch: Number of the micro-batch among those to train on, or among all others.
         mode: What the stages do with it.
         empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.
+        program: Number of the program that the stages follow.
+        definition: The pickled programs of all stages, where the number is a new one; else empty.
         fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
@@ -132,6 +137,8 @@ class MicroBatch:
     micro_batch: int
     mode: Mode
     empty: bool = False
+    program: int = 0
+    definition: bytes = b""
     fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
     structure: Structure = field(default_factory=list)

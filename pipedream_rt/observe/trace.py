@@ -49,8 +49,10 @@ _HEADER = {
             "layers": list_of(list_of(line(1 << 12)), _MOST),
             "hosts": list_of(whole(0, _MOST), _MOST),
             "links": list_of(row(whole(-1, _MOST), whole(-1, _MOST)), _MOST),
+            "entries": list_of(whole(0, _MOST), _MOST),
             "replicas": list_of(whole(1, _MOST), _MOST),
-        }
+        },
+        optional=("entries",),
     ),
     "credits": whole(0),
     "simulated": truth,

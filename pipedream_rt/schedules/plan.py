@@ -106,11 +106,12 @@ class Plan:
         shape: The numbers of workers, stages and micro-batches per update, and the slack.
         recipe: The order and the version policy; None if a user wrote the schedule and only its
             name is known, as in a trace that was read from a file.
-        layers: By stage, the names of its layers in the unsplit model; empty if there is no model,
-            as in a simulation.
+        layers: By stage, the names of its layers in the unsplit model, and of the parameters and
+            buffers that it has beside them; empty if there is no model, as in a simulation.
         hosts: By stage, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
         links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
             producer has a lower index than its consumers.
+        entries: The stages that take inputs of the model; those without a producer always do.
         replicas: By stage, the number of its replicas, which must be 1.
 
     Raises:
@@ -123,10 +124,10 @@ class Plan:
     layers: tuple[tuple[str, ...], ...] = ()
     hosts: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] | None = None
+    entries: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    _entries: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _exits: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _needs: _Edges = field(init=False, repr=False, compare=False)
     _gives: _Edges = field(init=False, repr=False, compare=False)
@@ -145,7 +146,10 @@ class Plan:
             consumers[producer].append(consumer)
         put(self, "_producers", tuple(map(tuple, producers)))
         put(self, "_consumers", tuple(map(tuple, consumers)))
-        put(self, "_entries", tuple(s for s in stages if not producers[s]))
+        first = tuple(s for s in stages if not producers[s])
+        put(self, "entries", tuple(sorted({*self.entries, *first})))
+        if not {*self.entries} <= {*stages}:
+            raise ConfigError(f"entries must be stages, found {list(self.entries)}")
         put(self, "_exits", tuple(s for s in stages if not consumers[s]))
         if len(self.exits) != 1:
             raise ConfigError(
@@ -188,9 +192,13 @@ class Plan:
 
     def _edges_into(self) -> tuple[tuple[Edge, ...], ...]:
         """Return, by stage, the edges that a forward needs: activations, and then the target."""
+        from_coordinator = [(COORDINATOR,) if s in self.entries else () for s in range(self.num_stages)]
         return tuple(
             (
-                *(Edge(EdgeKind.ACTIVATION, p, s) for p in self.producers(s) or (COORDINATOR,)),
+                *(
+                    Edge(EdgeKind.ACTIVATION, source, s)
+                    for source in (*from_coordinator[s], *self.producers(s))
+                ),
                 *(() if self.consumers(s) else (Edge(EdgeKind.TARGET, COORDINATOR, s),)),
             )
             for s in range(self.num_stages)
@@ -230,11 +238,6 @@ class Plan:
         return self._consumers[stage]
 
     @property
-    def entries(self) -> tuple[int, ...]:
-        """The stages that take the model's input."""
-        return self._entries
-
-    @property
     def exits(self) -> tuple[int, ...]:
         """The stages that give the model's output and compute the loss: always one."""
         return self._exits
@@ -256,7 +259,7 @@ class Plan:
         return self.hosts.index(worker)
 
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
-        """Return, by stage, the entries of a dictionary whose keys are names in its layers.
+        """Return, by stage, the entries of a dictionary whose keys are names of or in its layers.
 
         The stage that computes the loss has a layer more, `LOSS_LAYER`. Entries whose keys begin
         with `EVERY_STAGE`, which no layer's name does, are for every stage.
@@ -271,7 +274,10 @@ class Plan:
             )
             for s, layers in enumerate(self.layers)
         ]
-        return [{k: v for k, v in named.items() if k.startswith(own)} for own in prefixes]
+        return [
+            {k: v for k, v in named.items() if k.startswith(own) or k in layers}
+            for own, layers in zip(prefixes, self.layers, strict=True)
+        ]
 
     # -- edges ----------------------------------------------------------------------------------
 
@@ -390,6 +396,7 @@ class Plan:
             "layers": [list(names) for names in self.layers],
             "hosts": list(self.hosts),
             "links": [list(link) for link in self.links or ()],
+            "entries": list(self.entries),
             "replicas": list(self.replicas),
         }
 
@@ -417,6 +424,7 @@ class Plan:
             layers=tuple(map(tuple, data["layers"])),
             hosts=tuple(data["hosts"]),
             links=tuple((producer, consumer) for producer, consumer in data["links"]),
+            entries=tuple(data.get("entries", ())),
             replicas=tuple(data["replicas"]),
         )
 

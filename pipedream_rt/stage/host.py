@@ -149,8 +149,9 @@ class StageHost:
             return ""
         if stage.at is None:
             return advice_on(error, None)
-        name, value = stage.at
-        return f", {place_of(name, stage.layer(name), value)}{advice_on(error, value)}"
+        step, value = stage.at
+        layer = None if step.layer is None else stage.module.get_submodule(step.layer)
+        return f", {place_of(step, layer, value)}{advice_on(error, value)}"
 
     def _report(self, error: BaseException) -> None:
         """Send an error to the coordinator: its text, its traceback, and itself if it pickles."""
@@ -190,6 +191,9 @@ def _begun(stage: Stage, start: Start) -> Stage:
     """Return a stage with the optimizer, the mode and the state that its `Start` describes."""
     if start.optimizer:
         stage.set_optimizer(start.optimizer)
+    defined = len(stage.programs)
+    for number, pickled in enumerate(start.definitions, defined):
+        stage.define(number, cloudpickle.loads(pickled)[stage.index])
     if start.training is not None:
         stage.module.train(start.training)
     if start.restore is not None:

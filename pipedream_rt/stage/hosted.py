@@ -40,7 +40,8 @@ class Hosted:
     Attributes:
         stage: The stage.
         index: Index of the stage.
-        inputs: The edges that its forward needs.
+        inputs: The edges that its forward needs, first the one whose message is waited for: when
+            the nearest producer has done a micro-batch, so have all others.
         outputs: The edges that its forward gives.
         saver: The writer of its part of checkpoints.
         turn: The turn of the next item of its feed.
@@ -55,7 +56,14 @@ class Hosted:
         self.stage = stage
         self.index = stage.index
         self._transport_send = send
-        self.inputs = stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
+        self.activations = [
+            edge
+            for edge in stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
+            if edge.kind is EdgeKind.ACTIVATION
+        ]
+        first = max(self.activations)
+        needed = stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
+        self.inputs = (first, *(edge for edge in needed if edge != first))
         self.outputs = stage.plan.gives(Action(Kind.FORWARD, 0, stage.index))
         self._back = stage.plan.gives(Action(Kind.BACKWARD, 0, stage.index))
         self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, stage.index)
@@ -84,7 +92,7 @@ class Hosted:
     def send_on(
         self,
         inputs: Sequence[Message],
-        made: Value | float | None,
+        made: Sequence[Value] | float | None,
         version: int,
         mark: str = "",
     ) -> None:
@@ -92,19 +100,19 @@ class Hosted:
 
         Args:
             inputs: The messages that the forward needed.
-            made: The output or the loss, as `Stage.forward` returns it.
+            made: The values for the consumers, or the loss, as `Stage.forward` returns them.
             version: The weight version that the forward read.
             mark: The fingerprint of the stage; empty if none was asked for.
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
         trail = [*trail_of(inputs), [self.index, version, self.busy_ns, mark]]
-        output = made if isinstance(made, Value) else _NOTHING
-        for edge in self.outputs:
+        values = made if isinstance(made, Sequence) else [_NOTHING] * len(self.outputs)
+        for edge, output in zip(self.outputs, values, strict=True):
             payload: Payload
             if edge.kind is EdgeKind.LOSS:
                 loss = made if isinstance(made, float) else None
-                structure = output.structure if isinstance(made, Value) else []
+                structure = output.structure if isinstance(made, Sequence) else []
                 payload = Loss(loss=loss, trail=trail, structure=structure)
             else:
                 payload = MicroBatch(
@@ -112,6 +120,8 @@ class Hosted:
                     micro_batch=head.micro_batch,
                     mode=head.mode,
                     empty=head.empty,
+                    program=head.program,
+                    definition=head.definition,
                     fingerprint=head.fingerprint,
                     hyper=head.hyper,
                     structure=output.structure,
@@ -121,7 +131,7 @@ class Hosted:
             self._send(edge, inputs[0].index, payload, output.tensors)
 
     def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
-        """Send the gradients that a backward found to the producers of its inputs.
+        """Send the gradients that a backward found to the stages that its inputs came from.
 
         Args:
             micro_batch: Number of the micro-batch.
@@ -129,8 +139,9 @@ class Hosted:
                 samples, for which the producers wait all the same.
         """
         position = self.positions[micro_batch]
-        for number, edge in enumerate(self._back):
-            of_input = found[number] if found else []
+        sources = [edge.source for edge in self.activations]
+        for edge in self._back:
+            of_input = found[sources.index(edge.target)] if found else []
             tensors = tuple(gradient for gradient in of_input if gradient is not None)
             payload = Gradient(present=[gradient is not None for gradient in of_input])
             self._send(edge, position, payload, tensors)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
 from typing_extensions import assert_never
@@ -265,16 +266,19 @@ class Loop:
     def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> _Needed:
         """Take a micro-batch's remaining messages: other producers' activations and the target."""
         assert isinstance(head, MicroBatch)
-        messages, target = [item], None
+        by_edge, target = {hosted.inputs[0]: item}, None
         arrived, waited_for = self._inbox.arrived_ns, item.sender
         has_target = head.mode.has_target and not head.empty
         for edge in hosted.inputs[1:]:
             if edge.kind is EdgeKind.ACTIVATION:
-                messages.append(self._take(Key(edge, head.turn)))
+                by_edge[edge] = self._take(Key(edge, head.turn))
                 if self._inbox.arrived_ns >= arrived:
                     arrived, waited_for = self._inbox.arrived_ns, edge.source
             elif has_target:
                 target = self._take(Key(edge, item.index))
+        if head.definition:
+            hosted.stage.define(head.program, cloudpickle.loads(head.definition)[hosted.index])
+        messages = [by_edge[edge] for edge in hosted.activations]
         return _Needed(messages, target, arrived, waited_for)
 
     def _take(self, key: Key) -> Message:
@@ -336,7 +340,8 @@ class Loop:
         inputs = None if head.empty else list(map(value_of, needed.messages))
         target, share = target_of(needed.target)
         with self._computing(hosted):
-            made = stage.forward(micro_batch, inputs, head.hyper or [], target, share)
+            hyper = head.hyper or []
+            made = stage.forward(micro_batch, inputs, hyper, target, share, head.program)
         version = stage.version_of(micro_batch)
         mark = stage.fingerprint_of(micro_batch) if head.fingerprint else ""
         hosted.send_on(needed.messages, made, version, mark)
@@ -396,13 +401,14 @@ class Loop:
     def _pass(self, hosted: Hosted, head: MicroBatch, needed: _Needed) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
         stage, inputs = hosted.stage, list(map(value_of, needed.messages))
-        made: Value | float
+        number, program = head.micro_batch, head.program
+        made: list[Value] | float
         with self._computing(hosted):
             if head.mode is Mode.EVALUATE:
-                made = stage.evaluate(head.micro_batch, inputs, target_of(needed.target)[0])
+                made = stage.evaluate(number, inputs, target_of(needed.target)[0], program)
             else:
                 training = head.mode is Mode.INFER_IN_TRAINING_MODE
-                made = stage.infer(head.micro_batch, inputs, training=training)
+                made = stage.infer(number, inputs, training=training, program=program)
         hosted.send_on(needed.messages, made, stage.parameters.ledger.newest)
 
     def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:

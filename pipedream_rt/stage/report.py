@@ -9,22 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.planning.program import Step
+
 _NOT_THE_USERS = (
     str(Path(__file__).resolve().parent.parent),
     str(Path(torch.__file__).resolve().parent),
 )
 
 
-def place_of(name: str, layer: nn.Module | None, value: Any) -> str:
+def place_of(step: Step, layer: nn.Module | None, value: Any) -> str:
     """Return where an error happened, in words.
 
     Args:
-        name: Name of the layer in the unsplit model.
-        layer: The layer.
+        step: The step that raised it.
+        layer: The layer that the step calls; None if it calls a function.
         value: Its input.
     """
+    if layer is None:
+        return f"in {step.name} at {step.where}, whose input was {described(value)}"
     kind = type(layer).__name__
-    return f"in layer {name!r} ({kind}), whose input was {described(value)}"
+    return f"in layer {step.layer!r} ({kind}), whose input was {described(value)}"
 
 
 def described(value: Any) -> str:

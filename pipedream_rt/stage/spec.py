@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.settings import Settings, settings_now
 
@@ -42,6 +43,8 @@ class StageSpec:
         stage: Index of the stage, 0-based.
         layers: The layers, under their names in the unsplit model; a loss function that is a
             module stands behind them, under the name `LOSS_LAYER`.
+        programs: What a forward does, by the number of the program; empty if the layers are called
+            one after another.
         loss_fn: The loss function, on the stage that computes the loss; None on the others.
         plan: The plan of the pipeline.
         seed: The seed of the pipeline, for `layer_seed`.
@@ -53,11 +56,12 @@ class StageSpec:
     """
 
     stage: int
-    layers: nn.Sequential
+    layers: nn.Module
     loss_fn: LossFunction | None
     plan: Plan
     seed: int
     on_nan: OnNan
+    programs: tuple[StageProgram, ...] = ()
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import torch
@@ -20,6 +20,10 @@ from torch.autograd.graph import Node
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
+from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.program import SEQUENCE, Slot, Step, filled, put, slots_in
+from pipedream_rt.schedules import EdgeKind, Plan
+from pipedream_rt.schedules.actions import Action, Kind
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
 from pipedream_rt.stage.evaluation import changes_modes, eval_mode
@@ -70,8 +74,8 @@ class _InFlight:
         caught: By input, and by tensor of it that asked for a gradient: a list to which autograd
             appends that gradient.
         entrances: The autograd nodes at which the gradients are caught.
-        outputs: The output tensors that require a gradient; on the stage that computes the loss,
-            the weighted loss.
+        outputs: By consumer, the tensors for it that require a gradient; on the stage that computes
+            the loss, the weighted loss.
         split: The backward whose first half is done; None before that, and if there is nothing to
             derive.
     """
@@ -79,15 +83,31 @@ class _InFlight:
     hyper: list[Hyper]
     caught: list[list[list[Tensor]]] = field(default_factory=list)
     entrances: list[Node] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
     split: SplitBackward | None = None
+
+
+class _Call(NamedTuple):
+    """A step of a program, ready to be done.
+
+    Attributes:
+        step: The step.
+        call: What it calls.
+        only: The slot that is its only argument; -1 if it has others.
+        unneeded: The slots that no later step needs.
+    """
+
+    step: Step
+    call: Any
+    only: int
+    unneeded: tuple[int, ...]
 
 
 class Stage:
     """One stage of the pipeline, all of whose methods run on the thread of its worker.
 
-    The input of a stage with several producers is the tuple of their outputs. All consumers of a
-    stage get the same output, and their gradients are added in the order of the consumers.
+    What a forward does is said by a program (`StageProgram`): which values the messages of
+    producers hold, which steps follow, and which values go to each consumer.
 
     Args:
         spec: The specification of the stage.
@@ -100,33 +120,47 @@ class Stage:
         optimizer: The optimizer of the stage; None until one is set.
         next_forward: Number of the next micro-batch to train on.
         ended: Number of micro-batches whose backward is done.
-        at: Name of the layer that computes now, with its input, for reports of errors; None if no
-            layer does.
+        programs: What a forward does, by the number that micro-batches name.
+        at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
     def __init__(self, spec: StageSpec) -> None:
         """Begin at micro-batch 0, with the weights of the specification as version 0."""
         self.index = spec.stage
-        self.module: nn.Sequential = spec.layers
+        self.module = spec.layers
         self._spec = spec
         self.plan = spec.plan
-        self._layers_in_order = [
-            (name, layer)
-            # named_children would leave out a layer that stands in the sequence a second time.
-            for name, layer in self.module._modules.items()
-            if layer is not None and name != LOSS_LAYER
-        ]
+        self._sources, self._targets = _neighbours(spec.plan, spec.stage)
+        self.programs: dict[int, StageProgram] = {}
+        self._calls: dict[int, list[_Call]] = {}
+        for number, program in enumerate(spec.programs or [_sequence(spec)]):
+            self.define(number, program)
         # A loss that is a module has its weights and its mode among those of the stage.
         loss_layer = self.module._modules.get(LOSS_LAYER)
         self._loss_fn = spec.loss_fn if loss_layer is None else loss_layer
         self.parameters = VersionedParameters(self.module, self.index, spec.hooks)
         self._buffers = ForwardBuffers(self.module)
         self._kinds = _kinds(self.module)
-        self.at: tuple[str, Any] | None = None
+        self.at: tuple[Step, Any] | None = None
         self.optimizer: StageOptimizer | None = None
         self.next_forward = self.ended = 0
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
+
+    def define(self, number: int, program: StageProgram) -> None:
+        """Add a program, which micro-batches name by its number."""
+        needed = {*slots_in(program.output), *(s for given in program.gives.values() for s in given)}
+        calls = []
+        for step in reversed(program.steps):
+            layer = step.layer
+            call = step.target if layer is None else self.module.get_submodule(layer)
+            taken = step.taken
+            last = [slot for slot in (*taken, *step.filled) if slot not in needed]
+            needed.update(taken)
+            alone = len(step.args) == 1 and not step.kwargs and isinstance(step.args[0], Slot)
+            plain = alone and step.around == SEQUENCE
+            calls.append(_Call(step, call, taken[0] if plain else -1, tuple(dict.fromkeys(last))))
+        self.programs[number], self._calls[number] = program, calls[::-1]
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -137,7 +171,8 @@ class Stage:
         hyper: list[Hyper],
         target: Value | None = None,
         share: float = 1.0,
-    ) -> Value | float | None:
+        program: int = 0,
+    ) -> list[Value] | float | None:
         """Run the forward of one micro-batch with the weight version that the plan names.
 
         Args:
@@ -148,9 +183,10 @@ class Stage:
             target: The target, on the stage that computes the loss; None on others.
             share: The share of its mini-batch's samples that the micro-batch has, between 0 and 1;
                 it weighs the loss that backward derives.
+            program: Number of the program to follow.
 
         Returns:
-            The output for the consumers; on the stage that computes the loss, the loss without the
+            The value for each consumer; on the stage that computes the loss, the loss without the
             weight; None for a micro-batch without samples.
 
         Raises:
@@ -164,28 +200,29 @@ class Stage:
         flight = self._in_flight[micro_batch] = _InFlight(hyper=hyper)
         if inputs is None:
             return None
-        value = self._enter(inputs, flight)
+        values = self._enter(inputs, flight, self.programs[program])
         others = len(self._in_flight) > 1
         with (
             self._watching(micro_batch),
             self._buffers.kept_for_backward(others),
             self.parameters.reading(micro_batch),
         ):
-            output = self._layers(value, micro_batch)
-            loss = None if target is None else self._loss(output, target)
+            made = self._run(program, values, micro_batch)
+            loss = None if target is None else self._loss(made[0], target)
         if loss is None:
-            outgoing = _outgoing(output)
-            flight.outputs = [t for t in flatten(output)[1] if t.requires_grad]
-            return outgoing
+            flight.outputs = [[t for t in flatten(v)[1] if t.requires_grad] for v in made]
+            return list(map(_outgoing, made))
         reported = float(loss.item())
         self._check_finite(reported, micro_batch)
-        flight.outputs = [loss * share if share != 1.0 else loss]
+        flight.outputs = [[loss * share if share != 1.0 else loss]]
         return reported
 
-    def _enter(self, inputs: Sequence[Value], flight: _InFlight) -> Any:
-        """Return the input of the first layer, behind the nodes that catch its gradients."""
-        entered = []
-        for structure, received, requires_grad in inputs:
+    def _enter(
+        self, inputs: Sequence[Value], flight: _InFlight, program: StageProgram
+    ) -> dict[int, Any]:
+        """Return the values that came, by slot, behind the nodes that catch their gradients."""
+        values: dict[int, Any] = {}
+        for source, (structure, received, requires_grad) in zip(self._sources, inputs, strict=True):
             tensors = list(received)
             caught: list[list[Tensor]] = []
             for i, wanted in enumerate(requires_grad):
@@ -198,8 +235,8 @@ class Stage:
                     flight.entrances.append(inside.grad_fn)
                     tensors[i] = inside
             flight.caught.append(caught)
-            entered.append(unflatten(structure, tensors))
-        return entered[0] if len(entered) == 1 else tuple(entered)
+            _unpack(unflatten(structure, tensors), program.takes.get(source, ()), values)
+        return values
 
     @contextmanager
     def _watching(self, micro_batch: int) -> Iterator[None]:
@@ -248,18 +285,44 @@ class Stage:
         buffers = {name: self.module.get_buffer(name) for name in self._spec.shared}
         return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
 
-    def _layers(self, value: Any, number: int | str) -> Any:
-        """Run the layers one after another, each with its own seed."""
-        for name, layer in self._layers_in_order:
-            self._seed(number, name)
-            self.at = name, value
-            value = layer(value)
-        self.at = None
-        return value
+    def _run(self, program: int, values: dict[int, Any], number: int | str) -> list[Any]:
+        """Do the steps of a program, each with its own seed.
 
-    def layer(self, name: str) -> nn.Module | None:
-        """Return a layer by its name in the unsplit model."""
-        return self.module._modules[name]
+        Args:
+            program: Number of the program.
+            values: The values that came, by slot.
+            number: Number of the micro-batch, for the seeds.
+
+        Returns:
+            What goes to each consumer; on the last stage the result of the forward.
+        """
+        for step, call, only, unneeded in self._calls[program]:
+            if step.random:
+                self._seed(number, step.name)
+            if only >= 0:
+                self.at = step, values[only]
+                result = call(values[only])
+            else:
+                held = {name: self._held(name) for name in step.held}
+                args, kwargs = filled((step.args, step.kwargs), values, held)
+                self.at = step, args[0] if len(args) == 1 and not kwargs else (*args, kwargs)
+                with step.around.entered():
+                    result = call(*args, **kwargs)
+            put(step, result, values)
+            # A value that is kept longer than in a plain forward would be memory.
+            for slot in unneeded:
+                del values[slot]
+        self.at = None
+        ours = self.programs[program]
+        if not self.plan.consumers(self.index):
+            return [filled(ours.output, values, {name: self._held(name) for name in ours.held})]
+        return [_pack(ours.gives.get(target, ()), values) for target in self._targets]
+
+    def _held(self, name: str) -> Tensor:
+        """Return a parameter, in the version that is read now, or a buffer."""
+        path, _, short = name.rpartition(".")
+        tensor: Tensor = getattr(self.module.get_submodule(path), short)
+        return tensor
 
     def _seed(self, number: int | str, name: str) -> None:
         """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
@@ -420,7 +483,9 @@ class Stage:
 
     # -- evaluation and inference -------------------------------------------------------------
 
-    def evaluate(self, number: int, inputs: Sequence[Value], target: Value | None) -> Value | float:
+    def evaluate(
+        self, number: int, inputs: Sequence[Value], target: Value | None, program: int = 0
+    ) -> list[Value] | float:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
         It leaves the stage as it was.
@@ -429,20 +494,23 @@ class Stage:
             number: Number of the micro-batch among those that are not trained on.
             inputs: One value from each producer, or the model's input.
             target: The target, on the stage that computes the loss; None on others.
+            program: Number of the program to follow.
 
         Returns:
-            The output for the consumers; on the stage that computes the loss, the loss.
+            The value for each consumer; on the stage that computes the loss, the loss.
 
         Raises:
             ConfigError: The loss is no tensor with one element.
         """
         with torch.no_grad(), eval_mode(self.module, self.parameters):
-            output = self._pass(f"evaluate {number}", inputs)
+            made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
-                return _outgoing(output)
-            return float(self._loss(output, target).item())
+                return list(map(_outgoing, made))
+            return float(self._loss(made[0], target).item())
 
-    def infer(self, number: int, inputs: Sequence[Value], *, training: bool = False) -> Value:
+    def infer(
+        self, number: int, inputs: Sequence[Value], *, training: bool = False, program: int = 0
+    ) -> list[Value]:
         """Run a forward for inference: newest weights, no gradient.
 
         Args:
@@ -450,18 +518,22 @@ class Stage:
             inputs: One value from each producer, or the model's input.
             training: Whether every module keeps the mode that it has in training, in which buffers
                 may change; else eval mode, which leaves the stage as it was.
+            program: Number of the program to follow.
 
         Returns:
-            The output.
+            The value for each consumer; on the last stage the output alone.
         """
         mode = nullcontext() if training else eval_mode(self.module, self.parameters)
         with torch.no_grad(), mode:
-            return _outgoing(self._pass(f"infer {number}", inputs))
+            return list(map(_outgoing, self._pass(f"infer {number}", inputs, program)))
 
-    def _pass(self, number: str, inputs: Sequence[Value]) -> Any:
-        """Run the layers without gradient."""
-        values = [unflatten(structure, tensors) for structure, tensors, _ in inputs]
-        return self._layers(values[0] if len(values) == 1 else tuple(values), number)
+    def _pass(self, number: str, inputs: Sequence[Value], program: int) -> list[Any]:
+        """Do the steps of a program without gradient; see `_run`."""
+        values: dict[int, Any] = {}
+        for source, (structure, tensors, _) in zip(self._sources, inputs, strict=True):
+            slots = self.programs[program].takes.get(source, ())
+            _unpack(unflatten(structure, tensors), slots, values)
+        return self._run(program, values, number)
 
     def set_mode(self, training: bool) -> None:
         """Set every module to training or eval mode, as `nn.Module.train`.
@@ -574,6 +646,53 @@ def _kinds(module: nn.Module) -> dict[str, str]:
     return {**found, **dict.fromkeys(buffer_slots(module), "buffer")}
 
 
+def _sequence(spec: StageSpec) -> StageProgram:
+    """Return the program of a stage whose layers are called one after another.
+
+    With several producers, the input of the first layer is the tuple of their outputs; all
+    consumers get the same output.
+    """
+    sources, targets = _neighbours(spec.plan, spec.stage)
+    count = len(sources)
+    # named_children would leave out a layer that stands in the sequence a second time.
+    layers = spec.layers._modules.items()
+    names = [name for name, layer in layers if layer is not None and name != LOSS_LAYER]
+    entered = Slot(0) if count == 1 else tuple(map(Slot, range(count)))
+    steps = tuple(
+        Step(
+            name=name,
+            target=name,
+            args=(entered if i == 0 else Slot(count + i - 1),),
+            slots=count + i,
+        )
+        for i, name in enumerate(names)
+    )
+    last = count + len(names) - 1
+    return StageProgram(
+        takes={source: (slot,) for slot, source in enumerate(sources)},
+        steps=steps,
+        gives={target: (last,) for target in targets},
+        output=None if targets else Slot(last),
+    )
+
+
+def _neighbours(plan: Plan, stage: int) -> tuple[list[int], list[int]]:
+    """Return the addresses from which a stage takes values, and those to which it gives some."""
+    forward, kind = Action(Kind.FORWARD, 0, stage), EdgeKind.ACTIVATION
+    sources = [edge.source for edge in plan.needs(forward) if edge.kind is kind]
+    return sources, [edge.target for edge in plan.gives(forward) if edge.kind is kind]
+
+
+def _pack(slots: Sequence[int], values: dict[int, Any]) -> Any:
+    """Return the values of slots as one value: itself if there is one, else their tuple."""
+    return values[slots[0]] if len(slots) == 1 else tuple(values[slot] for slot in slots)
+
+
+def _unpack(value: Any, slots: Sequence[int], values: dict[int, Any]) -> None:
+    """Put a value that `_pack` has made into slots."""
+    values.update(zip(slots, (value,) if len(slots) == 1 else value))
+
+
 def _outgoing(output: Any) -> Value:
     """Return an output as a value whose tensors do not change until they are sent.
 
@@ -595,11 +714,12 @@ def _to_derive(flight: _InFlight, gradients: Sequence[Gradients]) -> tuple[list[
     loss, without a gradient.
     """
     if not gradients:
-        return flight.outputs, [None] * len(flight.outputs)
+        loss = [output for outputs in flight.outputs for output in outputs]
+        return loss, [None] * len(loss)
     pairs = [
         (output, gradient)
-        for of_consumer in gradients
-        for output, gradient in zip(flight.outputs, of_consumer)
+        for outputs, of_consumer in zip(flight.outputs, gradients)
+        for output, gradient in zip(outputs, of_consumer)
         if gradient is not None
     ]
     return [output for output, _ in pairs], [gradient for _, gradient in pairs]

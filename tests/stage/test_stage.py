@@ -1,6 +1,7 @@
 """A stage by itself: it takes tensors and returns what is to be sent. Nothing moves here."""
 
 import copy
+import dataclasses
 import math
 import random
 from collections import deque
@@ -48,7 +49,9 @@ def value(x, wanted=False):
 
 
 def content(made):
-    """What a value holds."""
+    """What a value holds, or the only value that a stage has made."""
+    if isinstance(made, list):
+        (made,) = made
     return unflatten(made.structure, made.tensors)
 
 
@@ -142,7 +145,8 @@ class Driver:
         match kind:
             case Kind.FORWARD:
                 target = needed.pop() if index in self.plan.exits else None
-                made = [stage.forward(m, needed, HYPER, target)] * len(edges)
+                made = stage.forward(m, needed, HYPER, target)
+                made = made if isinstance(made, list) else [made]
                 self.reads[index].append(stage.version_of(m))
             case Kind.BACKWARD:
                 made = stage.backward(m, needed)
@@ -194,7 +198,7 @@ def test_two_stages_by_hand_are_the_unsplit_model():
     """What the first returns is the input of the second; gradients come back."""
     model, ((x, y),) = mlp(layers=4), regression(1)
     first, last = split(model, [0, 2], TWO, F.mse_loss, "sgd")
-    hidden = first.forward(0, [value(x)], HYPER)
+    (hidden,) = first.forward(0, [value(x)], HYPER)
     assert hidden.requires_grad == (True,)
     loss = last.forward(0, [arrived(hidden)], HYPER, value(y))
     (gradients,) = last.backward(0)
@@ -302,7 +306,7 @@ class MakesPair(nn.Module):
 
 def test_an_output_says_which_of_its_tensors_want_a_gradient():
     stage = a_stage([MakesPair()])
-    made = stage.forward(0, [value(torch.ones(1, 2))], HYPER)
+    (made,) = stage.forward(0, [value(torch.ones(1, 2))], HYPER)
     assert made.requires_grad == (True, False, False, False)
     pair = content(made)
     assert (type(pair), pair.name, pair.nothing) == (Pair, "pair", None)
@@ -497,7 +501,8 @@ def test_gradients_of_several_consumers_are_added_in_the_order_of_the_consumers(
     """Which floats can tell: (1e8 - 1e8) + 1 is 1, (1 + 1e8) - 1e8 is 0."""
     sums = []
     for given in ((1e8, -1e8, 1.0), (1.0, 1e8, -1e8)):
-        stage = a_stage([nn.Identity()], TWO, 0)
+        fan = dataclasses.replace(diamond.plan(), links=((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
+        stage = a_stage([nn.Identity()], fan, 0)
         stage.forward(0, [value(torch.zeros(1), wanted=True)], HYPER)
         backward = stage.backward_input if halves else stage.backward
         ((gradient,),) = backward(0, [[torch.tensor([g])] for g in given])
@@ -507,7 +512,7 @@ def test_gradients_of_several_consumers_are_added_in_the_order_of_the_consumers(
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_consumer_that_has_no_gradient_adds_none(halves):
-    stage = a_stage([nn.Identity()], TWO, 0)
+    stage = a_stage([nn.Identity()], diamond.plan(), 0)
     stage.forward(0, [value(torch.zeros(1), wanted=True)], HYPER)
     backward = stage.backward_input if halves else stage.backward
     ((gradient,),) = backward(0, [[None], [torch.tensor([3.0])]])
@@ -615,7 +620,7 @@ def test_a_stage_without_weights_steps_all_the_same():
     """Its versions are numbers only."""
     stage = a_stage([nn.ReLU()], TWO, 0)
     for m in range(2):
-        assert not stage.forward(m, [value(torch.ones(1))], HYPER).requires_grad[0]
+        assert not stage.forward(m, [value(torch.ones(1))], HYPER)[0].requires_grad[0]
         assert stage.backward(m, [[]]) == [[]]
         stage.step(m)
     assert stage.statistics()["updates"] == 2

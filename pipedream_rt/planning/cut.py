@@ -1,0 +1,301 @@
+"""Cutting a program into stages: which steps each stage does, and which values pass between them.
+
+The steps stay in their order, and a stage does those from its first layer up to the first layer of
+the next stage. A value that stages need goes from the one that makes it to the first one that needs
+it, from there to the next one that does, and so on; its gradient comes back the same way. So the
+gradients of a value that several stages use are summed one after another, from the last use to the
+first, which is the order of the unsplit model, bit for bit. Stages in between, which do not need
+the value, do not see it.
+
+What depends on the model's inputs alone, such as an attention mask, is not sent: each stage that
+needs it computes it again from the inputs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.program import Held, Program, Step, found, slots_in
+from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.schedules.plan import Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgram:
+    """What one stage does of a program.
+
+    Attributes:
+        takes: The slots that the message of each producer fills, in order.
+        steps: The steps.
+        gives: The slots whose values go to each consumer.
+        output: The result of the forward, on the stage that has it; None on others.
+    """
+
+    takes: dict[Address, tuple[int, ...]] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+    gives: dict[Address, tuple[int, ...]] = field(default_factory=dict)
+    output: Any = None
+
+    @property
+    def held(self) -> list[str]:
+        """The names of the parameters and buffers that the result holds."""
+        return [each.name for each in found(self.output, Held)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A program cut into stages.
+
+    Attributes:
+        stages: What each stage does.
+        layers: By stage, the names of the layers that it calls, in order.
+        held: By stage, the names of the parameters and buffers that it uses outside of layers.
+    """
+
+    stages: tuple[StageProgram, ...]
+    layers: tuple[tuple[str, ...], ...]
+    held: tuple[tuple[str, ...], ...]
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """The pairs of a producer and a consumer."""
+        return {(s, to) for s, program in enumerate(self.stages) for to in program.gives}
+
+    @property
+    def entries(self) -> set[int]:
+        """The stages that take inputs of the model."""
+        return {s for s, program in enumerate(self.stages) if COORDINATOR in program.takes}
+
+
+def cut(program: Program, homes: dict[str, int], num_stages: int) -> Cut:
+    """Cut a program.
+
+    Args:
+        program: The program.
+        homes: By name, the stage of layers whose stage is known: at first those at which a stage
+            begins. Layers that are met are added.
+        num_stages: The number of stages.
+
+    Raises:
+        ConfigError: A value that one stage changes in place is needed by another as it was.
+    """
+    stage_of, now = [], 0
+    for step in program.steps:
+        if step.layer is not None:
+            now = max(now, homes.setdefault(step.layer, now))
+        stage_of.append(now)
+    return _Cutter(program, stage_of, num_stages).cut()
+
+
+class _Cutter:
+    """Finds out which steps each stage does, and which values pass.
+
+    Args:
+        program: The program.
+        stage_of: The stage of each step.
+        num_stages: The number of stages.
+    """
+
+    def __init__(self, program: Program, stage_of: Sequence[int], num_stages: int) -> None:
+        """Put every step on its stage."""
+        self._program = program
+        self._stage_of = stage_of
+        self._maker = {slot: i for i, step in enumerate(program.steps) for slot in step.filled}
+        self._done: list[set[int]] = [set() for _ in range(num_stages)]
+        self._inputs: list[set[int]] = [set() for _ in range(num_stages)]
+        self._users: dict[int, set[int]] = {}
+
+    def cut(self) -> Cut:
+        """Cut the program."""
+        steps, last = self._program.steps, len(self._done) - 1
+        self._refuse_parted_changes()
+        for number, step in enumerate(steps):
+            if not step.free:
+                self._do(number, self._stage_of[number])
+        for slot in slots_in(self._program.output):
+            self._need(slot, last, ())
+        takes, gives = self._passed()
+        stages = tuple(
+            StageProgram(
+                takes=takes[s],
+                steps=tuple(steps[i] for i in sorted(done)),
+                gives=gives[s],
+                output=self._program.output if s == last else None,
+            )
+            for s, done in enumerate(self._done)
+        )
+        return Cut(
+            stages,
+            tuple(_unique(step.layer for step in s.steps if step.layer) for s in stages),
+            tuple(_unique(name for step in s.steps for name in step.held) for s in stages),
+        )
+
+    def _do(self, number: int, stage: int) -> None:
+        """Let a stage do a step, and have what the step takes."""
+        if number in self._done[stage]:
+            return
+        self._done[stage].add(number)
+        step = self._program.steps[number]
+        for slot in step.taken:
+            self._need(slot, stage, step.after)
+
+    def _need(self, slot: int, stage: int, after: Sequence[int]) -> None:
+        """Let a stage have a value."""
+        if slot < self._program.inputs:
+            self._inputs[stage].add(slot)
+            return
+        maker = self._maker[slot]
+        steps = self._program.steps
+        if steps[maker].free and all(steps[i].free for i in after):
+            for number in (maker, *after):
+                self._do(number, stage)
+        elif self._stage_of[maker] == stage:
+            self._do(maker, stage)
+        else:
+            self._do(maker, self._stage_of[maker])
+            self._users.setdefault(slot, set()).add(stage)
+
+    def _passed(self) -> tuple[list[dict[Address, tuple[int, ...]]], ...]:
+        """Return, by stage, the slots taken from each producer, and those given to each consumer.
+
+        Each stage sends to the next one, at least an empty message: so the message from the stage
+        before tells that all stages before have done the micro-batch.
+        """
+        count = len(self._done)
+        passed: dict[tuple[Address, int], list[int]] = {}
+        for stage, inputs in enumerate(self._inputs):
+            if inputs or stage == 0:
+                passed[COORDINATOR, stage] = sorted(inputs)
+        for hop in pairwise(range(count)):
+            passed[hop] = []
+        for slot, users in sorted(self._users.items()):
+            for hop in pairwise([self._stage_of[self._maker[slot]], *sorted(users)]):
+                passed.setdefault(hop, []).append(slot)
+        takes: list[dict[Address, tuple[int, ...]]] = [{} for _ in range(count)]
+        gives: list[dict[Address, tuple[int, ...]]] = [{} for _ in range(count)]
+        for (producer, consumer), slots in passed.items():
+            takes[consumer][producer] = tuple(slots)
+            if producer != COORDINATOR:
+                gives[producer][consumer] = tuple(slots)
+        return takes, gives
+
+    def _refuse_parted_changes(self) -> None:
+        """Refuse a change in place that does not reach everybody who must see it.
+
+        A value that has gone to another stage is a copy there. So a change is seen by those that
+        get the value from the stage that has changed it, and by nobody else: not by a stage that
+        gets an input from the coordinator, and not through another view of the same memory.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        steps, stage_of = self._program.steps, self._stage_of
+        for number, step in enumerate(steps):
+            if not step.changes or step.free:
+                continue
+            here = stage_of[number]
+            for later, user in list(enumerate(steps))[number + 1 :]:
+                if number not in user.after:
+                    continue
+                for slot in user.taken:
+                    maker = self._maker.get(slot)
+                    made = COORDINATOR if maker is None else stage_of[maker]
+                    same = slot in step.changes
+                    if made == here == stage_of[later] or (made == here and not same):
+                        continue
+                    if same and (made != COORDINATOR or stage_of[later] == here):
+                        continue
+                    raise ConfigError(
+                        f"{step.name}, at {step.where}, changes in place on stage {here} what "
+                        f"{user.name}, at {user.where}, takes on stage {stage_of[later]}; there it "
+                        "is another copy, which the change does not reach. Change a copy "
+                        "(x = x + 1 in the place of x += 1), or choose split points that keep "
+                        "both in one stage"
+                    )
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names without those that were there before."""
+    return tuple(dict.fromkeys(names))
+
+
+# -- layers -------------------------------------------------------------------------------------
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """Return the modules of a model that stay whole, by name.
+
+    These are the elements of the lists of modules that the model has (``nn.ModuleList``,
+    ``nn.Sequential``, ``nn.ModuleDict``), and the modules beside the lists. What stays whole does
+    not depend on the number of stages, so the random numbers that layers draw do not either.
+
+    Args:
+        model: The model.
+        points: Names of modules at which a stage is to begin: a module that has one inside is
+            taken apart.
+    """
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    opened = {part for point in points for part in _parents(point)}
+    layers: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str, in_list: bool) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        pure = type(module) in _LISTS
+        lists = pure or any(isinstance(each, _LISTS) for each in module.modules())
+        stays = type(module).__name__ in whole or in_list or not lists
+        if name and name not in opened and stays and not pure:
+            layers[name] = module
+            return
+        listed = isinstance(module, _LISTS)
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{key}" if name else key, listed)
+
+    visit(model, "", False)
+    return layers
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a module is inside of."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        yield ".".join(parts[:i])
+
+
+def first_layer(name: str, program: Program, modules: Mapping[str, nn.Module]) -> str:
+    """Return the layer at which a stage begins that the user wants to begin at a module.
+
+    Args:
+        name: The name of the module.
+        program: The program of the model.
+        modules: The modules of the model, by name.
+
+    Raises:
+        ConfigError: There is no such module, or the forward does not call it.
+    """
+    called = program.layers()
+    inside = [layer for layer in called if layer == name or layer.startswith(f"{name}.")]
+    if inside:
+        return inside[0]
+    if name in modules:
+        raise ConfigError(
+            f"no stage can begin at {name!r}: the forward does not call it, nor a layer in it. It "
+            f"calls {', '.join(called)}"
+        )
+    near = difflib.get_close_matches(str(name), [*called, *modules], n=3, cutoff=0.4)
+    raise ConfigError(
+        f"the model has no module {name!r}; "
+        + (f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {', '.join(called)}")
+    )

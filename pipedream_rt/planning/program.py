@@ -1,0 +1,341 @@
+"""A forward as a list of steps, which can be cut into stages between any two of them.
+
+A *program* is what one forward of the unsplit model does between its layers, in order: it calls a
+layer, or a function of torch, with values that earlier steps have made. Values stand in numbered
+*slots*; the tensors that the model is given stand in the first ones. The forward ::
+
+    def forward(self, ids, mask):
+        x = self.embed(ids)
+        x = x + self.positions[: ids.shape[1]]
+        return self.head(self.block(x, mask=mask))
+
+becomes, for ids of shape (8, 5)::
+
+    2 = embed(0)
+    3 = getitem(<positions>, slice(None, 5))
+    4 = add(2, 3)
+    5 = block(4, mask=1)
+    6 = head(5)
+    return 6
+
+The layers themselves are called as they are. A program is pure data: it can be compared, pickled
+and shown.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the value of a slot.
+
+    Attributes:
+        number: Number of the slot.
+    """
+
+    number: int
+
+    def __repr__(self) -> str:
+        """Return the number."""
+        return str(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Stands for a parameter or a buffer that a step outside of the layers uses.
+
+    Attributes:
+        name: Its name in the unsplit model.
+    """
+
+    name: str
+
+    def __repr__(self) -> str:
+        """Return the name."""
+        return f"<{self.name}>"
+
+
+class Around(NamedTuple):
+    """The contexts of torch around a step, where they differ from those around the forward.
+
+    Attributes:
+        grad: Whether gradients are recorded; None for as around the forward.
+        autocast: The device type, whether autocast is on, and its dtype; None for as around.
+    """
+
+    grad: bool | None = None
+    autocast: tuple[str, bool, torch.dtype] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter the contexts."""
+        grad: Any = nullcontext() if self.grad is None else torch.set_grad_enabled(self.grad)
+        cast: Any = nullcontext()
+        if self.autocast is not None:
+            device, enabled, dtype = self.autocast
+            cast = torch.autocast(device, enabled=enabled, dtype=dtype)
+        with grad, cast:
+            yield
+
+
+Target: TypeAlias = "str | Callable[..., Any]"
+"""What a step calls: a layer, by its name in the unsplit model, or a function."""
+
+SEQUENCE = Around()
+"""The contexts of a step that is called as the forward itself is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a program.
+
+    Attributes:
+        name: The name under which the step is seeded: that of the layer, with ``#2`` at its second
+            call, or ``(function)`` with a number.
+        target: What is called.
+        args: The positional arguments, with `Slot` and `Held` in the place of tensors.
+        kwargs: The keyword arguments, in the same way.
+        slots: The slot of the result as it is; or the slots of the tensors in the result, in order.
+        made: The result with `Slot` in the place of tensors; None if ``slots`` is one number.
+        random: Whether it may draw random numbers; layers always may.
+        free: Whether it computes the same wherever it runs: from the model's inputs alone, without
+            weights, layers that have some, or random numbers.
+        after: The earlier steps, by number, that have changed in place what this one takes.
+        changes: The slots whose values it changes in place.
+        around: The contexts of torch in which it runs.
+        where: The line of the user's code that makes the step, for messages.
+    """
+
+    name: str
+    target: Target
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    slots: int | tuple[int, ...]
+    made: Any = None
+    random: bool = True
+    free: bool = False
+    after: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
+    around: Around = SEQUENCE
+    where: str = ""
+
+    @property
+    def layer(self) -> str | None:
+        """The name of the layer that is called; None for a function."""
+        return self.target if isinstance(self.target, str) else None
+
+    @property
+    def taken(self) -> list[int]:
+        """The slots that the step takes."""
+        return slots_in((self.args, self.kwargs))
+
+    @property
+    def held(self) -> list[str]:
+        """The names of the parameters and buffers that it takes, beside those of its layer."""
+        return [h.name for h in found((self.args, self.kwargs), Held)]
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """The slots that the step fills."""
+        return (self.slots,) if isinstance(self.slots, int) else self.slots
+
+    def __str__(self) -> str:
+        """Return the step as a line of code."""
+        target = self.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", repr(target))
+        given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
+        return f"{', '.join(map(str, self.filled)) or '_'} = {name}({', '.join(given)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A value that the forward has read from the model's inputs, on which its way depends.
+
+    Attributes:
+        steps: The numbers of the steps that compute what is read.
+        read: The function that reads it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        value: What it has read.
+    """
+
+    steps: tuple[int, ...]
+    read: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One forward of the unsplit model.
+
+    Attributes:
+        inputs: The number of inputs, which stand in the first slots.
+        steps: The steps, in order.
+        output: The result, with `Slot` in the place of tensors.
+        guards: What the forward has read from its inputs; with other values it may be another one.
+    """
+
+    inputs: int
+    steps: tuple[Step, ...]
+    output: Any
+    guards: tuple[Guard, ...] = ()
+
+    def layers(self) -> list[str]:
+        """Return the names of the layers in the order of their first calls."""
+        return list(dict.fromkeys(step.layer for step in self.steps if step.layer is not None))
+
+    def holds_for(self, inputs: Sequence[Any]) -> bool:
+        """Whether every guard reads the value that it has read before."""
+        with torch.no_grad():
+            for guard in self.guards:
+                values = dict(enumerate(inputs))
+                for number in guard.steps:
+                    step = self.steps[number]
+                    assert callable(step.target)
+                    args, kwargs = filled((step.args, step.kwargs), values, {})
+                    put(step, step.target(*args, **kwargs), values)
+                args, kwargs = filled((guard.args, guard.kwargs), values, {})
+                if guard.read(*args, **kwargs) != guard.value:
+                    return False
+        return True
+
+    def __str__(self) -> str:
+        """Return the program as lines of code."""
+        return "\n".join([*map(str, self.steps), f"return {self.output!r}"])
+
+
+def sequence(names: Sequence[str]) -> Program:
+    """Return the program of layers that are called one after another with one value."""
+    steps = tuple(
+        Step(name=name, target=name, args=(Slot(i),), slots=i + 1) for i, name in enumerate(names)
+    )
+    return Program(inputs=1, steps=steps, output=Slot(len(names)))
+
+
+# -- values -------------------------------------------------------------------------------------
+
+
+def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> Any:
+    """Return a value with every object of some kinds in it replaced.
+
+    It goes through tuples, lists, dicts, slices, dataclasses and mappings that are dataclasses, as
+    the outputs of Hugging Face models are. Containers without such an object are returned as they
+    are.
+
+    Args:
+        value: Anything.
+        kinds: The classes of the objects.
+        by: Called with each object, in order.
+    """
+    if isinstance(value, kinds):
+        return by(value)
+    cls = type(value)
+    if cls in _PLAIN:
+        return value
+    if isinstance(value, tuple | list):
+        items = [replaced(item, kinds, by) for item in value]
+        if all(new is old for new, old in zip(items, value)) or cls is torch.Size:
+            return value
+        if hasattr(value, "_fields"):
+            return cls(*items)
+        return cls(items)
+    if cls is slice:
+        parts = [replaced(part, kinds, by) for part in (value.start, value.stop, value.step)]
+        return slice(*parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        made = {name: replaced(part, kinds, by) for name, part in parts.items()}
+        if all(made[name] is part for name, part in parts.items()):
+            return value
+        if isinstance(value, dict):
+            return cls(**{name: part for name, part in made.items() if part is not None})
+        rebuilt = copy.copy(value)
+        for name, part in made.items():
+            object.__setattr__(rebuilt, name, part)
+        return rebuilt
+    if isinstance(value, dict):
+        entries = {key: replaced(item, kinds, by) for key, item in value.items()}
+        if all(entries[key] is item for key, item in value.items()):
+            return value
+        if cls is dict:
+            return entries
+        rebuilt = copy.copy(value)
+        rebuilt.update(entries)
+        return rebuilt
+    return value
+
+
+_PLAIN = {type(None), bool, int, float, str, bytes, complex}
+
+
+def found(value: Any, kind: type) -> list[Any]:
+    """Return the objects of a class in a value, in order."""
+    there: list[Any] = []
+
+    def note(each: Any) -> Any:
+        there.append(each)
+        return each
+
+    replaced(value, (kind,), note)
+    return there
+
+
+def slots_in(value: Any) -> list[int]:
+    """Return the numbers of the slots in a value, in order."""
+    return [slot.number for slot in found(value, Slot)]
+
+
+def filled(value: Any, values: dict[int, Any], held: dict[str, Tensor]) -> Any:
+    """Return a value with slots and names replaced by what they stand for."""
+    return replaced(
+        value,
+        (Slot, Held),
+        lambda each: values[each.number] if isinstance(each, Slot) else held[each.name],
+    )
+
+
+def put(step: Step, result: Any, values: dict[int, Any]) -> None:
+    """Put the result of a step into its slots.
+
+    Raises:
+        ConfigError: It is built otherwise than when the program was made.
+    """
+    if isinstance(step.slots, int):
+        values[step.slots] = result
+        return
+    tensors = []
+
+    def number(tensor: Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(step.slots[len(tensors) - 1] if len(tensors) <= len(step.slots) else -1)  # type: ignore[arg-type, index]
+
+    made = replaced(result, (Tensor,), number)
+    if len(tensors) != len(step.slots) or not _alike(made, step.made):
+        raise ConfigError(
+            f"{step.name} has returned {made!r}, and {step.made!r} when the forward of the model "
+            "was recorded; what a layer returns beside tensors must not change, because the steps "
+            "after it were made for that"
+        )
+    values.update(zip(step.slots, tensors))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two results are built alike; what cannot be compared is taken for alike."""
+    try:
+        return bool(one == other)
+    except Exception:  # a foreign class may raise anything when compared
+        return True

@@ -1,0 +1,778 @@
+"""Recording a forward of a model: what it does between its layers becomes a program.
+
+The forward of the user's model is called once with example inputs. While it runs,
+
+- every function of torch outside of the layers is called as usual and noted
+  (``torch.overrides.TorchFunctionMode``),
+- every layer is only asked for the shapes of its outputs: it runs on the meta device, where nothing
+  is computed, and the forward goes on with zeros of these shapes.
+
+Whatever Python does between the layers is done once, now: loops, conditions on shapes and options,
+lists of results. So a program holds for one *signature* of the inputs: their shapes, dtypes, and
+values that are no tensors. What else a forward could depend on is looked for, and refused with the
+line that does it: values of tensors that layers have made, Python's random numbers, attributes that
+the forward changes. Values of the inputs may be read; they become guards.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.program import (
+    Around,
+    Guard,
+    Held,
+    Program,
+    Slot,
+    Step,
+    replaced,
+    slots_in,
+)
+
+_BATCH, _LAYERS, _DRAWN = 1, 2, 4
+"""What a value depends on: the inputs, layers or weights, random numbers."""
+
+_FACTS = {
+    "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
+    "storage_offset", "get_device", "type", "__len__", "is_same_size", "is_pinned", "is_shared",
+    "has_names", "result_type", "can_cast", "is_tensor", "is_storage", "__repr__", "__str__",
+    "__hash__", "__format__", "data_ptr", "storage", "untyped_storage", "is_set_to", "__dir__",
+    "__deepcopy__", "_is_view", "is_coalesced", "_is_zerotensor", "__torch_function__",
+}  # fmt: skip
+"""The functions that tell of a tensor what its signature has."""
+
+_OURS = (
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(torch.__file__).resolve().parent),
+)
+
+
+class _Tag:
+    """What is known of a tensor that the forward has seen.
+
+    Attributes:
+        slot: Its slot.
+        depends: What it depends on.
+        after: The steps that have changed it in place through another tensor.
+    """
+
+    __slots__ = ("after", "depends", "slot")
+
+    def __init__(self, slot: int, depends: int) -> None:
+        """Note what a step has made."""
+        self.slot = slot
+        self.depends = depends
+        self.after: set[int] = set()
+
+
+def record(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    grad: bool = True,
+) -> Program:
+    """Record one forward of a model; the model is afterwards as it was.
+
+    Args:
+        model: The unsplit model.
+        layers: The modules that are to stay whole, by name.
+        args: Positional arguments of the forward, whose tensors are not changed.
+        kwargs: Keyword arguments.
+        training: The mode that all modules are set to; None to leave every module as it is.
+        grad: Whether gradients are recorded around the forward.
+
+    Returns:
+        The program. Its inputs are the tensors in ``(args, kwargs)``, in order.
+
+    Raises:
+        ConfigError: The forward does not take these inputs, or does something that cannot be
+            followed; the message names the line.
+    """
+    inputs: list[Tensor] = []
+    by_id: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in by_id:
+            by_id[id(tensor)] = tensor.detach().clone()
+            inputs.append(by_id[id(tensor)])
+        return by_id[id(tensor)]
+
+    args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
+    recorder = _Recorder(model, layers, inputs)
+    with _as_it_was(model, recorder), _mode(model, training), torch.set_grad_enabled(grad):
+        recorder.begin()
+        with recorder.called(), _Watch(recorder), recorder:
+            output = model(*args, **kwargs)
+        return recorder.finish(output)
+
+
+class _Recorder(TorchFunctionMode):
+    """The notes of one forward.
+
+    Args:
+        model: The unsplit model.
+        layers: The layers, by name.
+        inputs: The input tensors.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Tensor]
+    ) -> None:
+        """Note the inputs."""
+        super().__init__()
+        self.steps: list[Step] = []
+        self.guards: list[Guard] = []
+        self.paused = 0
+        self.drew = False
+        self._layers = layers
+        self._names = {id(layer): name for name, layer in layers.items()}
+        self._calls: dict[str, int] = {}
+        self._slots = 0
+        self._inputs = inputs
+        self._model = model
+        self._tags: dict[int, tuple[ref[Tensor], _Tag]] = {}
+        self._made: dict[int, ref[Tensor]] = {}
+        self._foreign: dict[int, tuple[str, Any]] = {}
+        self._over: dict[int, list[ref[Tensor]]] = {}
+        self._held = {
+            id(t): name
+            for named in (
+                model.named_parameters(remove_duplicate=False),
+                model.named_buffers(remove_duplicate=False),
+            )
+            for name, t in reversed(list(named))  # the first name of a tensor counts
+        }
+        for tensor in inputs:
+            self._tag(tensor, _BATCH)
+
+    # -- tags -----------------------------------------------------------------------------------
+
+    def _tag(self, tensor: Tensor, depends: int) -> int:
+        """Give a tensor the next slot."""
+        tag = _Tag(self._slots, depends)
+        self._slots += 1
+        self._tags[id(tensor)] = (ref(tensor), tag)
+        over = self._over.setdefault(tensor.untyped_storage()._cdata, [])
+        over[:] = [each for each in over if each() is not None and each() is not tensor]
+        over.append(ref(tensor))
+        return tag.slot
+
+    def tag_of(self, tensor: Tensor) -> _Tag | None:
+        """Return what is known of a tensor; None if it was there before the forward."""
+        there = self._tags.get(id(tensor))
+        return there[1] if there is not None and there[0]() is tensor else None
+
+    def note_made(self, tensor: Tensor) -> None:
+        """Note that a tensor was made during the forward, by whatever means."""
+        self._made[id(tensor)] = ref(tensor)
+
+    def _was_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made during the forward."""
+        there = self._made.get(id(tensor))
+        return there is not None and there() is tensor
+
+    def _seen(self, value: Any) -> tuple[Any, int, set[int]]:
+        """Return a value with slots and names in the place of tensors.
+
+        Returns:
+            The value; what it depends on; the steps that have changed it in place.
+
+        Raises:
+            ConfigError: A tensor was made in a way that cannot be followed.
+        """
+        depends, after = 0, set()
+
+        def stand_in(tensor: Tensor) -> Any:
+            nonlocal depends
+            if (tag := self.tag_of(tensor)) is not None:
+                depends |= tag.depends
+                after.update(tag.after)
+                return Slot(tag.slot)
+            if id(tensor) in self._held:
+                depends |= _LAYERS
+                return Held(self._held[id(tensor)])
+            if self._was_made(tensor):
+                raise _refusal(
+                    "a tensor was made in a way that cannot be followed, for instance by NumPy or "
+                    "in a transform of torch.func"
+                )
+            if tensor.requires_grad:
+                raise _refusal(
+                    "the forward uses a tensor that requires a gradient and is no parameter of the "
+                    "model; make it an nn.Parameter of a module"
+                )
+            return tensor
+
+        return replaced(value, (Tensor,), stand_in), depends, after
+
+    # -- functions ------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch, and note it if the forward called it outside of layers."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if self.paused or func in _CONTEXTS:
+            return func(*args, **kwargs)
+        if name == "__set__":
+            raise _refusal("the forward sets an attribute of a tensor, such as x.data")
+        if name == "__iter__":
+            return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
+        if name in _FACTS or (name == "__get__" and not _is_view_getter(func)):
+            return func(*args, **kwargs)
+        return self._function(func, name, args, kwargs)
+
+    def _function(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call and note a function."""
+        given, depends, after = self._seen((args, kwargs))
+        tensors = _tensors_in((args, kwargs))
+        versions = [_version_of(t) for t in tensors]
+        self.drew = False
+        self.paused += 1
+        try:
+            result = func(*_on_cpu(args), **_on_cpu(kwargs))
+        finally:
+            self.paused -= 1
+        changed = [
+            t for t, before in zip(tensors, versions, strict=True) if _version_of(t) != before
+        ]
+        results = _tensors_in(result)
+        if not results and not changed and name not in _EFFECTS:
+            self._reads(func, name, given, depends | (_DRAWN if self.drew else 0), after, result)
+            return result
+        self._add(
+            f"({name})", func, given, result, results, depends, after, changed, random=self.drew
+        )
+        return result
+
+    def _reads(
+        self, func: Any, name: str, given: Any, depends: int, after: set[int], value: Any
+    ) -> None:
+        """Note or refuse what the forward reads from tensors, on which its way may depend.
+
+        Raises:
+            ConfigError: It depends on layers or on random numbers, or cannot be compared.
+        """
+        if not depends:
+            return
+        if depends & (_LAYERS | _DRAWN):
+            of = "layers have computed" if depends & _LAYERS else "were drawn at random"
+            raise _refusal(
+                f"{name.strip('_')}() reads values that {of}, so the way of the forward depends "
+                "on data. Let a layer do this, so that it is decided where the values are: move "
+                "the lines that depend on it into an nn.Module of their own"
+            )
+        if not isinstance(value, bool | int | float | list):
+            raise _refusal(f"{name.strip('_')}() takes values of the inputs out of torch")
+        args, kwargs = given
+        steps = self._leading_to(slots_in(given), after)
+        guard = Guard(steps=steps, read=func, args=args, kwargs=kwargs, value=value)
+        self.guards.append(guard)
+
+    def _leading_to(self, slots: Sequence[int], after: set[int]) -> tuple[int, ...]:
+        """Return the steps that compute some slots, in order."""
+        maker = {slot: i for i, step in enumerate(self.steps) for slot in step.filled}
+        wanted, found = [maker[s] for s in slots if s in maker] + list(after), set()
+        while wanted:
+            number = wanted.pop()
+            if number not in found:
+                found.add(number)
+                step = self.steps[number]
+                wanted += [maker[s] for s in step.taken if s in maker]
+                wanted += step.after
+        return tuple(sorted(found))
+
+    def _add(
+        self,
+        name: str,
+        target: Any,
+        given: Any,
+        result: Any,
+        results: Sequence[Tensor],
+        depends: int,
+        after: set[int],
+        changed: Sequence[Tensor],
+        *,
+        random: bool,
+        where: str | None = None,
+    ) -> None:
+        """Add a step, and give its results their slots."""
+        self._refuse_foreign(given)
+        number = len(self.steps)
+        taken = dict.fromkeys(slots_in(given))
+        changes = []
+        for tensor in changed:
+            tag = self.tag_of(tensor)
+            if tag is not None:
+                changes.append(tag.slot)
+            for alias in self._over.get(tensor.untyped_storage()._cdata, []):
+                other = alias()
+                mine = self.tag_of(other) if other is not None else None
+                if mine is not None:
+                    mine.after.add(number)
+                    mine.depends |= depends
+        if changed and not changes and not any(id(t) in self._held for t in changed):
+            raise _refusal(
+                "the forward changes in place a tensor that is there before it, and neither a "
+                "buffer nor an input; register it as a buffer of a layer that changes it"
+            )
+        depends |= _DRAWN if random else 0
+        slots: list[int] = []
+        made = replaced(result, (Tensor,), lambda t: Slot(self._result(t, depends, slots)))
+        if not isinstance(target, str):
+            name = f"{name[:-1]} {number})"
+        self.steps.append(
+            Step(
+                name=name,
+                target=target,
+                args=given[0],
+                kwargs=given[1],
+                slots=tuple(slots),
+                made=_without_foreign(made),
+                random=random,
+                free=not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS,
+                after=tuple(sorted(after)),
+                changes=tuple(s for s in changes if s in taken or True),
+                around=self._around(),
+                where=_line() if where is None else where,
+            )
+        )
+
+    def _result(self, tensor: Tensor, depends: int, slots: list[int]) -> int:
+        """Give a result its slot."""
+        slots.append(self._tag(tensor, depends))
+        return slots[-1]
+
+    def _around(self) -> Around:
+        """Return the contexts of torch that the forward has entered by itself."""
+        grad, cast = torch.is_grad_enabled(), _autocast()
+        return Around(
+            None if grad == self._grad else grad, None if cast == self._cast else cast
+        )
+
+    def _refuse_foreign(self, given: Any) -> None:
+        """Refuse to hand an object on that a layer has made and that is no tensor.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        for value in _leaves_of(given):
+            maker, there = self._foreign.get(id(value), ("", None))
+            if there is value and there is not None:
+                raise _refusal(
+                    f"layer {maker!r} returns a {type(value).__name__}, which a later layer takes; "
+                    "between layers tensors, numbers and containers of these can pass"
+                )
+
+    # -- layers ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Let the layers call `layer` while the body runs, and autograd functions `_function`."""
+        classes: dict[type, type] = {}
+        before = torch.autograd.Function.__dict__["apply"]
+        recorder = self
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            original = before.__get__(None, cls)
+            if recorder.paused:
+                return original(*args, **kwargs)
+            if cls.__name__ == "CheckpointFunction":  # it computes what its first argument does
+                return args[0](*args[2:])
+            return recorder._function(_Applied(cls), cls.__name__, args, kwargs)
+
+        for layer in self._layers.values():
+            cls = type(layer)
+            if cls not in classes:
+                classes[cls] = type(cls.__name__, (cls,), {"__call__": self._stand_in(cls)})
+            layer.__class__ = classes[cls]
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
+            for layer in self._layers.values():
+                layer.__class__ = type(layer).__mro__[1]
+
+    def _stand_in(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """Return what is called in the place of a layer of a class."""
+        recorder = self
+
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            stand_in = type(layer)
+            layer.__class__ = cls
+            try:
+                if recorder.paused:
+                    return layer(*args, **kwargs)
+                return recorder._layer(layer, args, kwargs)
+            finally:
+                layer.__class__ = stand_in
+
+        return call
+
+    def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the call of a layer; return zeros of the shapes of its outputs."""
+        name, where = self._names[id(layer)], _line()
+        given, depends, after = self._seen((args, kwargs))
+        self._require_plain(given, name)
+        tensors = list({id(t): t for t in _tensors_in((args, kwargs))}.values())
+        has_weights = any(True for _ in layer.parameters())
+        buffers = list(layer.buffers())
+        self.paused += 1
+        self.drew = False
+        try:
+            result, changed, moved = _shapes_of(layer, args, kwargs, tensors, buffers)
+        except Exception as error:
+            raise ConfigError(
+                f"layer {name!r} ({type(layer).__name__}), called at {where}, does not take what "
+                f"the forward gives it: {error}"
+            ) from error
+        finally:
+            self.paused -= 1
+        for value in _leaves_of(result):
+            if type(value) not in _PLAIN_LEAVES and not isinstance(value, Tensor):
+                self._foreign[id(value)] = (name, value)
+        calls = self._calls[name] = self._calls.get(name, 0) + 1
+        depends |= _LAYERS if has_weights or moved else 0
+        self._add(
+            name if calls == 1 else f"{name}#{calls}",
+            name,
+            given,
+            result,
+            _tensors_in(result),
+            depends,
+            after,
+            changed,
+            random=self.drew,
+            where=where,
+        )
+        return result
+
+    def _require_plain(self, given: Any, name: str) -> None:
+        """Refuse to give a layer an object that the forward has just made for it.
+
+        Raises:
+            ConfigError: There is one, as a cache of keys and values.
+        """
+        for value in _leaves_of(given):
+            if isinstance(value, Slot | Held | Tensor) or type(value) in _PLAIN_LEAVES:
+                continue
+            if hasattr(value, "update") and "cache" in type(value).__name__.lower():
+                raise _refusal(
+                    f"layer {name!r} is given a {type(value).__name__}, which layers fill one after "
+                    "another; train without it (use_cache=False)"
+                )
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note the contexts around the forward."""
+        self._grad, self._cast = torch.is_grad_enabled(), _autocast()
+
+    def finish(self, output: Any) -> Program:
+        """Return the program of a forward that has returned this."""
+        made, _, _ = self._seen(output)
+        self._refuse_foreign(made)
+        return Program(
+            inputs=len(self._inputs),
+            steps=tuple(self.steps),
+            output=made,
+            guards=tuple(self.guards),
+        )
+
+
+class _Applied:
+    """Calls an autograd function; it can be pickled.
+
+    Args:
+        cls: The class of the function.
+    """
+
+    def __init__(self, cls: Any) -> None:
+        """Keep the class."""
+        self._cls = cls
+        self.__name__ = cls.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        """Apply the function."""
+        return self._cls.apply(*args)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both apply the same function."""
+        return isinstance(other, _Applied) and other._cls is self._cls
+
+    def __hash__(self) -> int:
+        """Return the hash of the class."""
+        return hash(self._cls)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every tensor that is made, and whether random numbers are drawn.
+
+    Args:
+        recorder: Where it notes them.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        """Note nothing yet."""
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operator, and note what it makes."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._recorder.drew = True
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in(result):
+            self._recorder.note_made(tensor)
+        return result
+
+
+_CONTEXTS = {torch._C._set_grad_enabled}
+_EFFECTS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+_PLAIN_LEAVES = {
+    type(None), bool, int, float, str, bytes, complex, slice, range, type(Ellipsis), torch.Size,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+}  # fmt: skip
+
+
+def _is_view_getter(func: Any) -> bool:
+    """Whether the getter of an attribute of tensors returns a tensor, as that of ``T`` does."""
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", "") in ("T", "H", "mT", "mH", "real", "imag", "data")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, in order."""
+    there: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        there.append(tensor)
+        return tensor
+
+    replaced(value, (Tensor,), note)
+    return there
+
+
+def _leaves_of(value: Any) -> list[Any]:
+    """Return everything in a value that is no container."""
+    there: list[Any] = []
+
+    def note(each: Any) -> Any:
+        if not isinstance(each, tuple | list | dict) and type(each) not in (slice,):
+            there.append(each)
+            return each
+        for item in each.values() if isinstance(each, dict) else each if not isinstance(each, slice) else ():
+            note(item)
+        return each
+
+    note(value)
+    return there
+
+
+def _without_foreign(made: Any) -> Any:
+    """Return the shape of a result in which objects that cannot be compared are their classes."""
+    def plain(each: Any) -> Any:
+        return type(each)
+
+    kinds = tuple({type(v) for v in _leaves_of(made)} - _PLAIN_LEAVES - {Slot, Held})
+    return replaced(made, kinds, plain) if kinds else made
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return the number of changes in place of a tensor."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a value whose weights without values, those of the meta device, are zeros."""
+
+    def zeros(tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+
+    return replaced(value, (Tensor,), zeros)
+
+
+def _shapes_of(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+) -> tuple[Any, list[Tensor], bool]:
+    """Run a layer on the meta device.
+
+    A layer that cannot run there, as it holds tensors in attributes or looks at values, is run on
+    the values that there are.
+
+    Returns:
+        Its result, with zeros in the place of tensors; the tensors that it has changed in place;
+        whether it has changed its buffers.
+    """
+    state = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    on_meta = {name: t.detach().to("meta") for name, t in state.items()}
+    given = {id(t): t.detach().to("meta") for t in tensors}
+    back = {id(meta): tensor for tensor, meta in ((t, given[id(t)]) for t in tensors)}
+    versions = {id(t): _version_of(given[id(t)]) for t in tensors}
+    buffer_names = [name for name, _ in layer.named_buffers()]
+    before = {name: _version_of(on_meta[name]) for name in buffer_names}
+    changed: list[Tensor]
+    try:
+        with torch.no_grad():
+            on = replaced((args, kwargs), (Tensor,), lambda t: given[id(t)])
+            result = functional_call(layer, on_meta, on[0], on[1])
+        changed = [t for t in tensors if _version_of(given[id(t)]) != versions[id(t)]]
+        moved = any(_version_of(on_meta[name]) != before[name] for name in buffer_names)
+    except (NotImplementedError, RuntimeError, ValueError):
+        clones = {id(t): t.detach().clone() for t in tensors}
+        back = {id(clone): tensor for tensor, clone in ((t, clones[id(t)]) for t in tensors)}
+        versions = {id(t): _version_of(clones[id(t)]) for t in tensors}
+        real = {name: _valued(t) for name, t in state.items()}
+        before = {name: _version_of(real[name]) for name in buffer_names}
+        with torch.no_grad():
+            on = replaced((args, kwargs), (Tensor,), lambda t: clones[id(t)])
+            result = functional_call(layer, real, on[0], on[1])
+        changed = [t for t in tensors if _version_of(clones[id(t)]) != versions[id(t)]]
+        moved = any(_version_of(real[name]) != before[name] for name in buffer_names)
+
+    def zeros(tensor: Tensor) -> Tensor:
+        if id(tensor) in back:
+            return back[id(tensor)]
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        ).zero_()
+
+    return replaced(result, (Tensor,), zeros), changed, moved
+
+
+def _valued(tensor: Tensor) -> Tensor:
+    """Return a copy of a weight; zeros if it has no values."""
+    if tensor.is_meta:
+        return torch.zeros_like(tensor, device="cpu")
+    return tensor.detach().clone()
+
+
+def _autocast() -> tuple[str, bool, torch.dtype]:
+    """Return whether autocast is on for the CPU, and its dtype."""
+    return "cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _line() -> str:
+    """Return the line of the user's code, or of a library that is not torch, that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OURS) and not code.co_filename.startswith("<frozen"):
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+MANUAL = (
+    "Or give Pipeline a list of modules, each of which takes what the one before it gives "
+    "(docs/guide/any-model.md shows how)"
+)
+"""The way out where a forward cannot be followed."""
+
+
+def _refusal(what: str) -> ConfigError:
+    """Make the error about something that the forward does, with its line."""
+    return ConfigError(f"the model cannot be cut into stages: at {_line()} {what}. {MANUAL}")
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Set the mode of every module while the body runs."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if training is not None:
+            for module, _ in before:
+                module.training = training
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Leave the model and the random generators as they were, and refuse what is kept in between.
+
+    Raises:
+        ConfigError: The forward has changed an attribute of a module outside of the layers, or has
+            drawn random numbers of Python or NumPy.
+    """
+    inside = {id(m) for layer in recorder._layers.values() for m in layer.modules()}
+    before = [
+        (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})
+        for name, module in model.named_modules()
+    ]
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    changed, finished = "", False
+    try:
+        yield
+        finished = True
+    finally:
+        for name, module, attributes, dicts in before:
+            now = vars(module)
+            for key in _DICTS:
+                same = now[key].keys() == dicts[key].keys() and all(
+                    now[key][k] is v for k, v in dicts[key].items()
+                )
+                if not same:
+                    changed = changed or f"{name or 'the model'} ({key.strip('_')})" * (
+                        id(module) not in inside
+                    )
+                    now[key].clear()
+                    now[key].update(dicts[key])
+            for key in [*now]:
+                if key not in attributes:
+                    del now[key]
+                    new = True
+                else:
+                    new = now[key] is not attributes[key]
+                if new and id(module) not in inside and key not in ("training", *_DICTS):
+                    changed = changed or f"{key!r} of {name or 'the model'}"
+            now.update(attributes)
+        python, numpy = random.getstate(), np.random.get_state()
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+        np.random.set_state(drawn[2])
+    if finished and changed:
+        raise ConfigError(
+            f"the model cannot be cut into stages: its forward changes the attribute {changed}, and "
+            "no stage has the whole module. Keep such state in a layer that has it to itself, or "
+            f"in a buffer of one. {MANUAL}"
+        )
+    if finished and (python != drawn[1] or str(numpy) != str(drawn[2])):
+        raise ConfigError(
+            "the model cannot be cut into stages: its forward draws random numbers of Python or "
+            "NumPy, so its way differs from call to call. Draw them with torch inside a layer. "
+            f"{MANUAL}"
+        )
+
+
+_DICTS = ("_parameters", "_buffers", "_modules")
