@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 from collections.abc import Generator, Iterable, Sequence
@@ -21,6 +20,7 @@ from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Cluster, Fail, Reference
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.launch import Workers, start_cluster
+from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.distributed_optimizer import (
     DistributedOptimizer,
@@ -31,7 +31,7 @@ from pipedream_rt.coordinator.distributed_optimizer import (
 )
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
-from pipedream_rt.coordinator.feeder import Feeder, Prepare
+from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.fingerprints import Fingerprint
 from pipedream_rt.coordinator.group import WorkerGroup
 from pipedream_rt.coordinator.identity import (
@@ -62,24 +62,20 @@ from pipedream_rt.coordinator.references import References
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.specs import pickled_specs
+from pipedream_rt.coordinator.splitting import Split, Stages, split_model
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.planning import (
-    refuse_loss,
-    refuse_shared_parameters,
-    refuse_unfit_plan,
-    split_points,
-)
+from pipedream_rt.planning import refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
-from pipedream_rt.stage.spec import LossFunction, OnNan
+from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
 from pipedream_rt.transport.base import Receive
 
 _log = logging.getLogger(__name__)
@@ -99,12 +95,16 @@ class Pipeline:
     The caller's model is read once, at the start, and never changed.
 
     Args:
-        model: An ``nn.Sequential`` or a list of modules.
+        model: Any ``nn.Module``, or a list of modules that are called one after another.
         stages: The number of stages, which are then balanced by parameter count; or a list with the
             first layer, by index or name, of every stage but the first.
+        example: A mini-batch as the loader yields it, the input alone, or a ``DataLoader``, whose
+            first item is taken: a model that is no sequence of layers is run on it once, to find
+            out what passes between its layers. Later mini-batches may have other shapes.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples;
             it runs on the last stage. If it is an ``nn.Module``, its parameters are trained with
-            the model's, see `loss_module`. None for inference alone.
+            the model's, see `loss_module`. None for inference alone, or if the model computes its
+            loss itself and returns it as ``loss``.
         optimizer: A pair ``(class, dict of arguments)``, or an optimizer over the model's
             parameters, whose groups and state are kept. None for inference alone.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
@@ -145,9 +145,10 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Sequential | Iterable[nn.Module],
+        model: nn.Module | Iterable[nn.Module],
         *,
-        stages: int | Sequence[int | str] = 1,
+        stages: Stages = 1,
+        example: Any = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerArgument = None,
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
@@ -175,7 +176,10 @@ class Pipeline:
         require_choice("on_nan", on_nan, ("raise", "ignore"))
         refuse_loss(loss_fn)
         self._model = UnsplitModel(model, loss_fn)
-        self.plan = _plan_of(self._model, stages, schedule, micro_batches, slack, schedule_options)
+        own = loss_fn is None and optimizer is not None and self._model.sequence is None
+        loss_fn = own_loss if own else loss_fn
+        split = split_model(self._model, stages, example, own_loss=own, trains=loss_fn is not None)
+        self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
         parts = grouped_names(optimizer, self._model.names)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
@@ -194,13 +198,16 @@ class Pipeline:
             seed=seed,
             on_nan=on_nan,
             trace_spans=spans,
+            programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
         )
         # From here on there are workers, which an error ends.
         forks = ForkServer()
         start = functools.partial(
             _start, workers=workers, plan=self.plan, timeouts=timeouts, threads=threads, forks=forks
         )
-        self._group = WorkerGroup(self.plan, start, specs, timeouts.answer, failures, forks.close)
+        self._group = WorkerGroup(
+            self.plan, start, specs, split.forwards, timeouts.answer, failures, forks.close
+        )
         self._lease = Lease(self._group)
         with self._group.life.guard():
             recorder = Recorder(spans) if traced else None
@@ -208,6 +215,7 @@ class Pipeline:
             has_loss = loss_fn is not None
             self._feeder = Feeder(
                 self._lease,
+                forwards=split.forwards,
                 credits=credits,
                 has_loss=has_loss,
                 recorder=recorder,
@@ -215,7 +223,8 @@ class Pipeline:
                 refuse=given.refuse_changes,
             )
             self._epochs = Epochs(self._feeder)
-            self._references = References(self._lease, self._feeder, self._model)
+            names = parameter_names(self._model, self.plan)
+            self._references = References(self._lease, self._feeder, self._model, names)
             self._checkpointer = Checkpointer(self._group, kept)
             preemption = Preemption(kept.grace) if kept is not None and makes_checkpoints else None
             self._run_state = RunState(
@@ -254,11 +263,14 @@ class Pipeline:
         from `seen` up to `step` are trained on all the same, and their results are not handed out.
 
         Args:
-            loader: An iterable of pairs ``(x, y)``. The pipeline draws from it always one item
-                ahead of what is injected, neither more nor less, so that random numbers drawn by
-                the loader and by the body of the loop do not depend on timing.
-            prepare: A function that makes the pair ``(x, y)`` of an item, where the loader yields
-                something else, such as dicts. None if it yields pairs.
+            loader: An iterable of pairs ``(x, y)``: the model is called with x, the loss with its
+                output and y; or of dicts: the entries are the model's keyword arguments, and the
+                loss gets the dict in the place of y; or of ``(args, kwargs, y)``. The pipeline
+                draws from it always one item ahead of what is injected, neither more nor less, so
+                that random numbers drawn by the loader and by the body of the loop do not depend
+                on timing.
+            prepare: A function that makes one of these of an item, where the loader yields
+                something else.
 
         Yields:
             The result of each mini-batch, in order; all of them before the iteration ends.
@@ -275,16 +287,16 @@ class Pipeline:
         with shorter_tracebacks():
             yield from self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
 
-    def submit(self, x: Any, y: Any) -> PendingStep:
+    def submit(self, *item: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
 
         When as many mini-batches are on their way as there are credits, this waits for the losses
         of the oldest one first.
 
         Args:
-            x: Input of the first layer: tensors (B, ...) in any nesting of tuples, lists, dicts and
-                dataclasses.
-            y: Target for ``loss_fn``, in the same way.
+            *item: An item as `train_epoch` takes it from a loader, in its parts: x and y; or a
+                dict; or args, kwargs and y. Tensors are (B, ...), in any nesting of tuples, lists,
+                dicts and dataclasses.
 
         Returns:
             A handle; its ``result()`` waits for the losses.
@@ -292,7 +304,7 @@ class Pipeline:
         Raises:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
         """
-        pending = self._feeder.inject(x, y)
+        pending = self._feeder.inject(batch_of(item[0] if len(item) == 1 else item))
         self._run_state.mini_batch_was_fed()
         return pending
 
@@ -333,8 +345,8 @@ class Pipeline:
         It leaves no trace: every module, the loss too, gets its mode, weights and buffers back.
 
         Args:
-            loader: Yields ``(x, y)``. Nothing is trained on it.
-            prepare: A function that makes the pair of an item; None if it is one.
+            loader: Yields what `train_epoch` takes. Nothing is trained on it.
+            prepare: As in `train_epoch`.
 
         Returns:
             The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples.
@@ -345,19 +357,21 @@ class Pipeline:
         with shorter_tracebacks():
             return self._feeder.evaluate(loader, prepare)
 
-    def __call__(self, x: Any, *, training: bool = False) -> Any:
+    def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
         """Run the model without gradient, with every update applied, in eval mode.
 
         Args:
-            x: The input of the first layer. It is not cut into micro-batches.
+            *args: The positional arguments of the model; for a sequence of layers the input of the
+                first one. They are not cut into micro-batches.
+            **kwargs: The keyword arguments of the model.
             training: True to leave every module in the mode that it has in training. Dropout then
                 drops, and statistics of BatchNorm move, so this changes the run.
 
         Returns:
-            The output of the last layer.
+            The output of the model.
         """
         with shorter_tracebacks():
-            return self._feeder.infer(x, training=training)
+            return self._feeder.infer(Batch(args, kwargs, None), training=training)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode that every module has in training, as `nn.Module.train`. Flushes the pipe.
@@ -630,27 +644,28 @@ def _identity(feeder: Feeder, schedule: str, seed: int, threads: int, loss: str)
 
 def _plan_of(
     model: UnsplitModel,
-    stages: int | Sequence[int | str],
+    split: Split,
     schedule: ScheduleName | WrittenSchedule,
     micro_batches: int,
     slack: int | Sequence[int],
     options: ScheduleOptions,
 ) -> Plan:
-    """Split a model, and make the plan of its stages."""
-    points = split_points(model.layers, stages)
-    refuse_shared_parameters(model.layers, points)
+    """Make the plan of the stages of a model."""
     plan = plan_for(
         schedule,
-        num_stages=len(points),
+        num_stages=len(split.layers),
         per_update=micro_batches,
         stages_per_worker=options.stages_per_worker,
         vertical_sync=options.vertical_sync,
         slack=slack,
         credits=options.credits,
     )
-    names, bounds = list(model.layers), itertools.pairwise([*points, len(model.layers)])
-    refuse_unfit_plan(model.layers, plan)
-    return dataclasses.replace(plan, layers=tuple(tuple(names[a:b]) for a, b in bounds))
+    refuse_unfit_plan(model.modules, plan)
+    links = plan.links if split.links is None else split.links
+    ties = ties_of([model.part(names) for names in split.layers])
+    return dataclasses.replace(
+        plan, layers=split.layers, links=links, entries=split.entries, ties=ties
+    )
 
 
 def _start(

@@ -210,8 +210,8 @@ class InProcessCluster:
     def parameter_references(self, stage: int) -> list[Reference]:
         """See `Cluster.parameter_references`."""
         worker = self._plan.worker_of(stage)
-        parameters = self._hosts[worker].part(stage, "module").parameters()
-        return [_LocalReference(p, self.names[worker]) for p in parameters if p.requires_grad]
+        parameters = self._hosts[worker].part(stage, "parameters")
+        return [_LocalReference(p, self.names[worker]) for p in parameters]
 
     def close(self) -> None:
         """See `Cluster.close`."""

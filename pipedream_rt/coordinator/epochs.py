@@ -7,8 +7,9 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from pipedream_rt.checkpoint import Manifest
+from pipedream_rt.coordinator.batches import Prepare, batch_of
 from pipedream_rt.coordinator.checkpointer import result_of
-from pipedream_rt.coordinator.feeder import Feeder, Prepare, pair_of
+from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.loading import Loading, begin_epoch_at, between_epochs
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
@@ -45,16 +46,16 @@ class Epochs:
         """Train on every mini-batch of a loader; see `Pipeline.train_epoch`.
 
         Args:
-            loader: Yields pairs ``(x, y)``, or what ``prepare`` makes one of.
+            loader: Yields what `batch_of` understands, or what ``prepare`` makes that of.
             injected: Called after each injection of a mini-batch.
-            prepare: Makes the pair of an item; None if it is one.
+            prepare: Makes an item that `batch_of` understands; None if it is one.
 
         Yields:
             The result of each mini-batch, in order.
 
         Raises:
-            ConfigError: An item of the loader is no pair, or cannot be split; or another epoch is
-                under way.
+            ConfigError: An item of the loader is not understood, or cannot be split; or another
+                epoch is under way.
             Exception: What the loader raised, after the results of the items before it.
         """
         feeder = self._feeder
@@ -71,7 +72,7 @@ class Epochs:
                     yield self._seen(items.pending.popleft().result())
                 if not items.fetched:
                     break
-                items.pending.append(feeder.inject(*pair_of(items.fetched.pop(), prepare)))
+                items.pending.append(feeder.inject(batch_of(items.fetched.pop(), prepare)))
                 injected()
                 items.fetch()  # now, while the pipe computes, rather than after the result
             while items.pending:

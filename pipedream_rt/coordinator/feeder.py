@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.forwards import Fed, Forwards
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
@@ -44,41 +46,16 @@ class _Part(NamedTuple):
     """A flattened micro-batch.
 
     Attributes:
-        x: The structure and the tensors of the input.
+        x: What is fed of its inputs.
         y: The structure and the tensors of the target.
     """
 
-    x: tuple[Structure, tuple[Tensor, ...]]
+    x: Fed
     y: tuple[Structure, tuple[Tensor, ...]]
 
 
-def _part(x: Any, y: Any) -> _Part:
-    """Flatten a copy of a micro-batch, because the caller may change its tensors afterwards."""
-    return _Part(flat_copy(x), flat_copy(y))
-
-
-Prepare: TypeAlias = Callable[[Any], tuple[Any, Any]]
-"""Makes the pair ``(x, y)`` of an item of a loader."""
-
-
-def pair_of(item: Any, prepare: Prepare | None = None) -> tuple[Any, Any]:
-    """Return the input and the target of an item of a loader.
-
-    Args:
-        item: The item.
-        prepare: Makes the pair of it; None if it is one.
-
-    Raises:
-        ConfigError: It is no pair.
-    """
-    item = item if prepare is None else prepare(item)
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return item[0], item[1]
-    length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
-    raise ConfigError(
-        f"the loader must yield pairs (x, y); this item is a {type(item).__name__}{length}. Give "
-        'prepare=, which makes the pair: prepare=lambda item: (item["input_ids"], item["labels"])'
-    )
+_NOTHING = Fed(0, b"", *flat_copy(None))
+"""What is fed of a micro-batch without samples."""
 
 
 class Feeder:
@@ -87,6 +64,7 @@ class Feeder:
     Args:
         lease: Keeps the workers.
         credits: Number of mini-batches on their way at a time.
+        forwards: What the forwards of the model do.
         has_loss: Whether the last stage computes a loss.
         recorder: Where the coordinator writes its spans; None for no trace.
         fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
@@ -105,6 +83,7 @@ class Feeder:
         self,
         lease: Lease,
         *,
+        forwards: Forwards,
         credits: int,
         has_loss: bool,
         recorder: Recorder | None,
@@ -115,6 +94,7 @@ class Feeder:
         self._fingerprint_every = fingerprint_every
         self._refuse = refuse
         self._settings = settings_now()
+        self._forwards = forwards
         self._lease = lease
         self._group = lease.group
         self._has_loss = has_loss
@@ -128,7 +108,7 @@ class Feeder:
 
     # -- training -------------------------------------------------------------------------------
 
-    def inject(self, x: Any, y: Any) -> PendingStep:
+    def inject(self, batch: Batch) -> PendingStep:
         """Feed one mini-batch, with the hyper-parameters that the optimizer has now.
 
         If as many mini-batches are on their way as there are credits, wait for the oldest first.
@@ -144,7 +124,7 @@ class Feeder:
         refuse_no_grad()
         self._refuse_what_stays_here()
         self._refuse()
-        parts, sizes = self._parts(x, y)
+        parts, sizes = self._parts(batch, Mode.TRAIN)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
         hyper = optimizer.hyper()
@@ -173,7 +153,12 @@ class Feeder:
         refuse_other_settings(self._settings)
         refuse_contexts()
 
-    def _parts(self, x: Any, y: Any) -> tuple[list[_Part | None], list[int]]:
+    def _part(self, batch: Batch, mode: Mode) -> _Part:
+        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
+        fed = self._forwards.fed(batch, mode, self._group.training)
+        return _Part(fed, flat_copy(batch.target if mode.has_target else None))
+
+    def _parts(self, batch: Batch, mode: Mode) -> tuple[list[_Part | None], list[int]]:
         """Cut a mini-batch into micro-batches, before any of it is sent.
 
         Returns:
@@ -183,15 +168,17 @@ class Feeder:
         Raises:
             ConfigError: The mini-batch has no samples, or cannot be split.
         """
-        k = self._per_update
+        k, x = self._per_update, (batch.args, batch.kwargs)
         samples = batch_size(x)
         if samples == 0 or (samples is None and k > 1):
             raise ConfigError("a mini-batch without samples cannot be trained on")
         if k == 1 or samples is None:
-            return [_part(x, y)], [samples or 1]
+            return [self._part(batch, mode)], [samples or 1]
         sizes = micro_batch_sizes(samples, k)
-        pairs = zip(split(x, sizes), split(y, sizes), sizes, strict=True)
-        return [_part(xi, yi) if size else None for xi, yi, size in pairs], sizes
+        pairs = zip(split(x, sizes), split(batch.target, sizes), sizes, strict=True)
+        return [
+            self._part(Batch(xi[0], xi[1], yi), mode) if size else None for xi, yi, size in pairs
+        ], sizes
 
     def _feed(
         self,
@@ -216,15 +203,16 @@ class Feeder:
         Returns:
             Its position.
         """
-        structure, tensors = (part or _part(None, None)).x
+        program, definition, structure, tensors = part.x if part else _NOTHING
         head = MicroBatch(
             micro_batch=number,
             mode=mode,
             empty=part is None,
+            program=program,
+            definition=definition,
             fingerprint=fingerprint,
             hyper=hyper,
             structure=structure,
-            requires_grad=[False] * len(tensors),
         )
         if part is None or not mode.has_target:
             return self._group.feed(head, tensors)
@@ -303,7 +291,7 @@ class Feeder:
 
         try:
             for item in loader:
-                parts, sizes = self._parts(*pair_of(item, prepare))
+                parts, sizes = self._parts(batch_of(item, prepare), Mode.EVALUATE)
                 for part, size in zip(parts, sizes, strict=True):
                     if part is not None:
                         ahead.append((self._pass(Mode.EVALUATE, part), size))
@@ -320,12 +308,12 @@ class Feeder:
             total += loss * size
         return total / samples
 
-    def infer(self, x: Any, *, training: bool) -> Any:
+    def infer(self, batch: Batch, *, training: bool) -> Any:
         """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
         self._refuse_what_stays_here()
         self.flush()
         mode = Mode.INFER_IN_TRAINING_MODE if training else Mode.INFER
-        position = self._pass(mode, _part(x, None))
+        position = self._pass(mode, self._part(batch, mode))
         _, output = self._take_loss(position)
         if mode.leaves_no_trace:
             self._group.log.forget(position)

@@ -25,6 +25,7 @@ from torch import Tensor
 from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster.base import Cluster, Fail
 from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
+from pipedream_rt.coordinator.forwards import Forwards
 from pipedream_rt.coordinator.reception import Reception
 from pipedream_rt.coordinator.recovery import Failures, Restart, is_passing
 from pipedream_rt.coordinator.status import Status, StatusServer
@@ -103,6 +104,7 @@ class WorkerGroup:
         plan: The plan of the pipeline.
         start: Starts the workers of a generation.
         specs: The pickled `StageSpec` of every stage.
+        forwards: What the forwards of the model do.
         timeout: How long to wait for a message that is sure to come.
         failures: Decides whether to recover from a failure.
         close_forks: Called at the end, after the workers have ended.
@@ -117,6 +119,7 @@ class WorkerGroup:
         restarts: The recoveries so far.
         next_micro_batch: Number of the next micro-batch to be fed for training.
         next_loss: Number of the next micro-batch whose loss is to be taken.
+        training: The mode that all modules were set to (`Module.train`); None if never.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class WorkerGroup:
         plan: Plan,
         start: StartCluster,
         specs: list[Tensor],
+        forwards: Forwards,
         timeout: timedelta,
         failures: Failures,
         close_forks: Callable[[], object],
@@ -133,11 +137,12 @@ class WorkerGroup:
         self._close_forks = close_forks
         self._start_cluster = start
         self._specs = specs
+        self._forwards = forwards
         self._digests = [hashlib.sha256(spec.numpy().data).digest() for spec in specs]
         self._timeout = timeout
         self._failures = failures
         self._optimizer = b""
-        self._training: bool | None = None
+        self.training: bool | None = None
         self._owner_pid = os.getpid()
         self.life = Lifecycle("the pipeline", self._end)
         self.at_end: list[Callable[[], object]] = []
@@ -212,7 +217,7 @@ class WorkerGroup:
             if name is CommandName.OPTIMIZER:
                 self._optimizer = unflatten(structure, tensors)
             if name is CommandName.TRAINING:
-                self._training = unflatten(structure, tensors)
+                self.training = unflatten(structure, tensors)
             self.position += 1
         return self.position - 1
 
@@ -252,11 +257,16 @@ class WorkerGroup:
         if role is Role.OWN:
             for stage, own in enumerate(self.plan.part(unflatten(payload.structure, tensors))):
                 structure, of_stage = flatten(own)
-                part = dataclasses.replace(payload, structure=structure)
-                yield stage, part, tuple(of_stage)
+                command = dataclasses.replace(payload, structure=structure)
+                yield stage, command, tuple(of_stage)
             return
-        stages = self.plan.entries if role is Role.ENTRY else range(self.plan.num_stages)
-        for stage in stages:
+        if isinstance(payload, MicroBatch):
+            for stage, structure, share in self._forwards.shares(payload, tensors):
+                wanted = [False] * len(share)
+                part = dataclasses.replace(payload, structure=structure, requires_grad=wanted)
+                yield stage, part, share
+            return
+        for stage in range(self.plan.num_stages):
             yield stage, payload, tensors
 
     # -- what is taken --------------------------------------------------------------------------
@@ -325,7 +335,7 @@ class WorkerGroup:
 
     def origin(self) -> Origin:
         """Return an origin behind what was fed last, without a folder."""
-        return Origin(position=self.position, optimizer=self._optimizer, training=self._training)
+        return Origin(position=self.position, optimizer=self._optimizer, training=self.training)
 
     @property
     def inbox(self) -> Inbox:
@@ -518,6 +528,7 @@ class WorkerGroup:
                 training=origin.training,
                 restore=restore,
                 announced=self.next_micro_batch,
+                definitions=list(self._forwards.definitions),
             )
             self._send(edge.target, 0, start, (spec,))
         for edge in self.plan.edges(EdgeKind.READY):

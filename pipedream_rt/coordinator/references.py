@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,19 @@ class References:
     Args:
         lease: Keeps the workers.
         feeder: Sends the optimizer's hyper-parameters along with micro-batches, and flushes.
-        model: The unsplit model, which names the trainable parameters.
+        model: The unsplit model.
+        names: The names of the trainable parameters, stage by stage.
     """
 
-    def __init__(self, lease: Lease, feeder: Feeder, model: UnsplitModel) -> None:
+    def __init__(
+        self, lease: Lease, feeder: Feeder, model: UnsplitModel, names: Sequence[str]
+    ) -> None:
         """Ask the workers for no reference yet."""
         self._model = model
         self._lease = lease
         self._feeder = feeder
         self._group = lease.group
-        self._names = list(model.names.values())
+        self._names = names
         self._by_generation: dict[int, list[tuple[Reference, str]]] = {}
 
     def handles(self) -> list[StageHandle]:
@@ -89,7 +93,9 @@ class References:
             )
         )
         if group.generation not in self._by_generation:
-            named = list(zip(references, self._names, strict=True))
+            by_name = dict(zip(self._names, references, strict=True))
+            # In the order of the unsplit model.
+            named = [(by_name[name], name) for name in self._model.names.values()]
             self._by_generation[group.generation] = named
         return self._by_generation[group.generation]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
     alias,
@@ -19,6 +19,7 @@ from pipedream_rt.planning import (
     tensors_of,
     why_unpicklable,
 )
+from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Kind, Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
@@ -34,6 +35,7 @@ def pickled_specs(
     seed: int,
     on_nan: OnNan,
     trace_spans: int,
+    programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[Tensor]:
     """Pickle the `StageSpec` of every stage.
 
@@ -44,6 +46,7 @@ def pickled_specs(
         seed: The seed of random numbers, as in `StageSpec`.
         on_nan: What to do about a loss that is not finite, as in `StageSpec`.
         trace_spans: The number of spans that each worker keeps, as in `StageSpec`.
+        programs: By stage, what a forward does, as in `StageSpec`.
 
     Returns:
         One tensor of bytes for each stage.
@@ -53,18 +56,17 @@ def pickled_specs(
             stage along; the message says which.
     """
     pickled = []
-    shared, owners = shared_buffers(model.layers, plan.layers), _owners(model, plan)
-    weights = _weights(model, loss_fn)
+    parts = [model.part(names) for names in plan.layers]
+    shared, owners = shared_buffers(parts), _owners(parts)
+    weights = _weights(model)
+    tied = [_tied(model, part, plan, stage) for stage, part in enumerate(parts)]
     refuse_global_hooks()
     settings = settings_now()
     for stage, names in enumerate(plan.layers):
-        of_stage = {name: model.layers[name] for name in names}
-        loss = loss_fn if stage in plan.exits else None
+        part, loss = parts[stage], loss_fn if stage in plan.exits else None
+        modules = {name: module for name in names if (module := module_named(part, name))}
         if isinstance(loss, nn.Module):
-            of_stage[LOSS_LAYER] = loss
-        part = nn.Sequential()
-        for name, layer in of_stage.items():
-            part.add_module(name, layer)
+            part.add_module(LOSS_LAYER, loss)
         spec = StageSpec(
             stage=stage,
             layers=part,
@@ -72,13 +74,21 @@ def pickled_specs(
             plan=plan,
             seed=seed,
             on_nan=on_nan,
+            programs=programs[stage],
             trace_spans=trace_spans,
-            hooks=_hooks(of_stage, plan),
+            hooks=_hooks(part, plan),
             shared=shared[stage],
+            tied=tied[stage],
+            aliases=_aliases(parts, plan, tied, stage),
             settings=settings,
         )
         pieces = [
-            *((f"layer {name}", layer) for name, layer in of_stage.items() if name != LOSS_LAYER),
+            *((f"layer {name}", module) for name, module in modules.items()),
+            *(
+                (f"{step.name} at {step.where}", step.target)
+                for p in programs[stage]
+                for step in p.steps
+            ),
             ("loss_fn", loss),
             *((f"the hook of {hook.parameter}", hook.call) for hook in spec.hooks),
         ]
@@ -94,26 +104,49 @@ def pickled_specs(
     return pickled
 
 
-def _owners(model: UnsplitModel, plan: Plan) -> dict[int, tuple[set[int], str]]:
+def _owners(parts: Sequence[nn.Module]) -> dict[int, tuple[set[int], str]]:
     """Return, by ``id`` of each weight and buffer, the stages that have it and a name of it."""
     owners: dict[int, tuple[set[int], str]] = {}
-    for stage, names in enumerate(plan.layers):
-        for name in names:
-            for key, tensor in tensors_of(model.layers[name], name):
-                owners.setdefault(id(tensor), (set(), key))[0].add(stage)
+    for stage, part in enumerate(parts):
+        for key, tensor in tensors_of(part, ""):
+            owners.setdefault(id(tensor), (set(), key))[0].add(stage)
     return owners
 
 
-def _weights(model: UnsplitModel, loss_fn: object) -> dict[int, tuple[Range, str]]:
+def _weights(model: UnsplitModel) -> dict[int, tuple[Range, str]]:
     """Return, by ``id`` of each weight and buffer, where it lies and a name of it."""
-    layers = dict(model.layers)
-    if isinstance(loss_fn, nn.Module):
-        layers[LOSS_LAYER] = loss_fn
     return {
         id(tensor): (range_of(tensor), key)
-        for name, layer in layers.items()
+        for name, layer in model.modules.items()
         for key, tensor in tensors_of(layer, name)
     }
+
+
+def _tied(model: UnsplitModel, part: nn.Module, plan: Plan, stage: int) -> dict[str, str]:
+    """Return the names on a stage of the tied weights that it uses, by name in the whole model."""
+    here = {id(p): name for name, p in part.named_parameters()}
+    of_model = model.parameters
+    mine = [tie.name for tie in plan.ties if stage in tie.stages]
+    return {name: here[id(of_model[name])] for name in mine}
+
+
+def _aliases(
+    parts: Sequence[nn.Module], plan: Plan, tied: Sequence[dict[str, str]], stage: int
+) -> dict[str, tuple[str, ...]]:
+    """Return the keys under which other stages have weights that a stage owns; see `StageSpec`."""
+    found = {}
+    for tie in plan.ties:
+        if tie.stages[0] == stage:
+            own = parts[stage].get_parameter(tied[stage][tie.name])
+            keys = [
+                key
+                for user in tie.stages[1:]
+                for key, p in parts[user].named_parameters(remove_duplicate=False)
+                if p is own
+            ]
+            here = {key for key, p in parts[stage].named_parameters(remove_duplicate=False)}
+            found[tied[stage][tie.name]] = tuple(k for k in dict.fromkeys(keys) if k not in here)
+    return found
 
 
 def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Range, str]]) -> str:
@@ -128,17 +161,14 @@ def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Ra
     raise AssertionError("the stage as a whole has such a tensor, and no piece of it")
 
 
-def _hooks(layers: dict[str, nn.Module], plan: Plan) -> tuple[GradientHook, ...]:
+def _hooks(part: nn.Module, plan: Plan) -> tuple[GradientHook, ...]:
     """Return the hooks on the parameters of a stage.
 
     Raises:
         ConfigError: The schedule cuts a backward in two, and a hook would run for a part of it.
     """
-    whole = nn.ModuleDict()  # so that a parameter of several layers has one name
-    for name, layer in layers.items():
-        whole.add_module(name, layer)
     found: list[GradientHook] = []
-    for name, parameter in whole.named_parameters():
+    for name, parameter in part.named_parameters():
         if parameter.requires_grad:
             # Pickle leaves these out.
             before: Any = getattr(parameter, "_backward_hooks", None) or {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import cloudpickle
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import Layers, dumps, layers_of, refuse_unfit_layers
+from pipedream_rt.planning import Layers, dumps, is_sequence, layers_of, refuse_unfit_layers
+from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
@@ -19,11 +20,12 @@ class UnsplitModel:
     """The model as the user gave it, which is read and never changed.
 
     Args:
-        model: An ``nn.Sequential`` or a list of modules.
+        model: A module or a list of modules.
         loss_fn: The loss function, whose parameters are trained too if it is a module.
 
     Attributes:
-        layers: The layers of the model, by name.
+        whole: The model as one module.
+        sequence: Its layers by name, if it is a sequence of layers; else None.
         names: The name of each trainable parameter by its ``id``, in the order of the model; those
             of the loss come last.
 
@@ -31,17 +33,20 @@ class UnsplitModel:
         ConfigError: The model is neither, or something of it would be another thing on stages.
     """
 
-    def __init__(self, model: nn.Sequential | Iterable[nn.Module], loss_fn: object = None) -> None:
+    def __init__(self, model: nn.Module | Iterable[nn.Module], loss_fn: object = None) -> None:
         """Name the layers and the parameters."""
         self._model = model
-        self.layers: Layers = layers_of(model)
-        self._whole = nn.Sequential()
-        for name, layer in self.layers.items():
-            self._whole.add_module(name, layer)
+        self.sequence: Layers | None = None
+        if isinstance(model, nn.Module) and not is_sequence(model):
+            self.whole = model
+        else:
+            self.sequence = layers_of(model)
+            self.whole = nn.Sequential()
+            for name, layer in self.sequence.items():
+                self.whole.add_module(name, layer)
         self._loss = loss_fn if isinstance(loss_fn, nn.Module) else None
-        with_loss = dict(self.layers) | ({LOSS_LAYER: self._loss} if self._loss else {})
-        refuse_unfit_layers(with_loss)
-        named = list(self._whole.named_parameters())
+        refuse_unfit_layers(self.modules)
+        named = list(self.whole.named_parameters())
         if self._loss is not None:
             named += self._loss.named_parameters(prefix=LOSS_LAYER)
         self.names: dict[int, str] = {}
@@ -49,9 +54,38 @@ class UnsplitModel:
             if parameter.requires_grad:
                 self.names.setdefault(id(parameter), name)
 
+    @property
+    def modules(self) -> Layers:
+        """The layers of a sequence, or else the whole under the empty name; and the loss."""
+        of_model = {"": self.whole} if self.sequence is None else dict(self.sequence)
+        return of_model | ({LOSS_LAYER: self._loss} if self._loss is not None else {})
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model by all of their names."""
+        return dict(self.whole.named_parameters(remove_duplicate=False))
+
+    def part(self, names: Sequence[str]) -> nn.Module:
+        """Return a module of a part of the model, with the model's own layers and tensors.
+
+        Args:
+            names: The names of layers, and of parameters and buffers beside them.
+
+        Returns:
+            For a sequence an ``nn.Sequential``; else a tree of modules in which everything has the
+            name that it has in the model.
+        """
+        if self.sequence is not None:
+            part = nn.Sequential()
+            for name in names:
+                part.add_module(name, self.sequence[name])
+            return part
+        wanted = {id(module_named(self.whole, name)) for name in names} - {id(None)}
+        return _part_of(self.whole, "", wanted, set(names)) or nn.Module()
+
     def in_order(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict with its keys in the order of the model's state dict."""
-        ordered = {key: state_dict[key] for key in self._whole.state_dict() if key in state_dict}
+        ordered = {key: state_dict[key] for key in self.whole.state_dict() if key in state_dict}
         # Buffers that had no value at the start come last.
         own = {k: v for k, v in state_dict.items() if not k.startswith(f"{LOSS_LAYER}.")}
         return {**ordered, **own}
@@ -62,7 +96,7 @@ class UnsplitModel:
         Raises:
             ConfigError: A key is missing or unknown, or a shape differs.
         """
-        expected = self._whole.state_dict()
+        expected = self.whole.state_dict()
         missing = [k for k in expected if k not in state_dict]
         extra = [k for k in state_dict if k not in expected]
         shapes = [
@@ -85,8 +119,8 @@ class UnsplitModel:
         Args:
             shapes: Shapes of the saved weights and buffers, by key.
         """
-        flexible = buffer_slots(self._whole)
-        state = self._whole.state_dict()
+        flexible = buffer_slots(self.whole)
+        state = self.whole.state_dict()
         if self._loss is not None:
             state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.")
             flexible |= {f"{LOSS_LAYER}.{name}": [] for name in buffer_slots(self._loss)}
@@ -111,10 +145,11 @@ class UnsplitModel:
             state_dict: A state dict with all of the model's keys.
 
         Returns:
-            A copy of the ``nn.Sequential``; where a list was given, one made of its layers.
+            A copy of the model; where a list was given, an ``nn.Sequential`` of its layers.
         """
         given = self._model
-        whole = _copy_of(given if isinstance(given, nn.Sequential) else self._whole)
+        as_given = isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList)
+        whole = _copy_of(given if isinstance(given, nn.Module) and as_given else self.whole)
         whole.load_state_dict(state_dict)
         return whole
 
@@ -130,6 +165,53 @@ class UnsplitModel:
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         loss.load_state_dict(own)
         return loss
+
+
+def parameter_names(model: UnsplitModel, plan: Plan) -> list[str]:
+    """Return the names of the trainable parameters, stage by stage, in the order of each stage."""
+    parts = [model.part(names) for names in plan.layers]
+    named = [p for part in parts for p in part.parameters() if p.requires_grad]
+    # A tied weight belongs to the first of its stages.
+    of_model = list(dict.fromkeys(model.names[id(p)] for p in named))
+    return [*of_model, *(name for name in model.names.values() if name not in set(of_model))]
+
+
+def module_named(model: nn.Module, name: str) -> nn.Module | None:
+    """Return a module in a model by its name; None if it is the name of something else."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _part_of(module: nn.Module, prefix: str, wanted: set[int], names: set[str]) -> nn.Module | None:
+    """Return a module with those layers and tensors of another one that are wanted.
+
+    Args:
+        module: The other one.
+        prefix: What the names of its tensors begin with.
+        wanted: The ``id`` of each layer.
+        names: The names of tensors that belong to no layer.
+
+    Returns:
+        The module; None if nothing in it is wanted.
+    """
+    part = nn.Module()
+    part.training = module.training
+    for short, parameter in module._parameters.items():
+        if f"{prefix}{short}" in names:
+            part.register_parameter(short, parameter)
+    for short, buffer in module._buffers.items():
+        if f"{prefix}{short}" in names:
+            persistent = short not in module._non_persistent_buffers_set
+            part.register_buffer(short, buffer, persistent=persistent)
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        made = child if id(child) in wanted else _part_of(child, f"{prefix}{key}.", wanted, names)
+        if made is not None:
+            part.add_module(key, made)
+    return part if part._modules or part._parameters or part._buffers else None
 
 
 def _copy_of(module: nn.Module) -> nn.Module:

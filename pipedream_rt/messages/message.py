@@ -205,6 +205,30 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """Owner to user: the next version of the weights that the user has of it, in the plan's order.
+
+    The index of the message is the number of the version.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.WEIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A stage to the one before it: its share of the gradients of the weights that both use.
+
+    The index of the message is the number of the update.
+
+    Attributes:
+        present: For each weight, in the plan's order, whether the message carries a gradient.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.SHARE
+    present: list[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """Stage to coordinator: the result of a command.
 
@@ -249,7 +273,18 @@ class Failed:
 
 
 Payload: TypeAlias = (
-    Start | Ready | MicroBatch | Command | Target | Gradient | Loss | Reply | Saved | Failed
+    Start
+    | Ready
+    | MicroBatch
+    | Command
+    | Target
+    | Gradient
+    | Loss
+    | Weight
+    | Share
+    | Reply
+    | Saved
+    | Failed
 )
 
 
@@ -282,7 +317,8 @@ class Message:
         sender: The address of the sender.
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
-            message that belongs to no item has the generation (`Ready`) or 0 (`Start`, `Failed`).
+            message that belongs to no item has the generation (`Ready`), the version (`Weight`),
+            the update (`Share`) or 0 (`Start`, `Failed`).
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.

@@ -54,8 +54,8 @@ def flatten(value: object) -> tuple[Structure, list[Tensor]]:
     """Take a value apart into its structure and its tensors.
 
     Args:
-        value: Tensors in tuples, named tuples, lists, dicts and dataclasses, nested at will, with
-            None, bool, int, float, str and bytes beside them.
+        value: Tensors in tuples, named tuples, lists, dicts, dataclasses and dicts that are
+            dataclasses, nested at will, with None, bool, int, float, str and bytes beside them.
 
     Returns:
         The structure, and the tensors in the order of their numbers in it.
@@ -113,7 +113,12 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [_flatten(v, tensors, f"{path}.{f}") for f, v in zip(value._fields, value)]
         return ["n", _dump_class(cls), items]
-    if dataclasses.is_dataclass(cls) and not isinstance(value, dict | list | tuple):
+    if dataclasses.is_dataclass(cls) and isinstance(value, dict):
+        # As the outputs of Hugging Face models are: a dict of those fields that are not None.
+        given = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(cls))
+        fields = [[n, _flatten(v, tensors, f"{path}.{n}")] for n, v in given if v is not None]
+        return ["m", _dump_class(cls), fields]
+    if dataclasses.is_dataclass(cls) and not isinstance(value, list | tuple):
         fields = [
             [f.name, _flatten(getattr(value, f.name), tensors, f"{path}.{f.name}")]
             for f in dataclasses.fields(cls)
@@ -172,6 +177,8 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     cls = _load_class(structure[1])
     if tag == "n":
         return cls(*(unflatten(item, tensors) for item in structure[2]))
+    if tag == "m":
+        return cls(**{name: unflatten(item, tensors) for name, item in structure[2]})
     value: Any = object.__new__(cls)
     for name, item in structure[2]:
         object.__setattr__(value, name, unflatten(item, tensors))

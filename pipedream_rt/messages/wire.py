@@ -25,16 +25,18 @@ from pipedream_rt.messages.message import (
     Ready,
     Reply,
     Saved,
+    Share,
     Start,
     Target,
+    Weight,
 )
 from pipedream_rt.messages.tree import own
 
-FORMAT = 3
+FORMAT = 4
 """The first element of every message, by which a peer with another format is refused."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (
-    Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed,
+    Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed, Weight, Share,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _ENUMS: dict[tuple[type[Any], str], type[Enum]] = {

@@ -1,5 +1,6 @@
 """The split of a model into stages, and what of a model cannot be split or shipped."""
 
+from pipedream_rt.planning.cut import find_layers, first_layer
 from pipedream_rt.planning.refusals import (
     refuse_loss,
     refuse_unfit_layers,
@@ -10,24 +11,30 @@ from pipedream_rt.planning.refusals import (
 from pipedream_rt.planning.shipping import alias, dumps, foreign, range_of, why_unpicklable
 from pipedream_rt.planning.split import (
     Layers,
+    balanced,
+    is_sequence,
     layers_of,
-    refuse_shared_parameters,
     split_points,
+    ties_of,
 )
 
 __all__ = [
     "Layers",
     "alias",
+    "balanced",
     "dumps",
+    "find_layers",
+    "first_layer",
     "foreign",
+    "is_sequence",
     "layers_of",
     "range_of",
     "refuse_loss",
-    "refuse_shared_parameters",
     "refuse_unfit_layers",
     "refuse_unfit_plan",
     "shared_buffers",
     "split_points",
     "tensors_of",
+    "ties_of",
     "why_unpicklable",
 ]

@@ -297,5 +297,9 @@ def first_layer(name: str, program: Program, modules: Mapping[str, nn.Module]) -
     near = difflib.get_close_matches(str(name), [*called, *modules], n=3, cutoff=0.4)
     raise ConfigError(
         f"the model has no module {name!r}; "
-        + (f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {', '.join(called)}")
+        + (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"it has {', '.join(called)}"
+        )
     )

@@ -254,8 +254,7 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
             return cls(*items)
         return cls(items)
     if cls is slice:
-        parts = [replaced(part, kinds, by) for part in (value.start, value.stop, value.step)]
-        return slice(*parts)
+        return slice(*(replaced(part, kinds, by) for part in (value.start, value.stop, value.step)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         made = {name: replaced(part, kinds, by) for name, part in parts.items()}
@@ -263,19 +262,19 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
             return value
         if isinstance(value, dict):
             return cls(**{name: part for name, part in made.items() if part is not None})
-        rebuilt = copy.copy(value)
+        same: Any = copy.copy(value)
         for name, part in made.items():
-            object.__setattr__(rebuilt, name, part)
-        return rebuilt
+            object.__setattr__(same, name, part)
+        return same
     if isinstance(value, dict):
         entries = {key: replaced(item, kinds, by) for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
             return value
         if cls is dict:
             return entries
-        rebuilt = copy.copy(value)
-        rebuilt.update(entries)
-        return rebuilt
+        like = copy.copy(value)
+        like.update(entries)
+        return like
     return value
 
 

@@ -320,7 +320,6 @@ class _Recorder(TorchFunctionMode):
         """Add a step, and give its results their slots."""
         self._refuse_foreign(given)
         number = len(self.steps)
-        taken = dict.fromkeys(slots_in(given))
         changes = []
         for tensor in changed:
             tag = self.tag_of(tensor)
@@ -353,7 +352,7 @@ class _Recorder(TorchFunctionMode):
                 random=random,
                 free=not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS,
                 after=tuple(sorted(after)),
-                changes=tuple(s for s in changes if s in taken or True),
+                changes=tuple(changes),
                 around=self._around(),
                 where=_line() if where is None else where,
             )
@@ -367,9 +366,7 @@ class _Recorder(TorchFunctionMode):
     def _around(self) -> Around:
         """Return the contexts of torch that the forward has entered by itself."""
         grad, cast = torch.is_grad_enabled(), _autocast()
-        return Around(
-            None if grad == self._grad else grad, None if cast == self._cast else cast
-        )
+        return Around(None if grad == self._grad else grad, None if cast == self._cast else cast)
 
     def _refuse_foreign(self, given: Any) -> None:
         """Refuse to hand an object on that a layer has made and that is no tensor.
@@ -480,8 +477,8 @@ class _Recorder(TorchFunctionMode):
                 continue
             if hasattr(value, "update") and "cache" in type(value).__name__.lower():
                 raise _refusal(
-                    f"layer {name!r} is given a {type(value).__name__}, which layers fill one after "
-                    "another; train without it (use_cache=False)"
+                    f"layer {name!r} is given a {type(value).__name__}, which layers fill one "
+                    "after another; train without it (use_cache=False)"
                 )
 
     # -- the whole ------------------------------------------------------------------------------
@@ -536,7 +533,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, recorder: _Recorder) -> None:
         """Note nothing yet."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -585,7 +582,9 @@ def _leaves_of(value: Any) -> list[Any]:
         if not isinstance(each, tuple | list | dict) and type(each) not in (slice,):
             there.append(each)
             return each
-        for item in each.values() if isinstance(each, dict) else each if not isinstance(each, slice) else ():
+        for item in (
+            each.values() if isinstance(each, dict) else each if not isinstance(each, slice) else ()
+        ):
             note(item)
         return each
 
@@ -595,6 +594,7 @@ def _leaves_of(value: Any) -> list[Any]:
 
 def _without_foreign(made: Any) -> Any:
     """Return the shape of a result in which objects that cannot be compared are their classes."""
+
     def plain(each: Any) -> Any:
         return type(each)
 
@@ -763,9 +763,9 @@ def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         np.random.set_state(drawn[2])
     if finished and changed:
         raise ConfigError(
-            f"the model cannot be cut into stages: its forward changes the attribute {changed}, and "
-            "no stage has the whole module. Keep such state in a layer that has it to itself, or "
-            f"in a buffer of one. {MANUAL}"
+            f"the model cannot be cut into stages: its forward changes the attribute {changed}, "
+            "and no stage has the whole module. Keep such state in a layer that has it to itself, "
+            f"or in a buffer of one. {MANUAL}"
         )
     if finished and (python != drawn[1] or str(numpy) != str(drawn[2])):
         raise ConfigError(

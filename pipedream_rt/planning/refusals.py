@@ -117,19 +117,17 @@ def refuse_loss(loss_fn: Any) -> None:
         raise ConfigError(f"loss_fn must be callable, not {loss_fn!r}")
 
 
-def shared_buffers(layers: Layers, stages: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+def shared_buffers(parts: Sequence[nn.Module]) -> list[tuple[str, ...]]:
     """Return, by stage, the names of the buffers that another stage has too.
 
     Args:
-        layers: The layers of the model.
-        stages: The names of the layers of each stage.
+        parts: The layers of each stage, as one module.
     """
     places: dict[int, list[tuple[int, str]]] = {}
-    for stage, names in enumerate(stages):
-        for name in names:
-            for key, buffer in layers[name].named_buffers(prefix=name):
-                places.setdefault(id(buffer), []).append((stage, key))
-    found: list[list[str]] = [[] for _ in stages]
+    for stage, part in enumerate(parts):
+        for key, buffer in part.named_buffers():
+            places.setdefault(id(buffer), []).append((stage, key))
+    found: list[list[str]] = [[] for _ in parts]
     for users in places.values():
         if len({stage for stage, _ in users}) > 1:
             for stage, key in users:

@@ -8,12 +8,20 @@ from typing import TypeAlias
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules.plan import Tie
 
 Layers: TypeAlias = dict[str, nn.Module]
 """The layers of a model in order, by their names in the unsplit model."""
 
 
-def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
+def is_sequence(model: object) -> bool:
+    """Whether a model is a sequence of layers, each of which takes what the one before returns."""
+    if isinstance(model, nn.Sequential):
+        return type(model).forward is nn.Sequential.forward
+    return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
+
+
+def layers_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
     """Return the layers of a model.
 
     Args:
@@ -47,7 +55,7 @@ def layers_of(model: nn.Sequential | Iterable[nn.Module]) -> Layers:
     return layers
 
 
-def _refuse_more_than_a_sequence(model: nn.Sequential | nn.ModuleList) -> None:
+def _refuse_more_than_a_sequence(model: nn.Module) -> None:
     """Refuse a model that has more than its layers, which would be lost when it is cut.
 
     Raises:
@@ -162,26 +170,29 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     return best[count][1]
 
 
-def refuse_shared_parameters(layers: Layers, points: Sequence[int]) -> None:
-    """Refuse a weight that two stages would share.
-
-    A buffer may be shared as long as no forward changes it, which the stages see to.
+def ties_of(parts: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Return the trainable weights that several stages have.
 
     Args:
-        layers: The layers of the model.
-        points: The index of the first layer of every stage.
+        parts: The layers of each stage, as one module, in which every tensor has the name that it
+            has in the unsplit model.
 
     Raises:
-        ConfigError: Two stages would share one; the message names both places.
+        ConfigError: Such a weight has a hook on its gradient, which no stage has as a whole.
     """
-    owners: dict[int, tuple[int, str]] = {}
-    for i, (name, layer) in enumerate(layers.items()):
-        stage = sum(point <= i for point in points) - 1
-        for key, tensor in layer.named_parameters():
-            first = owners.setdefault(id(tensor), (stage, f"{name}.{key}"))
-            if first[0] != stage:
-                raise ConfigError(
-                    f"{first[1]} of stage {first[0]} is also {name}.{key} of stage "
-                    f"{stage}; weights tied across stages are not supported, choose split points "
-                    "that keep both in one stage"
-                )
+    users: dict[int, tuple[str, nn.Parameter, list[int]]] = {}
+    for stage, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                users.setdefault(id(parameter), (name, parameter, []))[2].append(stage)
+    ties = [(name, p, stages) for name, p, stages in users.values() if len(stages) > 1]
+    for name, parameter, stages in ties:
+        if getattr(parameter, "_backward_hooks", None) or getattr(
+            parameter, "_post_accumulate_grad_hooks", None
+        ):
+            raise ConfigError(
+                f"{name} has a hook on its gradient and is used on the stages {stages}, each of "
+                "which has a part of the gradient alone; remove the hook, or choose split points "
+                "that keep all uses in one stage"
+            )
+    return tuple(Tie(name, tuple(stages)) for name, _, stages in ties)

@@ -51,6 +51,8 @@ class EdgeKind(Enum):
     TARGET = "target"
     GRADIENT = "gradient"
     LOSS = "loss"
+    WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
+    SHARE = "share"  # the receiver's share of the gradient of weights that both use
     START = "start"  # the specification of a stage
     READY = "ready"
     COMMAND = "command"
@@ -90,6 +92,22 @@ def name_of_worker(worker: int, stages: Sequence[int]) -> str:
     return f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
 
 
+class Tie(NamedTuple):
+    """A trainable weight that several stages use.
+
+    The first of them owns it and steps it. Every use by a micro-batch reads the version that the
+    owner reads for that micro-batch. The gradients of a mini-batch go from the last stage to the
+    one before it, which adds its own, and so on down to the owner.
+
+    Attributes:
+        name: Its name in the unsplit model.
+        stages: The stages that use it, rising.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+
+
 _TO_STAGES = (EdgeKind.START, EdgeKind.COMMAND)
 _FROM_STAGES = (EdgeKind.READY, EdgeKind.REPLY, EdgeKind.SAVED, EdgeKind.FAILED)
 
@@ -112,6 +130,7 @@ class Plan:
         links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
             producer has a lower index than its consumers.
         entries: The stages that take inputs of the model; those without a producer always do.
+        ties: The trainable weights that several stages use.
         replicas: By stage, the number of its replicas, which must be 1.
 
     Raises:
@@ -125,10 +144,13 @@ class Plan:
     hosts: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] | None = None
     entries: tuple[int, ...] = ()
+    ties: tuple[Tie, ...] = ()
     replicas: tuple[int, ...] = ()
     _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _exits: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _weights: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
+    _shares: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
     _needs: _Edges = field(init=False, repr=False, compare=False)
     _gives: _Edges = field(init=False, repr=False, compare=False)
 
@@ -156,6 +178,13 @@ class Plan:
                 "one stage must compute the loss, and have no consumer; the stages without a "
                 f"consumer are {list(self.exits)}"
             )
+        put(self, "_weights", {})
+        put(self, "_shares", {})
+        for tie in self.ties:
+            for user in tie.stages[1:]:
+                _append(self._weights, Edge(EdgeKind.WEIGHT, tie.stages[0], user), tie)
+            for before, user in pairwise(tie.stages):
+                _append(self._shares, Edge(EdgeKind.SHARE, user, before), tie)
         into, out_of = self._edges_into(), self._edges_out_of()
         nothing: tuple[tuple[Edge, ...], ...] = ((),) * len(stages)
         put(self, "_needs", dict.fromkeys(Kind, nothing))
@@ -187,12 +216,18 @@ class Plan:
             producer, consumer = link
             if not 0 <= producer < consumer < count:
                 raise ConfigError(f"a link must go from a stage to a later one; {link} does not")
+        for tie in self.ties:
+            rising = all(a < b for a, b in pairwise((-1, *tie.stages, count)))
+            if len(tie.stages) < 2 or not rising:
+                raise ConfigError(f"a tie joins two or more rising stages; {tie} does not")
         if len(set(self.links)) < len(self.links):
             raise ConfigError("a link is given twice; a stage sends its output once to a consumer")
 
     def _edges_into(self) -> tuple[tuple[Edge, ...], ...]:
         """Return, by stage, the edges that a forward needs: activations, and then the target."""
-        from_coordinator = [(COORDINATOR,) if s in self.entries else () for s in range(self.num_stages)]
+        from_coordinator = [
+            (COORDINATOR,) if s in self.entries else () for s in range(self.num_stages)
+        ]
         return tuple(
             (
                 *(
@@ -303,6 +338,22 @@ class Plan:
         assert doer is not None
         return self._gives[action.kind][doer]
 
+    def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+        """Return the edges on which a stage gets new versions of weights that others own."""
+        return {edge: ties for edge, ties in self._weights.items() if edge.target == stage}
+
+    def lends(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+        """Return the edges on which a stage sends new versions of weights that it owns."""
+        return {edge: ties for edge, ties in self._weights.items() if edge.source == stage}
+
+    def shares_for(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+        """Return the edges on which shares of gradients of tied weights come to a stage."""
+        return {edge: ties for edge, ties in self._shares.items() if edge.target == stage}
+
+    def shares_of(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+        """Return the edges on which a stage sends shares of gradients of tied weights."""
+        return {edge: ties for edge, ties in self._shares.items() if edge.source == stage}
+
     def neighbours(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
         """Return, by stage, the stages whose messages an action of a kind needs."""
         return tuple(
@@ -397,6 +448,7 @@ class Plan:
             "hosts": list(self.hosts),
             "links": [list(link) for link in self.links or ()],
             "entries": list(self.entries),
+            "ties": [[tie.name, list(tie.stages)] for tie in self.ties],
             "replicas": list(self.replicas),
         }
 
@@ -425,8 +477,14 @@ class Plan:
             hosts=tuple(data["hosts"]),
             links=tuple((producer, consumer) for producer, consumer in data["links"]),
             entries=tuple(data.get("entries", ())),
+            ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
             replicas=tuple(data["replicas"]),
         )
+
+
+def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
+    """Add a tie to those of an edge."""
+    ways[edge] = (*ways.get(edge, ()), tie)
 
 
 def _reversed_edges(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:

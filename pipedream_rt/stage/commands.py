@@ -30,7 +30,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
     """
     match name:
         case CommandName.STATE:
-            return dict(stage.module.state_dict())
+            return stage.state_dict()
         case CommandName.LOAD_STATE:
             stage.load_state(argument)
         case CommandName.OPTIMIZER:

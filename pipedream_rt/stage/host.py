@@ -97,7 +97,11 @@ class StageHost:
             self._stages, self._loop = {}, None
 
     def part(self, index: int, part: str) -> Any:
-        """Return the ``"module"`` or the torch ``"optimizer"`` of a stage, for references.
+        """Return a part of a stage, for references.
+
+        Args:
+            index: Index of the stage.
+            part: ``"module"``, ``"parameters"`` for those that the stage steps, or ``"optimizer"``.
 
         Raises:
             PipelineClosed: The stage has ended.
@@ -107,6 +111,8 @@ class StageHost:
             raise PipelineClosed(f"stage {index} has ended")
         if part == "module":
             return stage.module
+        if part == "parameters":
+            return list(stage.parameters.named.values())
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def remove_parts(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -17,10 +17,13 @@ from pipedream_rt.messages.message import (
     Reply,
     Saved,
     Send,
+    Share,
     Target,
+    Weight,
 )
 from pipedream_rt.messages.tree import Value, flat_copy, flatten
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind
+from pipedream_rt.schedules.actions import ENDS
 from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Gradients, Stage
 
@@ -66,6 +69,10 @@ class Hosted:
         self.inputs = (first, *(edge for edge in needed if edge != first))
         self.outputs = stage.plan.gives(Action(Kind.FORWARD, 0, stage.index))
         self._back = stage.plan.gives(Action(Kind.BACKWARD, 0, stage.index))
+        self._borrows = stage.plan.borrows(stage.index)
+        self._lends = stage.plan.lends(stage.index)
+        self._shares_for = stage.plan.shares_for(stage.index)
+        self._shares_of = stage.plan.shares_of(stage.index)
         self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, stage.index)
         self.saver = StageSaver(stage, stage.plan.num_stages, self._tell_saved)
         self.turn = 0
@@ -145,6 +152,67 @@ class Hosted:
             tensors = tuple(gradient for gradient in of_input if gradient is not None)
             payload = Gradient(present=[gradient is not None for gradient in of_input])
             self._send(edge, position, payload, tensors)
+
+    # -- tied weights ---------------------------------------------------------------------------
+
+    def weights_due(self, micro_batch: int) -> Iterator[Key]:
+        """Yield the keys of the weights that the forward of a micro-batch waits for.
+
+        They are received one by one between two of these.
+        """
+        for edge in self._borrows:
+            ledger = self.stage.borrowed[edge.source].ledger
+            while ledger.newest < self.stage.plan.reads(edge.source, micro_batch):
+                yield Key(edge, ledger.newest + 1)
+
+    def weights_left(self) -> Iterator[Key]:
+        """Yield the keys of the weights that are behind the updates of the stage, as above."""
+        for edge in self._borrows:
+            ledger = self.stage.borrowed[edge.source].ledger
+            while ledger.newest < self.stage.parameters.ledger.newest:
+                yield Key(edge, ledger.newest + 1)
+
+    def receive_weights(self, message: Message) -> None:
+        """Give the stage a new version of weights that another one owns."""
+        ties = self._borrows[message.key.edge]
+        names = [tie.name for tie in ties]
+        self.stage.receive(message.sender, dict(zip(names, message.tensors, strict=True)))
+
+    def send_weights(self) -> None:
+        """Send the newest version of weights that the stage owns to the stages that use them."""
+        version = self.stage.parameters.ledger.newest
+        for edge, ties in self._lends.items():
+            tensors = tuple(self.stage.weight(tie.name) for tie in ties)
+            self._send(edge, version, Weight(), tensors)
+
+    def shares_due(self, action: Action) -> list[Key]:
+        """Return the keys of the shares of gradients that the end of a backward needs."""
+        update, last = self._update_ended_by(action)
+        return [Key(edge, update) for edge in self._shares_for] if last else []
+
+    def shares_in(self, messages: Sequence[Message]) -> dict[str, Tensor]:
+        """Return the shares that messages carry, by name of the weight in the unsplit model."""
+        found: dict[str, Tensor] = {}
+        for message in messages:
+            payload, tensors = message.payload, iter(message.tensors)
+            assert isinstance(payload, Share)
+            for tie, there in zip(self._shares_for[message.key.edge], payload.present, strict=True):
+                if there:
+                    found[tie.name] = next(tensors)
+        return found
+
+    def send_shares(self, action: Action) -> None:
+        """Send the stage's shares of gradients at the end of an update."""
+        update, last = self._update_ended_by(action)
+        for edge, ties in self._shares_of.items() if last else ():
+            shares = [self.stage.take_share(tie.name) for tie in ties]
+            payload = Share(present=[share is not None for share in shares])
+            self._send(edge, update, payload, tuple(s for s in shares if s is not None))
+
+    def _update_ended_by(self, action: Action) -> tuple[int, bool]:
+        """Return the update of an action's micro-batch, and whether the action is its last one."""
+        update, number = divmod(action.index, self.stage.plan.per_update)
+        return update, action.kind in ENDS and number == self.stage.plan.per_update - 1
 
     def reply(self, position: int, result: object) -> None:
         """Send the result of a command to the coordinator."""

@@ -196,7 +196,9 @@ class Loop:
         return item
 
     def _end_flush(self, hosted: Hosted, command: Message) -> None:
-        """Reply that nothing is in flight on a stage."""
+        """Reply that nothing is in flight on a stage, and every update has reached it."""
+        for key in hosted.weights_left():
+            hosted.receive_weights(self._take(key))
         hosted.reply(command.index, None)
         start = time.monotonic_ns()
         came = _Needed((command,), None, self._inbox.arrived_ns, command.sender)
@@ -305,6 +307,7 @@ class Loop:
                 with self._computing(hosted):
                     stage.step(m)
                     hosted.saver.save_if_due()
+                hosted.send_weights()
                 version = stage.parameters.ledger.newest
             case _:
                 assert_never(kind)
@@ -337,6 +340,8 @@ class Loop:
         if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
             raise ScheduleError(f"stage {hosted.index}: the order says F{micro_batch}, got {item}")
         hosted.positions[micro_batch] = item.index
+        for key in hosted.weights_due(micro_batch):
+            hosted.receive_weights(self._take(key))
         inputs = None if head.empty else list(map(value_of, needed.messages))
         target, share = target_of(needed.target)
         with self._computing(hosted):
@@ -351,16 +356,18 @@ class Loop:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = list(map(gradients_of, needed.messages))
+        shares = hosted.shares_in([self._take(key) for key in hosted.shares_due(action)])
         found: list[Gradients] = []
         with self._computing(hosted), hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
-                found = stage.backward(m, gradients)
+                found = stage.backward(m, gradients, shares)
             elif kind is Kind.INPUT:
                 found = stage.backward_input(m, gradients)
             else:
-                stage.backward_weight(m)
+                stage.backward_weight(m, shares)
         if kind is not Kind.WEIGHT:
             hosted.send_back(m, found)
+        hosted.send_shares(action)
         if kind in ENDS:
             del hosted.positions[m]
 

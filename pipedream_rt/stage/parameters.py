@@ -20,7 +20,7 @@ and steps there; if no micro-batch in flight reads the newest version, it steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,17 +54,25 @@ class VersionedParameters:
         module: The module of the stage. It keeps its Parameters; frozen ones have no versions.
         stage: Index of the stage, for messages.
         hooks: The user's hooks on parameters, which every leaf over such a parameter gets.
+        names: The names of the parameters; None for all that are trainable.
 
     Attributes:
         ledger: The list of which micro-batch reads which version.
         allocated: Number of sets of buffers that were allocated, including the module's own.
     """
 
-    def __init__(self, module: nn.Module, stage: int, hooks: Sequence[GradientHook] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        hooks: Sequence[GradientHook] = (),
+        names: Collection[str] | None = None,
+    ) -> None:
         """Take the module's weights as version 0."""
         self._stage = stage
         self._hooks = hooks
-        named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        named = {n: p for n, p in trainable.items() if names is None or n in names}
         self._names = list(named)
         self._parameters = list(named.values())
         number = {id(p): i for i, p in enumerate(self._parameters)}
@@ -201,6 +209,40 @@ class VersionedParameters:
                     "reference kept elsewhere, not as an attribute of its module, so its weight "
                     "versions cannot be kept apart; read it as self.<name> in forward"
                 )
+
+    def leaf(self, name: str, micro_batch: int) -> Tensor:
+        """Return one weight in the version that a micro-batch reads, as an autograd leaf."""
+        return self.leaves(micro_batch)[self._names.index(name)]
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add to the gradient of a weight in the pending update: ``gradient + what is there``."""
+        i = self._names.index(name)
+        own = self._gradients[i]
+        self._gradients[i] = gradient if own is None else gradient + own
+
+    def take_gradient(self, name: str) -> Tensor | None:
+        """Take the gradient of a weight out of the pending update; None if it has none."""
+        i = self._names.index(name)
+        gradient, self._gradients[i] = self._gradients[i], None
+        return gradient
+
+    @torch.no_grad()
+    def receive(self, next_read: int, named: dict[str, Tensor]) -> None:
+        """Take the next version from the stage that owns the weights.
+
+        Args:
+            next_read: The version that the next forward will read.
+            named: The weights, by name.
+        """
+
+        def copy() -> None:
+            for name, parameter in self.named.items():
+                parameter.data.copy_(named[name])
+
+        # These belong to an update that its owner has not made yet.
+        kept, self._gradients = self._gradients, [None] * len(self._parameters)
+        self.step(next_read, copy)
+        self._gradients = kept
 
     def step(self, next_read: int, update: Callable[[], None]) -> None:
         """Apply the gradients of the pending update, which makes the next version.

@@ -150,7 +150,7 @@ class StageSaver:
         state = StageState(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
-                for name, tensor in stage.module.state_dict().items()
+                for name, tensor in stage.state_dict().items()
                 if name not in saving.extra
             },
             extra=saving.extra,
@@ -161,7 +161,7 @@ class StageSaver:
             },
             versions={
                 version: {name: _copy(tensor) for name, tensor in named.items()}
-                for version, named in stage.parameters.older().items()
+                for version, named in stage.older().items()
             },
         )
         if self._writer is None:
@@ -237,15 +237,23 @@ def restore_stage(
         CheckpointError: The checkpoint lacks a weight, or what it holds makes no sense.
     """
     plan = stage.plan
-    read = max(floor, plan.reads(stage.index, step * plan.per_update))
+    first = step * plan.per_update
     names = list(stage.parameters.named)
     slots = buffer_slots(stage.module)
     there = stage.module.state_dict()
     keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
     state = _read(Path(folder), files, keys, names, list(slots), plain)
-    needed = range(read, step) if names else range(0)
-    whole = all(version in state.versions for version in needed)
-    older = {version: state.versions[version] for version in needed} if whole else {}
+    whole, older = True, {}
+    for owner, weights in [(stage.index, stage.parameters), *stage.borrowed.items()]:
+        read, of_owner = max(floor, plan.reads(owner, first)), list(weights.named)
+        versions = state.versions
+        if owner != stage.index:
+            versions = _read(Path(folder), files, (), of_owner, (), plain).versions
+        needed = range(read, step) if of_owner else range(0)
+        if all(version in versions for version in needed):
+            older[owner] = {version: versions[version] for version in needed}
+        else:
+            whole, older[owner] = False, {}
     extra = {key: value for key, value in state.extra.items() if key in there}
     stage.restore(step, {**state.weights, **extra}, older, state.hidden)
     if stage.optimizer is not None and with_optimizer:

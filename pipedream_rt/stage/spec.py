@@ -16,6 +16,19 @@ LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element."""
 
 
+def own_loss(output: Any, target: Any) -> Tensor:
+    """Return the loss that a model has computed itself: the loss function of such a model."""
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
+    return loss
+
+
+def has_own_loss(output: Any) -> bool:
+    """Whether what a model returns has a loss, under that name."""
+    if isinstance(output, dict):
+        return output.get("loss") is not None
+    return getattr(output, "loss", None) is not None
+
+
 class GradientHook(NamedTuple):
     """A hook that the user has registered on a parameter.
 
@@ -52,6 +65,10 @@ class StageSpec:
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         hooks: The hooks on parameters of the stage.
         shared: The names of the buffers that other stages have too, which must not change.
+        tied: The names on this stage of weights that other stages use too, by their names in the
+            unsplit model.
+        aliases: The keys of state dicts under which other stages have weights that this one owns,
+            by their names on this stage.
         settings: The settings of torch in the user's process.
     """
 
@@ -65,4 +82,6 @@ class StageSpec:
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Settings = field(default_factory=settings_now)

@@ -8,8 +8,8 @@ return.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,6 +36,9 @@ from pipedream_rt.stage.split_backward import SplitBackward
 
 Gradients: TypeAlias = list[Tensor | None]
 """The gradients of those tensors of a value that asked for one, in order; None where none came."""
+
+
+_NO_SHARES: Mapping[str, Tensor] = {}
 
 
 class _Boundary(torch.autograd.Function):
@@ -117,6 +120,7 @@ class Stage:
         plan: The plan of the pipeline.
         module: The layers of the stage.
         parameters: The weights of the stage, in the versions that micro-batches in flight read.
+        borrowed: The weights that other stages own, by owner.
         optimizer: The optimizer of the stage; None until one is set.
         next_forward: Number of the next micro-batch to train on.
         ended: Number of micro-batches whose backward is done.
@@ -138,7 +142,17 @@ class Stage:
         # A loss that is a module has its weights and its mode among those of the stage.
         loss_layer = self.module._modules.get(LOSS_LAYER)
         self._loss_fn = spec.loss_fn if loss_layer is None else loss_layer
-        self.parameters = VersionedParameters(self.module, self.index, spec.hooks)
+        borrowed = {
+            edge.source: [spec.tied[tie.name] for tie in ties]
+            for edge, ties in self.plan.borrows(self.index).items()
+        }
+        foreign = {name for names in borrowed.values() for name in names}
+        own = {name for name, _ in self.module.named_parameters()} - foreign
+        self.parameters = VersionedParameters(self.module, self.index, spec.hooks, own)
+        self.borrowed = {
+            owner: VersionedParameters(self.module, self.index, (), names)
+            for owner, names in borrowed.items()
+        }
         self._buffers = ForwardBuffers(self.module)
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
@@ -149,7 +163,10 @@ class Stage:
 
     def define(self, number: int, program: StageProgram) -> None:
         """Add a program, which micro-batches name by its number."""
-        needed = {*slots_in(program.output), *(s for given in program.gives.values() for s in given)}
+        needed = {
+            *slots_in(program.output),
+            *(s for given in program.gives.values() for s in given),
+        }
         calls = []
         for step in reversed(program.steps):
             layer = step.layer
@@ -195,7 +212,8 @@ class Stage:
                 not allow.
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
-        self.parameters.begin(micro_batch, self.plan.reads(self.index, micro_batch))
+        for owner, weights in self._by_owner():
+            weights.begin(micro_batch, self.plan.reads(owner, micro_batch))
         self.next_forward = micro_batch + 1
         flight = self._in_flight[micro_batch] = _InFlight(hyper=hyper)
         if inputs is None:
@@ -205,7 +223,7 @@ class Stage:
         with (
             self._watching(micro_batch),
             self._buffers.kept_for_backward(others),
-            self.parameters.reading(micro_batch),
+            self._reading(micro_batch),
         ):
             made = self._run(program, values, micro_batch)
             loss = None if target is None else self._loss(made[0], target)
@@ -238,6 +256,26 @@ class Stage:
             _unpack(unflatten(structure, tensors), program.takes.get(source, ()), values)
         return values
 
+    def _by_owner(self) -> list[tuple[int, VersionedParameters]]:
+        """Return the weights of the stage by the stage that owns them, its own first."""
+        return [(self.index, self.parameters), *self.borrowed.items()]
+
+    @contextmanager
+    def _reading(self, micro_batch: int) -> Iterator[None]:
+        """Let all weights be those that a micro-batch reads, while the body runs."""
+        with ExitStack() as all_owners:
+            for _, weights in self._by_owner():
+                all_owners.enter_context(weights.reading(micro_batch))
+            yield
+
+    @contextmanager
+    def _accumulating(self, micro_batch: int) -> Iterator[None]:
+        """Run the body as `_reading` does, and add its gradients to those of the pending update."""
+        with ExitStack() as all_owners:
+            for _, weights in self._by_owner():
+                all_owners.enter_context(weights.accumulating(micro_batch))
+            yield
+
     @contextmanager
     def _watching(self, micro_batch: int) -> Iterator[None]:
         """Refuse what a forward, the body, may not do to weights and to shared buffers.
@@ -251,11 +289,13 @@ class Stage:
         looks = micro_batch & (micro_batch - 1) == 0
         # Where a schedule flushes there is one version, and a change in place is one of it.
         compares = looks and not self.plan.flushes
-        before = self.parameters.copies(micro_batch) if compares else None
+        owners = [weights for _, weights in self._by_owner()]
+        before = [weights.copies(micro_batch) if compares else None for weights in owners]
         shared = self._shared_buffers()
         yield
         if looks:
-            self.parameters.require_unchanged(micro_batch, before)
+            for weights, copies in zip(owners, before, strict=True):
+                weights.require_unchanged(micro_batch, copies)
             self._refuse_new_names()
         for name, now in self._shared_buffers().items():
             if now != shared[name]:
@@ -360,7 +400,12 @@ class Stage:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def backward(self, micro_batch: int, gradients: Sequence[Gradients] = ()) -> list[Gradients]:
+    def backward(
+        self,
+        micro_batch: int,
+        gradients: Sequence[Gradients] = (),
+        shares: Mapping[str, Tensor] = _NO_SHARES,
+    ) -> list[Gradients]:
         """Run the backward of one micro-batch with the weight version that its forward read.
 
         Gradients are added to the pending update; weights do not change here.
@@ -369,6 +414,8 @@ class Stage:
             micro_batch: Number of the micro-batch, which is in flight on this stage.
             gradients: From each consumer, the gradients of the output that it was sent; empty on
                 the stage that computes the loss.
+            shares: At the end of an update, the shares of later stages in the gradients of tied
+                weights, by name in the unsplit model.
 
         Returns:
             For each input of the forward, the gradients of its tensors that asked for one.
@@ -378,12 +425,57 @@ class Stage:
         """
         flight = self._flight_of(micro_batch)
         outputs, given = _to_derive(flight, gradients)
-        with self.parameters.accumulating(micro_batch):
+        if self.plan.per_update == 1:
+            # As roots, they are summed with the gradients of the uses on this stage one after
+            # another, as in the unsplit model: from the last use to the first.
+            for name, share in shares.items():
+                weights, local = self._tied(name)
+                outputs.append(weights.leaf(local, micro_batch))
+                given.append(share)
+        with self._accumulating(micro_batch):
             self._seed(micro_batch, "backward")
             if outputs:
                 torch.autograd.backward(outputs, given)
+        if self.plan.per_update > 1:
+            self._add_shares(shares)
         self._end(micro_batch)
         return _found(flight)
+
+    def _tied(self, name: str) -> tuple[VersionedParameters, str]:
+        """Return a tied weight by its name in the unsplit model: where it is, and its name here."""
+        local = self._spec.tied[name]
+        holder = next(weights for _, weights in self._by_owner() if local in weights.named)
+        return holder, local
+
+    def _add_shares(self, shares: Mapping[str, Tensor]) -> None:
+        """Add the shares of later stages to the gradients of tied weights."""
+        for name, share in shares.items():
+            weights, local = self._tied(name)
+            weights.add_gradient(local, share)
+
+    def take_share(self, name: str) -> Tensor | None:
+        """Take the gradient of a weight that another stage owns, for the stage before.
+
+        Args:
+            name: Its name in the unsplit model.
+        """
+        weights, local = self._tied(name)
+        return weights.take_gradient(local)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a copy of the newest version of a tied weight that this stage owns."""
+        weights, local = self._tied(name)
+        return weights.named[local].detach().clone()
+
+    def receive(self, owner: int, named: Mapping[str, Tensor]) -> None:
+        """Take the next version of weights that another stage owns.
+
+        Args:
+            owner: The stage that owns them.
+            named: The weights, by name in the unsplit model.
+        """
+        local = {self._spec.tied[name]: tensor for name, tensor in named.items()}
+        self.borrowed[owner].receive(self.plan.reads(owner, self.next_forward), local)
 
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Gradients] = ()
@@ -403,29 +495,33 @@ class Stage:
         """
         flight = self._flight_of(micro_batch)
         outputs, given = _to_derive(flight, gradients)
-        with self.parameters.reading(micro_batch):
+        with self._reading(micro_batch):
             if outputs:
-                leaves = self.parameters.leaves(micro_batch)
+                leaves = [
+                    leaf for _, weights in self._by_owner() for leaf in weights.leaves(micro_batch)
+                ]
                 flight.split = SplitBackward(outputs, given, flight.entrances, leaves)
                 self._seed(micro_batch, "backward")
                 flight.split.first_half()
         flight.outputs = []
         return _found(flight)
 
-    def backward_weight(self, micro_batch: int) -> None:
+    def backward_weight(self, micro_batch: int, shares: Mapping[str, Tensor] = _NO_SHARES) -> None:
         """Run the other half of a backward: add the gradients of the weights to the pending update.
 
         Args:
             micro_batch: Number of the micro-batch, whose `backward_input` is done.
+            shares: As in `backward`.
 
         Raises:
             ScheduleError: The micro-batch is not in flight.
         """
         flight = self._flight_of(micro_batch)
-        with self.parameters.accumulating(micro_batch):
+        with self._accumulating(micro_batch):
             self._seed(micro_batch, "backward")
             if flight.split is not None:
                 flight.split.second_half()
+        self._add_shares(shares)
         self._end(micro_batch)
 
     def version_of(self, micro_batch: int) -> int:
@@ -461,7 +557,8 @@ class Stage:
         """End the flight of a micro-batch whose gradients are in the pending update."""
         self._hyper = self._in_flight.pop(micro_batch).hyper
         self.ended = micro_batch + 1
-        self.parameters.ledger.unpin(micro_batch)
+        for _, weights in self._by_owner():
+            weights.ledger.unpin(micro_batch)
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -568,13 +665,38 @@ class Stage:
             VersionError: A micro-batch is in flight.
         """
         self.parameters.reset(lambda: load_state(self.module, state))
+        for weights in self.borrowed.values():
+            weights.reset(lambda: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the stage, with the weights that it owns under all their keys.
+
+        Weights that others own are left out.
+        """
+        state = dict(self.module.state_dict(keep_vars=True))
+        for name, others in self._spec.aliases.items():
+            state.update(dict.fromkeys(others, state[name]))
+        foreign = {id(p) for weights in self.borrowed.values() for p in weights.named.values()}
+        return {
+            key: value.detach() if isinstance(value, Tensor) else value
+            for key, value in state.items()
+            if id(value) not in foreign
+        }
+
+    def older(self) -> dict[int, dict[str, Tensor]]:
+        """Return the versions of the stage's own weights but the newest, under all their keys."""
+        kept = self.parameters.older()
+        for named in kept.values():
+            for name, others in self._spec.aliases.items():
+                named.update(dict.fromkeys(others, named[name]))
+        return kept
 
     @torch.no_grad()
     def restore(
         self,
         step: int,
         weights: dict[str, Tensor],
-        older: dict[int, dict[str, Tensor]],
+        older: Mapping[int, dict[int, dict[str, Tensor]]],
         buffers: dict[str, Tensor],
     ) -> None:
         """Go on with the state after an update, while nothing is in flight.
@@ -582,22 +704,27 @@ class Stage:
         Args:
             step: Number of updates done.
             weights: The newest version, under the keys of the unsplit model.
-            older: The versions before it: by version, the tensor of every trainable parameter.
+            older: The versions before it: by the stage that owns weights and by version, the
+                tensor of every trainable parameter.
             buffers: The buffers of the stage, by name.
 
         Raises:
             VersionError: A micro-batch is in flight.
         """
         load_buffers(self.module, buffers)
-        self.parameters.restore(step, older, lambda: load_state(self.module, weights))
+        own = older[self.index]
+        self.parameters.restore(step, own, lambda: load_state(self.module, weights))
+        for owner, borrowed in self.borrowed.items():
+            borrowed.restore(step, older[owner], lambda: None)
         self.next_forward = self.ended = step * self.plan.per_update
 
     @torch.no_grad()
     def fingerprints(self) -> dict[str, Any]:
         """Return the fingerprints of the stage; see `fingerprints_of`."""
         parameters = self.parameters
+        foreign = {name for weights in self.borrowed.values() for name in weights.named}
         return fingerprints_of(
-            dict(self.module.named_parameters()),
+            {n: p for n, p in self.module.named_parameters() if n not in foreign},
             dict(self.module.named_buffers()),
             self.optimizer.state() if self.optimizer else {},
             parameters.older(),
@@ -633,7 +760,8 @@ class Stage:
             "versions_kept": len(ledger.kept),
             "versions_kept_most": ledger.kept_most,
             "buffers_allocated": self.parameters.allocated,
-            "parameters": sum(p.numel() for p in self.module.parameters()),
+            "parameters": sum(p.numel() for p in self.module.parameters())
+            - sum(p.numel() for w in self.borrowed.values() for p in w.named.values()),
         }
 
 
@@ -671,7 +799,7 @@ def _sequence(spec: StageSpec) -> StageProgram:
     return StageProgram(
         takes={source: (slot,) for slot, source in enumerate(sources)},
         steps=steps,
-        gives={target: (last,) for target in targets},
+        gives=dict.fromkeys(targets, (last,)),
         output=None if targets else Slot(last),
     )
 

@@ -297,4 +297,4 @@ def _part(address: int, part: str) -> Any:
 @allow
 def _parameters(address: int) -> list[rpc.RRef[nn.Parameter]]:
     """Return RRefs to the trainable parameters of a stage; the coordinator calls it."""
-    return [rpc.RRef(p) for p in _part(address, "module").parameters() if p.requires_grad]
+    return [rpc.RRef(p) for p in _part(address, "parameters")]

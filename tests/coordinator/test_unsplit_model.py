@@ -43,13 +43,13 @@ def shapes_of(model, **changes):
 def test_layers_and_parameters_have_the_names_that_the_user_gave_them():
     model = sequential()
     unsplit = UnsplitModel(model)
-    assert list(unsplit.layers) == ["embed", "norm", "head"]
+    assert list(unsplit.sequence) == ["embed", "norm", "head"]
     assert [unsplit.names[id(p)] for p in model.parameters()] == STATE[:4]
 
 
 def test_a_list_of_modules_is_named_by_position():
     unsplit = UnsplitModel(iter([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]))
-    assert list(unsplit.layers) == ["0", "1"]
+    assert list(unsplit.sequence) == ["0", "1"]
     assert list(unsplit.names.values()) == ["0.weight", "0.bias", "1.weight"]
 
 

@@ -1,0 +1,101 @@
+"""What the items of a loader mean: the inputs of the model, and the target of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.seeds import kept_generator_state
+
+Prepare: TypeAlias = Callable[[Any], Any]
+"""Makes of an item of a loader something that `batch_of` understands."""
+
+
+class Batch(NamedTuple):
+    """A mini-batch, or the example of one.
+
+    Attributes:
+        args: The positional arguments of the model's forward.
+        kwargs: The keyword arguments.
+        target: What the loss takes beside the output.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+
+def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
+    """Return the mini-batch that an item of a loader is.
+
+    An item is a pair ``(x, y)``: the model is called with x; or a dict: the model is called with
+    its entries as keyword arguments, and the loss gets the dict; or ``(args, kwargs, y)``.
+
+    Args:
+        item: The item.
+        prepare: Makes an item of these kinds of it; None if it is one.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    item = item if prepare is None else prepare(item)
+    if isinstance(item, Mapping):
+        named = {str(key): value for key, value in item.items()}
+        return Batch((), named, named)
+    if isinstance(item, tuple | list):
+        if len(item) == 2:
+            return Batch((item[0],), {}, item[1])
+        if len(item) == 3 and isinstance(item[0], tuple | list) and isinstance(item[1], Mapping):
+            return Batch(tuple(item[0]), dict(item[1]), item[2])
+    length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    raise ConfigError(
+        "the loader must yield pairs (x, y), dicts of the model's keyword arguments, or triples "
+        f"(args, kwargs, y) of a tuple, a dict and a target; this item is a {type(item).__name__}"
+        f"{length}. Give prepare=, which makes one of these: "
+        "prepare=lambda item: (item[0], item[1])"
+    )
+
+
+def example_of(example: Any) -> Batch:
+    """Return the mini-batch of the argument ``example`` of `Pipeline`.
+
+    Args:
+        example: An item as `batch_of` takes it; the input alone, a tensor; or a
+            `torch.utils.data.DataLoader`, of which the first item is taken without moving the
+            random generators on.
+
+    Raises:
+        ConfigError: It is none of these, or the loader is empty.
+    """
+    if isinstance(example, Tensor):
+        return Batch((example,), {}, None)
+    if isinstance(example, DataLoader):
+        return batch_of(_first_of(example))
+    return batch_of(example)
+
+
+def _first_of(loader: Iterable[Any]) -> Any:
+    """Return the first item of a loader, which gives the same items afterwards.
+
+    Raises:
+        ConfigError: It is empty.
+    """
+    generators = [
+        found
+        for owner in (loader, getattr(loader, "sampler", None))
+        if isinstance(found := getattr(owner, "generator", None), torch.Generator)
+    ]
+    states = [generator.get_state() for generator in generators]
+    with kept_generator_state():
+        try:
+            for item in loader:
+                return item
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+    raise ConfigError("the loader given as example yields nothing")

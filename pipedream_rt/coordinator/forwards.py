@@ -1,0 +1,278 @@
+"""What the forwards of a model do, and what of their inputs goes to which stage.
+
+There are two ways to cut a model. A *sequence* of layers is cut between two of them; what passes is
+what a layer returns. Of any other model, forwards are recorded (`planning/record.py`): one for each
+signature of the inputs, which are their shapes and what is no tensor in them, and for each mode. A
+recorded forward is a program, which gets a number; a stage is told of a program together with the
+first micro-batch that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
+
+import cloudpickle
+import msgpack
+from torch import Tensor, nn
+
+from pipedream_rt.coordinator.batches import Batch
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import MicroBatch, Mode
+from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
+from pipedream_rt.planning.cut import Cut, StageProgram, cut
+from pipedream_rt.planning.program import Program
+from pipedream_rt.planning.record import record
+from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.schedules.plan import Address
+from pipedream_rt.stage.spec import has_own_loss
+
+Share: TypeAlias = tuple[Address, Structure, tuple[Tensor, ...]]
+"""What of the inputs goes to one stage: its address, the structure of a value, its tensors."""
+
+_MOST = 4096
+"""Programs that a model may have. More than that means that each mini-batch makes its own."""
+
+
+class Fed(NamedTuple):
+    """The flattened inputs of a micro-batch, of which each stage gets its share.
+
+    Attributes:
+        program: Number of the program to follow.
+        definition: The pickled program, if it is a new one.
+        structure: The structure of the inputs.
+        tensors: Their tensors, copied.
+    """
+
+    program: int
+    definition: bytes
+    structure: Structure
+    tensors: tuple[Tensor, ...]
+
+
+class Forwards(Protocol):
+    """What the forwards of a model do.
+
+    Attributes:
+        definitions: The pickled programs that were made since the start, by their numbers.
+    """
+
+    definitions: list[bytes]
+
+    def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
+        """Return what is fed of a micro-batch.
+
+        Args:
+            batch: The micro-batch.
+            mode: What the stages do with it.
+            training: The mode that modules were set to (`Module.train`); None if to none.
+
+        Raises:
+            ConfigError: The model cannot take it.
+        """
+
+    def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
+        """Yield what each of the stages that take inputs gets of a micro-batch."""
+
+    def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
+        """Return the programs with which a stage begins; none for a sequence of layers."""
+
+
+@dataclass(slots=True)
+class SequenceForwards:
+    """The forwards of a sequence of layers: one program, which every stage knows.
+
+    Attributes:
+        entries: The stages that take the input.
+        definitions: Always empty.
+    """
+
+    entries: tuple[int, ...] = (0,)
+    definitions: list[bytes] = field(default_factory=list)
+
+    def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
+        """See `Forwards.fed`."""
+        if len(batch.args) != 1 or batch.kwargs:
+            raise ConfigError(
+                "the first layer of a sequence takes one value, so give pairs (x, y), where x may "
+                "be a tuple or a dict: prepare=lambda item: (item, item['labels'])"
+            )
+        return Fed(0, b"", *flat_copy(batch.args[0]))
+
+    def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
+        """See `Forwards.shares`."""
+        for stage in self.entries:
+            yield stage, head.structure, tuple(tensors)
+
+    def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
+        """See `Forwards.stage_programs`."""
+        return ()
+
+
+class RecordedForwards:
+    """The recorded forwards of a model.
+
+    Args:
+        model: The unsplit model.
+        layers: The modules that stay whole, by name.
+        own_loss: Whether the model computes its loss itself.
+
+    Attributes:
+        homes: The stage of each layer that was called so far, by name.
+        cuts: The programs so far, cut into stages.
+        definitions: The pickled programs that were made since the start.
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], own_loss: bool) -> None:
+        """Record nothing yet."""
+        self._model = model
+        self._layers = layers
+        self._own_loss = own_loss
+        self._programs: dict[bytes, list[tuple[int, Program]]] = {}
+        self._num_stages = 1
+        self._links: set[tuple[int, int]] = set()
+        self._began = False
+        self.homes: dict[str, int] = {}
+        self.cuts: list[Cut] = []
+        self.definitions: list[bytes] = []
+
+    def record(self, batch: Batch, mode: Mode, training: bool | None = None) -> Program:
+        """Record a forward.
+
+        Raises:
+            ConfigError: The forward cannot be followed, or has no loss.
+        """
+        program = record(
+            self._model,
+            self._layers,
+            batch.args,
+            batch.kwargs,
+            training=False if mode in _EVAL else training,
+            grad=mode is Mode.TRAIN,
+        )
+        if mode.has_target and self._own_loss and not has_own_loss(program.output):
+            raise ConfigError(
+                "loss_fn is not given, and what the model returns has no loss: give loss_fn, or "
+                "the inputs with which the model computes one (such as labels)"
+            )
+        return program
+
+    def begin(self, batch: Batch, programs: dict[Mode, Program], firsts: Sequence[str]) -> None:
+        """Cut the programs of an example, with which the stages begin.
+
+        Args:
+            batch: The example.
+            programs: The programs, by what the stages will do with micro-batches.
+            firsts: The first layer of every stage but the first.
+        """
+        self._num_stages = len(firsts) + 1
+        self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
+        structure, tensors = flat_copy((batch.args, batch.kwargs))
+        for mode, program in programs.items():
+            self._add(_key(mode, None, structure, tensors), program)
+        self._links = {link for each in self.cuts for link in each.links}
+        self._began = True
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of a producer and a consumer."""
+        return tuple(sorted(self._links))
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """The stages that take inputs of the model."""
+        return tuple(sorted({stage for each in self.cuts for stage in each.entries}))
+
+    def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
+        """See `Forwards.stage_programs`."""
+        return tuple(each.stages[stage] for each in self.cuts)
+
+    def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
+        """See `Forwards.fed`."""
+        structure, tensors = flat_copy((batch.args, batch.kwargs))
+        key = _key(mode, training, structure, tensors)
+        for number, program in self._programs.get(key, ()):
+            if program.holds_for(tensors):
+                return Fed(number, b"", structure, tensors)
+        args, kwargs = unflatten(structure, tensors)
+        number = self._add(key, self.record(Batch(args, kwargs, None), mode, training))
+        definition = cloudpickle.dumps(self.cuts[number].stages)
+        self.definitions.append(definition)
+        return Fed(number, definition, structure, tensors)
+
+    def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
+        """See `Forwards.shares`."""
+        stages = self.cuts[head.program].stages
+        for stage in self.entries:
+            slots = stages[stage].takes.get(COORDINATOR, ())
+            structure: Structure = ["t", [["T", i] for i in range(len(slots))]]
+            if len(slots) == 1:
+                structure = ["T", 0]
+            yield stage, structure, tuple(tensors[slot] for slot in slots) if tensors else ()
+
+    def _add(self, key: bytes, program: Program) -> int:
+        """Cut a program, and return its number.
+
+        Raises:
+            ConfigError: It does not fit the stages that there are.
+        """
+        if len(self.cuts) >= _MOST:
+            raise ConfigError(
+                f"the model has taken {_MOST} ways so far: the shapes of its inputs, or what it "
+                "reads from them, differ in every mini-batch. Pad the inputs to a few lengths"
+            )
+        known = dict(self.homes)
+        made = cut(program, self.homes, self._num_stages)
+        if self._began and self.homes.keys() != known.keys():
+            new = sorted(self.homes.keys() - known.keys())
+            self.homes = known
+            raise ConfigError(
+                f"this mini-batch makes the model call {', '.join(new)}, which it did not call "
+                "with the example, so no stage has it; give an example= that uses all layers"
+            )
+        if self._began and (more := sorted(made.links - self._links)):
+            raise ConfigError(
+                f"this mini-batch takes another way through the model than the example: values "
+                f"would pass from stage to stage as {more}; give such a mini-batch as example="
+            )
+        self.cuts.append(made)
+        self._programs.setdefault(key, []).append((len(self.cuts) - 1, program))
+        return len(self.cuts) - 1
+
+
+_EVAL = (Mode.EVALUATE, Mode.INFER)
+
+
+def _key(
+    mode: Mode, training: bool | None, structure: Structure, tensors: Sequence[Tensor]
+) -> bytes:
+    """Return the signature of inputs, and of the mode in which the model takes them."""
+    how = ["eval"] if mode in _EVAL else [mode is Mode.TRAIN, training]
+    of_tensors = [[str(t.dtype), list(t.shape), list(t.stride())] for t in tensors]
+    key: bytes = msgpack.packb([how, structure, of_tensors])
+    return key
+
+
+def sizes_of(program: Program, layers: dict[str, nn.Module]) -> dict[str, int]:
+    """Return the number of parameters of each layer that a program calls, in order.
+
+    A parameter that several layers have counts for the first of them.
+    """
+    seen: set[int] = set()
+    sizes = {}
+    for name in program.layers():
+        own = [p for p in layers[name].parameters() if id(p) not in seen]
+        seen.update(map(id, own))
+        sizes[name] = sum(p.numel() for p in own)
+    return sizes
+
+
+def default_example(model: nn.Module) -> Batch | None:
+    """Return the example that a model brings itself, as those of Hugging Face do; else None."""
+    inputs = getattr(model, "dummy_inputs", None)
+    if isinstance(inputs, dict) and all(
+        isinstance(v, Tensor | int | bool) for v in inputs.values()
+    ):
+        return Batch((), dict(inputs), None)
+    return None

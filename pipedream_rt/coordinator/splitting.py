@@ -1,0 +1,193 @@
+"""The split of a model into stages, whichever way it can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+from pipedream_rt.coordinator.batches import Batch, example_of
+from pipedream_rt.coordinator.forwards import (
+    Forwards,
+    RecordedForwards,
+    SequenceForwards,
+    default_example,
+    sizes_of,
+)
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Mode
+from pipedream_rt.planning import (
+    balanced,
+    find_layers,
+    first_layer,
+    split_points,
+)
+from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.record import MANUAL
+
+Stages: TypeAlias = int | Sequence[int | str]
+"""The number of stages; or the first layer of every stage but the first, by index or by name."""
+
+
+class Split(NamedTuple):
+    """A model split into stages.
+
+    Attributes:
+        layers: By stage, the names of its layers, and of parameters and buffers beside them.
+        links: The pairs of a producer and a consumer; None for a chain.
+        entries: The stages that take inputs of the model; empty for the first alone.
+        forwards: What the forwards of the model do.
+    """
+
+    layers: tuple[tuple[str, ...], ...]
+    links: tuple[tuple[int, int], ...] | None
+    entries: tuple[int, ...]
+    forwards: Forwards
+
+    def programs(self, stage: int) -> tuple[StageProgram, ...]:
+        """Return the programs with which a stage begins; none for a sequence."""
+        return self.forwards.stage_programs(stage)
+
+
+def split_model(
+    model: UnsplitModel, stages: Stages, example: Any, *, own_loss: bool, trains: bool
+) -> Split:
+    """Split a model.
+
+    Args:
+        model: The unsplit model.
+        stages: Where to cut.
+        example: A mini-batch, as `example_of` takes it; None if none was given.
+        own_loss: Whether the model computes its loss itself.
+        trains: Whether the stages will train.
+
+    Raises:
+        ConfigError: There is no such split, or the model cannot be cut.
+    """
+    if model.sequence is not None:
+        points = split_points(model.sequence, stages)
+        names = list(model.sequence)
+        bounds = [*points, len(names)]
+        layers = tuple(tuple(names[a:b]) for a, b in pairwise(bounds))
+        return Split(layers, None, (), SequenceForwards())
+    batch = default_example(model.whole) if example is None else example_of(example)
+    if batch is None:
+        raise ConfigError(
+            f"the model is a {type(model.whole).__name__}, whose forward must be run once to find "
+            "out what passes between its layers: give example=, a mini-batch as the loader yields "
+            f"it, or the DataLoader. {MANUAL}"
+        )
+    return _split_whole(model, stages, batch, own_loss, trains)
+
+
+def _split_whole(
+    model: UnsplitModel, stages: Stages, batch: Batch, own_loss: bool, trains: bool
+) -> Split:
+    """Split a model that is no sequence.
+
+    Raises:
+        ConfigError: There is no such split, or the model cannot be cut.
+    """
+    named = [] if isinstance(stages, int | str) else [s for s in stages if isinstance(s, str)]
+    layers = find_layers(model.whole, named)
+    forwards = RecordedForwards(model.whole, layers, own_loss)
+    modes = [Mode.TRAIN, Mode.EVALUATE] if trains else [Mode.INFER]
+    programs = [forwards.record(batch, mode) for mode in modes]
+    firsts = _first_layers(stages, programs[0], layers, model.whole)
+    forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)
+    return Split(
+        _names_by_stage(model.whole, layers, forwards, len(firsts) + 1),
+        forwards.links,
+        forwards.entries,
+        forwards,
+    )
+
+
+def _first_layers(
+    stages: Stages, program: Any, layers: dict[str, nn.Module], model: nn.Module
+) -> list[str]:
+    """Return the first layer of every stage but the first.
+
+    Raises:
+        ConfigError: There is no such split.
+    """
+    sizes = sizes_of(program, layers)
+    called = list(sizes)
+    if isinstance(stages, int):
+        if isinstance(stages, bool) or not 1 <= stages <= max(1, len(called)):
+            raise ConfigError(
+                f"stages must be from 1 to the number of layers that the forward calls, "
+                f"{len(called)}, not {stages}; the layers are {', '.join(called)}"
+            )
+        return [called[i] for i in balanced(list(sizes.values()), stages)[1:]] if called else []
+    if isinstance(stages, str) or not isinstance(stages, Sequence):
+        raise ConfigError(
+            "stages must be a number or a list, which has the first module of every stage but the "
+            f"first; it is {stages!r}"
+        )
+    modules = dict(model.named_modules())
+    firsts = []
+    for point in stages:
+        if isinstance(point, bool) or not isinstance(point, str | int):
+            raise ConfigError(f"a split point is the index or the name of a layer, not {point!r}")
+        if isinstance(point, str):
+            firsts.append(first_layer(point, program, modules))
+        elif 0 < point < len(called):
+            firsts.append(called[point])
+        else:
+            raise ConfigError(f"split points lie between 1 and {len(called) - 1}, found {point}")
+    places = [called.index(name) for name in firsts]
+    if any(a >= b for a, b in pairwise([0, *places])):
+        raise ConfigError(
+            f"split points must rise in the order in which the forward calls the layers, which is "
+            f"{', '.join(called)}; found {list(stages)}"
+        )
+    return firsts
+
+
+def _names_by_stage(
+    model: nn.Module, layers: dict[str, nn.Module], forwards: RecordedForwards, count: int
+) -> tuple[tuple[str, ...], ...]:
+    """Return, by stage, the names of its layers and of what it holds beside them.
+
+    What no forward uses goes where its neighbour in the model is.
+    """
+    users: dict[str, set[int]] = {}
+    for made in forwards.cuts:
+        for stage in range(count):
+            for name in (*made.layers[stage], *made.held[stage]):
+                users.setdefault(name, set()).add(stage)
+    # A parameter that is used as it is may belong to a layer, as a tied embedding does.
+    for name in [name for name in users if name not in layers]:
+        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if owner is not None:
+            users.setdefault(owner, set()).update(users.pop(name))
+    found: list[list[str]] = [[] for _ in range(count)]
+    last = {0}
+    for name in units_of(model, layers):
+        last = users.get(name, last if len(last) == 1 else {min(last)})
+        for stage in last:
+            found[stage].append(name)
+    return tuple(map(tuple, found))
+
+
+def units_of(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
+    """Return the names of the layers of a model, and of the tensors beside them, in its order."""
+    of_layer = {id(module): name for name, module in layers.items()}
+    units: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        units.extend(f"{prefix}{short}" for short in (*module._parameters, *module._buffers))
+        for key, child in module._modules.items():
+            if child is None:
+                continue
+            if id(child) in of_layer:
+                units.append(of_layer[id(child)])
+            else:
+                visit(child, f"{prefix}{key}.")
+
+    visit(model, "")
+    return list(dict.fromkeys(units))
