@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.pipeline import Pipeline
+    from pipedream_rt.planning.layer_spec import LayerSpec
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
 
@@ -49,6 +50,7 @@ __all__ = [
     "DistributedOptimizer",
     "Fingerprint",
     "Kind",
+    "LayerSpec",
     "MessageTimeout",
     "NonFiniteLoss",
     "PeerLost",
@@ -84,6 +86,7 @@ _HOMES = {
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
     "Fingerprint": "pipedream_rt.coordinator.fingerprints",
     "Kind": "pipedream_rt.schedules",
+    "LayerSpec": "pipedream_rt.planning.layer_spec",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Plan": "pipedream_rt.schedules",

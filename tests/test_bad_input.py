@@ -151,7 +151,7 @@ def test_training_without_loss_or_optimizer():
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (torch.ones(4, 8), r"must yield pairs \(x, y\); this item is a Tensor"),
+        (torch.ones(4, 8), r"must yield pairs \(x, y\), .* this item is a Tensor"),
         (None, "this item is a NoneType"),
         ((1, 2, 3), "this item is a tuple of 3"),
         ((torch.ones(0, 8), torch.ones(0, 8)), "without samples cannot be trained on"),

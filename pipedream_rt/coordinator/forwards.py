@@ -95,8 +95,8 @@ class SequenceForwards:
         """See `Forwards.fed`."""
         if len(batch.args) != 1 or batch.kwargs:
             raise ConfigError(
-                "the first layer of a sequence takes one value, so give pairs (x, y), where x may "
-                "be a tuple or a dict: prepare=lambda item: (item, item['labels'])"
+                "a sequence of layers takes pairs (x, y), of which x goes to the first layer; it "
+                "may be a tuple or a dict: prepare=lambda item: (item, item['labels'])"
             )
         return Fed(0, b"", *flat_copy(batch.args[0]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ def pickled_specs(
             seed=seed,
             on_nan=on_nan,
             programs=programs[stage],
+            blueprint=dataclasses.replace(model.blueprint, seed=seed),
             trace_spans=trace_spans,
             hooks=_hooks(part, plan),
             shared=shared[stage],

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import cloudpickle
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import Layers, dumps, is_sequence, layers_of, refuse_unfit_layers
+from pipedream_rt.planning import (
+    Layers,
+    LayerSpec,
+    dumps,
+    is_sequence,
+    layers_of,
+    refuse_unfit_layers,
+)
+from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.schema import printable
@@ -26,6 +35,7 @@ class UnsplitModel:
     Attributes:
         whole: The model as one module.
         sequence: Its layers by name, if it is a sequence of layers; else None.
+        blueprint: The list of those layers that workers build.
         names: The name of each trainable parameter by its ``id``, in the order of the model; those
             of the loss come last.
 
@@ -35,8 +45,11 @@ class UnsplitModel:
 
     def __init__(self, model: nn.Module | Iterable[nn.Module], loss_fn: object = None) -> None:
         """Name the layers and the parameters."""
-        self._model = model
+        self._model: Any = model
         self.sequence: Layers | None = None
+        self.blueprint = Blueprint()
+        if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+            model = self._with_specs(list(model))
         if isinstance(model, nn.Module) and not is_sequence(model):
             self.whole = model
         else:
@@ -53,6 +66,13 @@ class UnsplitModel:
         for name, parameter in named:
             if parameter.requires_grad:
                 self.names.setdefault(id(parameter), name)
+
+    def _with_specs(self, listed: list[Any]) -> list[Any]:
+        """Return a list of layers in which those that workers build have no values."""
+        specs = {str(i): each for i, each in enumerate(listed) if isinstance(each, LayerSpec)}
+        self.blueprint = Blueprint(specs)
+        built = self.blueprint.on_meta()
+        return [built.get(str(i), each) for i, each in enumerate(listed)]
 
     @property
     def modules(self) -> Layers:
@@ -147,6 +167,14 @@ class UnsplitModel:
         Returns:
             A copy of the model; where a list was given, an ``nn.Sequential`` of its layers.
         """
+        if self.blueprint.specs:
+            built = self.blueprint.build(list(self.blueprint.specs))
+            layers = [
+                built[n] if n in built else _copy_of(m) for n, m in (self.sequence or {}).items()
+            ]
+            whole: nn.Module = nn.Sequential(*layers)
+            whole.load_state_dict(state_dict)
+            return whole
         given = self._model
         as_given = isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList)
         whole = _copy_of(given if isinstance(given, nn.Module) and as_given else self.whole)

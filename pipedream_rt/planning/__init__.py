@@ -1,6 +1,7 @@
 """The split of a model into stages, and what of a model cannot be split or shipped."""
 
 from pipedream_rt.planning.cut import find_layers, first_layer
+from pipedream_rt.planning.layer_spec import LayerSpec
 from pipedream_rt.planning.refusals import (
     refuse_loss,
     refuse_unfit_layers,
@@ -19,6 +20,7 @@ from pipedream_rt.planning.split import (
 )
 
 __all__ = [
+    "LayerSpec",
     "Layers",
     "alias",
     "balanced",

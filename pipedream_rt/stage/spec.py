@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.settings import Settings, settings_now
 
@@ -61,6 +62,7 @@ class StageSpec:
         loss_fn: The loss function, on the stage that computes the loss; None on the others.
         plan: The plan of the pipeline.
         seed: The seed of the pipeline, for `layer_seed`.
+        blueprint: The list of layers from which the worker builds those that have no values yet.
         on_nan: What the stage does about a training loss that is NaN or infinite.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         hooks: The hooks on parameters of the stage.
@@ -79,9 +81,17 @@ class StageSpec:
     seed: int
     on_nan: OnNan
     programs: tuple[StageProgram, ...] = ()
+    blueprint: Blueprint = field(default_factory=Blueprint)
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()
     tied: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Settings = field(default_factory=settings_now)
+
+    def build(self) -> None:
+        """Put layers with values in the place of those that the blueprint has."""
+        names = [n for n in self.layers._modules if n in self.blueprint.specs]
+        for name, layer in self.blueprint.build(names).items() if names else ():
+            layer.train(self.layers.training)
+            self.layers._modules[name] = layer

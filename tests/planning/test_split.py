@@ -9,9 +9,10 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.split import (
     balanced,
     layers_of,
-    refuse_shared_parameters,
     split_points,
+    ties_of,
 )
+from pipedream_rt.schedules.plan import Tie
 
 
 def layers(count=5):
@@ -101,11 +102,14 @@ def test_a_layer_may_stand_there_twice():
     )
 
 
-def test_weights_shared_by_two_stages_are_refused():
-    tied = nn.Linear(2, 2)
-    other = nn.Linear(2, 2)
-    other.weight = tied.weight
-    shared = layers_of([tied, nn.ReLU(), other])
-    refuse_shared_parameters(shared, [0])
-    with pytest.raises(ConfigError, match=r"0\.weight of stage 0 is also 2\.weight of stage 1"):
-        refuse_shared_parameters(shared, [0, 1])
+def test_weights_of_several_stages_are_tied_to_the_first_of_them():
+    """A frozen one has no versions; each stage has a copy of it."""
+    first, second, third = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    second[0].weight = third[0].weight = first[0].weight
+    third[0].bias = second[0].bias.requires_grad_(False)
+    named = [nn.ModuleDict({name: part}) for name, part in zip("abc", (first, second, third))]
+    assert ties_of(named) == (Tie("a.0.weight", (0, 1, 2)),)
+    assert ties_of(named[:1]) == ()
+    first[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ConfigError, match=r"a\.0\.weight has a hook .* stages \[0, 1, 2\]"):
+        ties_of(named)

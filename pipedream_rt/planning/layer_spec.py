@@ -1,0 +1,165 @@
+"""Layers that are built where they are needed, so that the whole model is in no process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+
+
+class LayerSpec:
+    """A layer that the worker which needs it builds.
+
+    Example::
+
+        layers = [LayerSpec(nn.Embedding, 50_000, 1024),
+                  *[LayerSpec(Block, 1024) for _ in range(48)],
+                  LayerSpec(nn.Linear, 1024, 50_000, bias=False, tied={"weight": "0.weight"})]
+        with Pipeline(layers, stages=8, ...) as pipe: ...
+
+    Each worker goes through the list in order, builds the layers up to its last one, and keeps its
+    own. So the weights are those that one gets by ``torch.manual_seed(seed)``, with the ``seed`` of
+    the pipeline, and building the list in one process; and no process holds more than its part and
+    one layer.
+
+    Args:
+        factory: A class of modules, or a function that returns one.
+        *args: Positional arguments of the factory.
+        tied: Parameters of the layer that are those of an earlier layer: by name in this layer, the
+            name of the other in the model.
+        **kwargs: Keyword arguments of the factory.
+
+    Raises:
+        ConfigError: The factory cannot be called.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., nn.Module],
+        *args: Any,
+        tied: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Build nothing yet."""
+        if not callable(factory):
+            raise ConfigError(
+                f"a LayerSpec needs a class or a function that makes a layer, not {factory!r}"
+            )
+        self.factory = factory
+        self.args = args
+        self.kwargs = kwargs
+        self.tied = dict(tied or {})
+
+    def build(self) -> nn.Module:
+        """Build the layer, without tying anything.
+
+        Raises:
+            ConfigError: The factory does not return a module.
+        """
+        layer = self.factory(*self.args, **self.kwargs)
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(
+                f"{self!r} has built a {type(layer).__name__}, which is not an nn.Module"
+            )
+        return layer
+
+    def __repr__(self) -> str:
+        """Return the call that makes it."""
+        name = getattr(self.factory, "__name__", repr(self.factory))
+        given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
+        return f"LayerSpec({', '.join([name, *given])})"
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """The list of layers from which every worker builds its own.
+
+    Attributes:
+        specs: By name, the layers that are built, in the order of the model.
+        seed: The seed of the random numbers that they draw.
+    """
+
+    specs: dict[str, LayerSpec] = field(default_factory=dict)
+    seed: int = 0
+
+    def on_meta(self) -> dict[str, nn.Module]:
+        """Build all layers on the meta device, where they have shapes and no values, and tie them.
+
+        Raises:
+            ConfigError: A factory fails, or a tied parameter is not there.
+        """
+        layers: dict[str, nn.Module] = {}
+        for name, spec in self.specs.items():
+            try:
+                with torch.device("meta"):
+                    layers[name] = spec.build()
+            except ConfigError:
+                raise
+            except Exception as error:  # a factory may raise anything
+                raise ConfigError(f"layer {name}, {spec!r}, cannot be built: {error}") from error
+            for own, other in spec.tied.items():
+                holder, _, rest = other.partition(".")
+                if holder not in layers or holder == name:
+                    raise ConfigError(f"layer {name} ties {own!r} to {other!r}, no earlier layer")
+                _put_parameter(layers[name], own, _parameter_of(layers[holder], rest, other))
+        return layers
+
+    def build(self, wanted: Sequence[str]) -> dict[str, nn.Module]:
+        """Build some of the layers, with the values that they have if all are built.
+
+        Args:
+            wanted: Their names.
+        """
+        torch.manual_seed(self.seed)
+        left, built = set(wanted) & self.specs.keys(), {}
+        # Tied parameters are kept until the layers that share them are built.
+        sources = {other for name in left for other in self.specs[name].tied.values()}
+        kept: dict[str, nn.Parameter] = {}
+        for name, spec in self.specs.items():
+            if not left:
+                break
+            layer = spec.build()
+            for own, other in spec.tied.items():
+                if other in kept:
+                    _put_parameter(layer, own, kept[other])
+            for other in sources:
+                holder, _, rest = other.partition(".")
+                if holder == name:
+                    kept[other] = _parameter_of(layer, rest, other)
+            if name in left:
+                left.remove(name)
+                built[name] = layer
+        return built
+
+
+def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:
+    """Return a parameter of a layer.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    try:
+        return layer.get_parameter(name)
+    except AttributeError:
+        raise ConfigError(f"there is no parameter {full!r} to tie another one to") from None
+
+
+def _put_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of one of a layer.
+
+    Raises:
+        ConfigError: The layer has none of this name, or one of another shape.
+    """
+    own = _parameter_of(layer, name, name)
+    if own.shape != parameter.shape:
+        raise ConfigError(
+            f"a parameter of shape {tuple(own.shape)} is tied to one of shape "
+            f"{tuple(parameter.shape)}"
+        )
+    path, _, short = name.rpartition(".")
+    setattr(layer.get_submodule(path), short, parameter)
