@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,11 +118,32 @@ def record(
 
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
     recorder = _Recorder(model, layers, inputs)
+    _refuse_hooks(model, layers)
     with _as_it_was(model, recorder), _mode(model, training), torch.set_grad_enabled(grad):
         recorder.begin()
         with recorder.called(), _Watch(recorder), recorder:
-            output = model(*args, **kwargs)
+            output = _called(model, args, kwargs)
         return recorder.finish(output)
+
+
+def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model.
+
+    Raises:
+        ConfigError: It does not take these inputs.
+    """
+    try:
+        return model(*args, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        place = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in place if not frame.filename.startswith(_OURS)]
+        at = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        raise ConfigError(
+            f"the forward of the model, a {type(model).__name__}, does not take the example or the "
+            f"mini-batch{at}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Recorder(TorchFunctionMode):
@@ -337,9 +359,10 @@ class _Recorder(TorchFunctionMode):
                 "buffer nor an input; register it as a buffer of a layer that changes it"
             )
         depends |= _DRAWN if random else 0
+        is_layer = isinstance(target, str)
         slots: list[int] = []
         made = replaced(result, (Tensor,), lambda t: Slot(self._result(t, depends, slots)))
-        if not isinstance(target, str):
+        if not is_layer:
             name = f"{name[:-1]} {number})"
         self.steps.append(
             Step(
@@ -349,7 +372,7 @@ class _Recorder(TorchFunctionMode):
                 kwargs=given[1],
                 slots=tuple(slots),
                 made=_without_foreign(made),
-                random=random,
+                random=random or is_layer,
                 free=not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS,
                 after=tuple(sorted(after)),
                 changes=tuple(changes),
@@ -701,6 +724,22 @@ MANUAL = (
 def _refusal(what: str) -> ConfigError:
     """Make the error about something that the forward does, with its line."""
     return ConfigError(f"the model cannot be cut into stages: at {_line()} {what}. {MANUAL}")
+
+
+def _refuse_hooks(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse hooks on modules that are taken apart, which nobody would call.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    inside = {id(each) for layer in layers.values() for each in layer.modules()}
+    for name, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if id(module) not in inside and (any(hooks) or module._backward_pre_hooks):
+            raise ConfigError(
+                f"{name or 'the model'} has hooks, and it is taken apart into layers, so that no "
+                f"stage calls it; put them on one of the layers, such as {next(iter(layers), name)}"
+            )
 
 
 @contextmanager
