@@ -9,9 +9,10 @@ first micro-batch that follows it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import cloudpickle
 import msgpack
@@ -129,9 +130,11 @@ class RecordedForwards:
         self._model = model
         self._layers = layers
         self._own_loss = own_loss
+        self._given = _without_cache(model)
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
         self._num_stages = 1
         self._links: set[tuple[int, int]] = set()
+        self._entries: set[int] = set()
         self._began = False
         self.homes: dict[str, int] = {}
         self.cuts: list[Cut] = []
@@ -147,7 +150,7 @@ class RecordedForwards:
             self._model,
             self._layers,
             batch.args,
-            batch.kwargs,
+            {**self._given, **batch.kwargs},
             training=False if mode in _EVAL else training,
             grad=mode is Mode.TRAIN,
         )
@@ -172,6 +175,7 @@ class RecordedForwards:
         for mode, program in programs.items():
             self._add(_key(mode, None, structure, tensors), program)
         self._links = {link for each in self.cuts for link in each.links}
+        self._entries = {stage for each in self.cuts for stage in each.entries}
         self._began = True
 
     @property
@@ -182,7 +186,7 @@ class RecordedForwards:
     @property
     def entries(self) -> tuple[int, ...]:
         """The stages that take inputs of the model."""
-        return tuple(sorted({stage for each in self.cuts for stage in each.entries}))
+        return tuple(sorted(self._entries))
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """See `Forwards.stage_programs`."""
@@ -231,10 +235,12 @@ class RecordedForwards:
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "
                 "with the example, so no stage has it; give an example= that uses all layers"
             )
-        if self._began and (more := sorted(made.links - self._links)):
+        more = [f"from stage {a} to stage {b}" for a, b in sorted(made.links - self._links)]
+        more += [f"from the inputs to stage {s}" for s in sorted(made.entries - {*self._entries})]
+        if self._began and more:
             raise ConfigError(
-                f"this mini-batch takes another way through the model than the example: values "
-                f"would pass from stage to stage as {more}; give such a mini-batch as example="
+                "this mini-batch takes another way through the model than the example: values "
+                f"would pass {', '.join(more)}; give such a mini-batch as example="
             )
         self.cuts.append(made)
         self._programs.setdefault(key, []).append((len(self.cuts) - 1, program))
@@ -252,6 +258,15 @@ def _key(
     of_tensors = [[str(t.dtype), list(t.shape), list(t.stride())] for t in tensors]
     key: bytes = msgpack.packb([how, structure, of_tensors])
     return key
+
+
+def _without_cache(model: nn.Module) -> dict[str, Any]:
+    """Return what keeps a Hugging Face model from filling a cache of keys and values.
+
+    Its layers would fill it one after another, and only generation uses it.
+    """
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False} if takes and hasattr(model, "config") else {}
 
 
 def sizes_of(program: Program, layers: dict[str, nn.Module]) -> dict[str, int]:

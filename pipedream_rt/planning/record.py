@@ -126,7 +126,7 @@ def record(
         return recorder.finish(output)
 
 
-def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the model.
 
     Raises:

@@ -1,0 +1,262 @@
+"""Models of Hugging Face's transformers, as they are, on several stages."""
+
+import os
+import signal
+
+import pytest
+import torch
+from support import whole
+from support.oracle import assert_same
+
+from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt.errors import ConfigError
+
+tqdm = pytest.importorskip("tqdm").tqdm
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+tqdm.monitor_interval = 0  # its thread outlives the files that a test reads
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+# A pipeline trains without the cache of generation, which moves some bits of the plain model too.
+NO_CACHE = {"use_cache": False}
+
+
+def gpt2(drop=0.0):
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=64, n_positions=32, n_embd=32, n_layer=4, n_head=2,
+            resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, **NO_CACHE,
+        )
+    )  # fmt: skip
+
+
+def llama(drop=0.0, tied=True):
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL,
+            **NO_CACHE,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
+            attention_dropout=drop,
+        )
+    )
+
+
+def qwen(drop=0.0):
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SMALL, num_key_value_heads=1, head_dim=16, attention_dropout=drop,
+            tie_word_embeddings=False, **NO_CACHE,
+        )
+    )  # fmt: skip
+
+
+def bert(drop=0.0):
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            **SMALL, max_position_embeddings=32,
+            hidden_dropout_prob=drop, attention_probs_dropout_prob=drop,
+        )
+    )  # fmt: skip
+
+
+def vit(drop=0.0):
+    sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            **sizes, image_size=16, patch_size=4,
+            hidden_dropout_prob=drop, attention_probs_dropout_prob=drop,
+        )
+    )  # fmt: skip
+
+
+def t5(drop=0.0):
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
+            dropout_rate=drop, decoder_start_token_id=0, pad_token_id=0, **NO_CACHE,
+        )
+    )  # fmt: skip
+
+
+def ids(count, length):
+    return torch.randint(1, 64, (count, length))
+
+
+def texts(masked=False, targets=0):
+    """Four mini-batches of two lengths; the second half of some texts may be padding."""
+    torch.manual_seed(5)
+    batches = []
+    for length in (10, 7, 10, 10):
+        batch = {"input_ids": ids(4, length)}
+        if masked:
+            keep = torch.ones(4, length, dtype=torch.long)
+            keep[:2, length // 2 :] = 0
+            # The last mini-batch has no padding, which the model looks at.
+            batch["attention_mask"] = keep if len(batches) < 3 else torch.ones_like(keep)
+        batch["labels"] = ids(4, targets) if targets else batch["input_ids"]
+        batches.append(batch)
+    return batches
+
+
+def pictures():
+    torch.manual_seed(6)
+    return [
+        {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(2, (4,))}
+        for _ in range(4)
+    ]
+
+
+MODELS = {
+    "gpt2": (gpt2, lambda: texts(masked=True)),
+    "llama": (llama, texts),
+    "qwen": (qwen, lambda: texts(masked=True)),
+    "bert": (bert, lambda: texts(masked=True)),
+    "vit": (vit, pictures),
+    "t5": (t5, lambda: texts(targets=6)),
+}
+ADAMW = (torch.optim.AdamW, {"lr": 0.01})
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+def made(name, **kwargs):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return MODELS[name][0](**kwargs)
+
+
+def opened(model, data, **kwargs):
+    kwargs = {"workers": "in-process", "schedule": "1f1b", "example": data[0], **kwargs}
+    return Pipeline(model, optimizer=ADAMW, **kwargs)
+
+
+def plainly(model, data, epochs=1):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    model.train()
+    for batch in data * epochs:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.threads
+def test_it_trains_to_the_bits_of_plain_pytorch(name):
+    """Tied embeddings, masks that the model looks at, and encoders with decoders among them."""
+    data = MODELS[name][1]()
+    plain = made(name)
+    losses = plainly(plain, data)
+    for stages in (1, 3, 4):
+        with opened(made(name), data, stages=stages) as pipe:
+            assert [r.loss for r in pipe.train_epoch(data)] == losses
+            assert_same(pipe.state_dict(), plain.state_dict())
+
+
+@pytest.mark.threads
+def test_with_dropout_the_number_of_stages_does_not_matter(name):
+    data, found = MODELS[name][1](), []
+    for stages in (1, 2, 4):
+        with opened(made(name, drop=0.1), data, stages=stages) as pipe:
+            losses = [r.loss for r in pipe.train_epoch(data)]
+            found.append((losses, pipe.evaluate(data), pipe.state_dict()))
+    for losses, evaluated, weights in found[1:]:
+        assert losses == found[0][0]
+        assert evaluated == found[0][1]
+        assert_same(weights, found[0][2])
+
+
+@pytest.mark.threads
+def test_asynchronous_training_equals_the_oracle(name):
+    data = MODELS[name][1]() * 2
+    with opened(made(name, drop=0.1), data, stages=4, schedule="async-1f1b") as pipe:
+        model = made(name, drop=0.1)
+        stage_of = {
+            key: [
+                stage
+                for stage, names in enumerate(pipe.plan.layers)
+                if any(key == each or key.startswith(f"{each}.") for each in names)
+            ]
+            for key, _ in model.named_parameters(remove_duplicate=False)
+        }
+        names = [each for names in pipe.plan.layers for each in names]
+        layers = list(dict.fromkeys(n for n in names if n in dict(model.named_modules())))
+        weights, losses = whole.oracle(
+            model.train(), stage_of, layers, data, lambda output, _: output.loss,
+            lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        )  # fmt: skip
+        assert [r.loss for r in pipe.train_epoch(data)] == losses
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["gpt2", "t5"], indirect=True)
+def test_it_survives_a_worker_and_goes_back_into_the_plain_model(name, tmp_path):
+    data = MODELS[name][1]() * 2
+    plain = made(name)
+    losses = plainly(plain, data)
+    kept = Checkpoints(tmp_path / "run", every=3)
+    with opened(
+        made(name), data, stages=3, workers="local", checkpoint=kept, max_restarts=1
+    ) as pipe:
+        found = []
+        for result in pipe.train_epoch(data):
+            found.append(result.loss)
+            if result.step == 4:
+                pid = pipe._group.cluster._local.processes["worker-2"].pid
+                os.kill(pid, signal.SIGKILL)
+        assert found == losses
+        assert len(pipe.restarts) == 1
+        model = pipe.module().eval()
+        assert_same(model.state_dict(), plain.state_dict())
+        model.save_pretrained(tmp_path / "folder")
+        batch = data[0]
+        with torch.no_grad():
+            assert torch.equal(pipe(**batch).logits, plain.eval()(**batch).logits)
+    again = type(model).from_pretrained(tmp_path / "folder")
+    assert_same(again.state_dict(), plain.state_dict())
+
+
+def squares(output, batch):
+    return output.logits.square().mean()
+
+
+@pytest.mark.threads
+def test_split_points_by_name_and_its_own_example():
+    """The model brings an example itself, so with a loss_fn none need be given."""
+    model = made("llama")
+    points = ["model.layers.1", "model.norm"]
+    options = {"stages": points, "loss_fn": squares, "example": None}
+    data = [{"input_ids": batch["input_ids"]} for batch in texts()]
+    with opened(model, data, **options) as pipe:
+        assert pipe.plan.layers[1] == ("model.layers.1", "model.layers.2", "model.layers.3")
+        result = next(iter(pipe.train_epoch(data)))
+        with pytest.raises(ConfigError, match=r"from the inputs to stage 2; give .* as example="):
+            pipe.submit(texts()[0])
+    expected = made("llama")(**data[0]).logits.square().mean().item()
+    assert result.loss == expected
+    with pytest.raises(ConfigError, match=r"no module 'model.layer.1'; did you mean 'model.layers"):
+        opened(model, texts(), stages=["model.layer.1"])
+
+
+@pytest.mark.threads
+def test_without_labels_there_is_no_loss_of_its_own():
+    data = [{"input_ids": ids(2, 5)}]
+    with pytest.raises(ConfigError, match="what the model returns has no loss"):
+        opened(made("llama"), data, stages=2)
+    with opened(
+        made("llama"), data, stages=2, loss_fn=lambda output, batch: output.logits.mean()
+    ) as pipe:
+        assert pipe.evaluate(data) == pytest.approx(
+            made("llama").eval()(**data[0]).logits.mean().item()
+        )
