@@ -549,9 +549,16 @@ class Pipeline:
         statistics: list[dict[str, int]] = self._group.command(CommandName.STATISTICS)
         return statistics
 
-    def explain(self) -> str:
-        """Describe the split, the versions and the memory, as a table of text."""
-        return explain(self.plan, self._group.cluster.names, self.statistics())
+    def explain(self, *, program: bool = False) -> str:
+        """Describe the split, the versions and the memory, as a table of text.
+
+        Args:
+            program: Whether to show also what the first recorded forward does between the layers,
+                stage by stage; a sequence of layers has none.
+        """
+        forwards = self._feeder.forwards
+        text = explain(self.plan, self._group.cluster.names, self.statistics(), forwards.how)
+        return f"{text}\n{forwards.program()}" if program else text
 
     def trace(self) -> Trace:
         """Return what every stage did so far. Flushes the pipe.

@@ -8,13 +8,16 @@ from pipedream_rt.observe.summary import table
 from pipedream_rt.schedules import Plan
 
 
-def explain(plan: Plan, workers: Sequence[str], statistics: Sequence[dict[str, int]]) -> str:
+def explain(
+    plan: Plan, workers: Sequence[str], statistics: Sequence[dict[str, int]], how: str
+) -> str:
     """Return the schedule in a line, and a table with a row for each stage.
 
     Args:
         plan: The plan of the pipeline.
         workers: The name of each worker.
         statistics: The counters of each stage; see `Pipeline.statistics`.
+        how: How the model was cut.
     """
     rows: list[tuple[str, ...]] = [
         ("stage", "worker", "layers", "parameters", "in flight", "versions", "peak MiB")
@@ -34,4 +37,9 @@ def explain(plan: Plan, workers: Sequence[str], statistics: Sequence[dict[str, i
         )
     slack = f", slack {', '.join(map(str, plan.shape.slack))}" if plan.shape.slack else ""
     head = f"schedule {plan.name}, {plan.per_update} micro-batches per update{slack}"
-    return f"{head}\n{table(rows)}"
+    lines = [head, how]
+    lines += [
+        f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"
+        for tie in plan.ties
+    ]
+    return "\n".join([*lines, table(rows)])

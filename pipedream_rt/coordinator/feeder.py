@@ -72,6 +72,7 @@ class Feeder:
         refuse: Called before every injection, to refuse what would not reach the stages.
 
     Attributes:
+        forwards: What the forwards of the model do.
         credits: Number of mini-batches on their way at a time.
         optimizer: The optimizer that the stages step with; None if there is none.
         step: Number of mini-batches injected so far.
@@ -94,7 +95,7 @@ class Feeder:
         self._fingerprint_every = fingerprint_every
         self._refuse = refuse
         self._settings = settings_now()
-        self._forwards = forwards
+        self.forwards = forwards
         self._lease = lease
         self._group = lease.group
         self._has_loss = has_loss
@@ -155,7 +156,7 @@ class Feeder:
 
     def _part(self, batch: Batch, mode: Mode) -> _Part:
         """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
-        fed = self._forwards.fed(batch, mode, self._group.training)
+        fed = self.forwards.fed(batch, mode, self._group.training)
         return _Part(fed, flat_copy(batch.target if mode.has_target else None))
 
     def _parts(self, batch: Batch, mode: Mode) -> tuple[list[_Part | None], list[int]]:

@@ -26,7 +26,7 @@ from pipedream_rt.planning.cut import Cut, StageProgram, cut
 from pipedream_rt.planning.program import Program
 from pipedream_rt.planning.record import record
 from pipedream_rt.schedules import COORDINATOR
-from pipedream_rt.schedules.plan import Address
+from pipedream_rt.schedules.plan import Address, name_of
 from pipedream_rt.stage.spec import has_own_loss
 
 Share: TypeAlias = tuple[Address, Structure, tuple[Tensor, ...]]
@@ -61,6 +61,10 @@ class Forwards(Protocol):
 
     definitions: list[bytes]
 
+    @property
+    def how(self) -> str:
+        """How the model was cut, in words."""
+
     def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
         """Return what is fed of a micro-batch.
 
@@ -79,6 +83,9 @@ class Forwards(Protocol):
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence of layers."""
 
+    def program(self) -> str:
+        """Return the first program as text, stage by stage."""
+
 
 @dataclass(slots=True)
 class SequenceForwards:
@@ -91,6 +98,15 @@ class SequenceForwards:
 
     entries: tuple[int, ...] = (0,)
     definitions: list[bytes] = field(default_factory=list)
+
+    @property
+    def how(self) -> str:
+        """See `Forwards.how`."""
+        return "cut between the layers of a sequence"
+
+    def program(self) -> str:
+        """See `Forwards.program`."""
+        return "the layers are called one after another"
 
     def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
         """See `Forwards.fed`."""
@@ -139,6 +155,24 @@ class RecordedForwards:
         self.homes: dict[str, int] = {}
         self.cuts: list[Cut] = []
         self.definitions: list[bytes] = []
+
+    @property
+    def how(self) -> str:
+        """How the model was cut, in words."""
+        guards = sum(len(p.guards) for programs in self._programs.values() for _, p in programs)
+        reads = f", {guards} values of inputs are read" if guards else ""
+        return f"cut by a recorded forward: {len(self.cuts)} programs so far{reads}"
+
+    def program(self) -> str:
+        """See `Forwards.program`."""
+        lines = []
+        for stage, program in enumerate(self.cuts[0].stages):
+            for source, slots in program.takes.items():
+                lines.append(f"stage {stage} takes {list(slots)} from {name_of(source)}")
+            lines += [f"    {step}" for step in program.steps]
+            for target, slots in program.gives.items():
+                lines.append(f"stage {stage} gives {list(slots)} to {name_of(target)}")
+        return "\n".join([*lines, f"    return {self.cuts[0].stages[-1].output!r}"])
 
     def record(self, batch: Batch, mode: Mode, training: bool | None = None) -> Program:
         """Record a forward.
