@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest
@@ -61,8 +62,12 @@ from pipedream_rt.coordinator.recovery import Failures, Restart
 from pipedream_rt.coordinator.references import References
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run_state import RunState
-from pipedream_rt.coordinator.specs import pickled_specs
-from pipedream_rt.coordinator.splitting import Split, Stages, split_model
+from pipedream_rt.coordinator.specs import (
+    around_forward,
+    pickled_specs,
+    refuse_halves_of_recomputed,
+)
+from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
@@ -121,6 +126,11 @@ class Pipeline:
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
+        autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
+            ``torch.bfloat16``; None for none.
+        recompute: Whether stages compute their activations once more in the backward rather than
+            keep them, or a list of those that do. Such a stage keeps the inputs of all micro-batches
+            in flight, and the activations of one. The bits are the same.
         on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
             ``"ignore"`` it.
         checkpoint: The folder for checkpoints, or `Checkpoints`, which also says when to make them.
@@ -158,6 +168,8 @@ class Pipeline:
         workers: Workers = None,
         seed: int = 0,
         threads: int = 1,
+        autocast: torch.dtype | None = None,
+        recompute: bool | Sequence[int] = False,
         on_nan: OnNan = "raise",
         checkpoint: CheckpointOption = None,
         max_restarts: int | None = None,
@@ -178,8 +190,11 @@ class Pipeline:
         self._model = UnsplitModel(model, loss_fn)
         own = loss_fn is None and optimizer is not None and self._model.sequence is None
         loss_fn = own_loss if own else loss_fn
-        split = split_model(self._model, stages, example, own_loss=own, trains=loss_fn is not None)
+        forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
+        split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
+        around = around_forward(autocast, recompute, self.plan)
+        refuse_halves_of_recomputed(around, self.plan)
         parts = grouped_names(optimizer, self._model.names)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
@@ -198,6 +213,7 @@ class Pipeline:
             seed=seed,
             on_nan=on_nan,
             trace_spans=spans,
+            around=around,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
         )
         # From here on there are workers, which an error ends.
@@ -356,6 +372,22 @@ class Pipeline:
         """
         with shorter_tracebacks():
             return self._feeder.evaluate(loader, prepare)
+
+    def predict(
+        self, loader: Iterable[Any], *, prepare: Prepare | None = None
+    ) -> Generator[Any, None, None]:
+        """Run the model on every item of a loader, several at a time, in eval mode.
+
+        Args:
+            loader: Yields what `train_epoch` takes, whose targets are not used; or the input of the
+                model alone, a tensor.
+            prepare: As in `train_epoch`.
+
+        Yields:
+            The output of the model for each item, in order. It is what ``pipe(...)`` returns.
+        """
+        with shorter_tracebacks():
+            yield from self._feeder.predict(loader, prepare)
 
     def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
         """Run the model without gradient, with every update applied, in eval mode.

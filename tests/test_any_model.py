@@ -12,7 +12,7 @@ from torch import nn
 
 from pipedream_rt import Checkpoints, LayerSpec, Pipeline
 
-SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+SGD = (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9})
 ADAMW = (torch.optim.AdamW, {"lr": 0.01})
 
 
@@ -224,6 +224,66 @@ def test_a_mini_batch_of_another_kind_is_another_program():
         assert len(pipe._feeder.forwards.cuts) > 2
         with pytest.raises(Exception, match=r"layer 'embed'.*does not take"):
             pipe.submit(words.float(), target)
+
+
+# -- around training ----------------------------------------------------------------------------
+
+
+def trained(case, data, **kwargs):
+    """The losses of an epoch, the loss of an evaluation, and the weights."""
+    with case.pipeline(**{"stages": 3, "schedule": "async-1f1b", **kwargs}) as pipe:
+        losses = [loss for r in pipe.train_epoch(data) for loss in r.losses]
+        return losses, pipe.evaluate(data), pipe.state_dict()
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("recompute", [True, [0, 2]])
+def test_activations_that_are_computed_again_are_the_same(case, recompute, autocast):
+    """With dropout, and statistics of BatchNorm that move once."""
+    data = case.data(5)
+    kept = trained(case, data, autocast=autocast)
+    again = trained(case, data, autocast=autocast, recompute=recompute)
+    assert again[:2] == kept[:2]
+    assert_same(again[2], kept[2])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_autocast_is_that_of_the_plain_loop(name):
+    """Without tied weights, whose gradients a cast that is cached sums in its own dtype."""
+    case = CASES[name]
+    data, model = case.data(4), case.model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    torch.set_num_threads(1)
+    weights, losses = whole.plainly(
+        model, data, case.loss, case.make_optimizer, autocast=torch.bfloat16
+    )
+    for stages in (1, 3):
+        with Pipeline(
+            model, stages=stages, example=data[0], loss_fn=case.loss, optimizer=case.optimizer,
+            schedule="1f1b", workers="in-process", autocast=torch.bfloat16,
+        ) as pipe:  # fmt: skip
+            assert [r.loss for r in pipe.train_epoch(data)] == losses
+            assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.threads
+def test_predictions_come_in_order_and_are_those_of_single_calls(case):
+    data = case.data(6)
+    with case.pipeline(stages=3) as pipe:
+        made = list(pipe.predict(data))
+        for item, output in zip(data, made, strict=True):
+            args, kwargs, _ = whole.parts_of(item)
+            alone = pipe(*args, **kwargs)
+            if isinstance(alone, dict):
+                alone, output = alone["scores"], output["scores"]
+            assert torch.equal(output, alone)
+        first = next(pipe.predict(data))  # the rest is dropped
+        assert type(first) is type(made[0])
+        assert [r.step for r in pipe.train_epoch(data[:2])] == [0, 1]
 
 
 # -- layers that workers build ------------------------------------------------------------------

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
+from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.forwards import Fed, Forwards
 from pipedream_rt.coordinator.lease import Lease
@@ -308,6 +308,32 @@ class Feeder:
         for loss, size in losses:
             total += loss * size
         return total / samples
+
+    def predict(self, loader: Iterable[Any], prepare: Prepare | None) -> Generator[Any, None, None]:
+        """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
+        self._group.life.check()
+        self._refuse_what_stays_here()
+        self.flush()
+        ahead: deque[int] = deque()
+
+        def collect() -> Any:
+            """Take the output of the oldest micro-batch on its way."""
+            position = ahead.popleft()
+            _, output = self._take_loss(position)
+            self._group.log.forget(position)
+            return output
+
+        try:
+            for item in loader:
+                batch = example_of(item if prepare is None else prepare(item))
+                ahead.append(self._pass(Mode.INFER, self._part(batch, Mode.INFER)))
+                while len(ahead) > 2 * self._group.plan.num_stages:
+                    yield collect()
+            while ahead:
+                yield collect()
+        finally:
+            while ahead and not self._group.life.is_over:
+                collect()
 
     def infer(self, batch: Batch, *, training: bool) -> Any:
         """Flush, and return the model's output for one input; see `Pipeline.__call__`."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import cloudpickle
 import msgpack
+import torch
 from torch import Tensor, nn
 
 from pipedream_rt.coordinator.batches import Batch
@@ -134,6 +135,7 @@ class RecordedForwards:
         model: The unsplit model.
         layers: The modules that stay whole, by name.
         own_loss: Whether the model computes its loss itself.
+        autocast: The dtype of autocast; None for none.
 
     Attributes:
         homes: The stage of each layer that was called so far, by name.
@@ -141,11 +143,18 @@ class RecordedForwards:
         definitions: The pickled programs that were made since the start.
     """
 
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], own_loss: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[str, nn.Module],
+        own_loss: bool,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """Record nothing yet."""
         self._model = model
         self._layers = layers
         self._own_loss = own_loss
+        self._autocast = autocast
         self._given = _without_cache(model)
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
         self._num_stages = 1
@@ -187,6 +196,7 @@ class RecordedForwards:
             {**self._given, **batch.kwargs},
             training=False if mode in _EVAL else training,
             grad=mode is Mode.TRAIN,
+            autocast=self._autocast,
         )
         if mode.has_target and self._own_loss and not has_own_loss(program.output):
             raise ConfigError(

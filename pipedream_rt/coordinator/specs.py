@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,58 @@ from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
 
+class AroundForward(NamedTuple):
+    """What happens around forwards and backwards.
+
+    Attributes:
+        autocast: As in `StageSpec`.
+        recompute: The stages that compute activations again.
+    """
+
+    autocast: torch.dtype | None = None
+    recompute: frozenset[int] = frozenset()
+
+
+def around_forward(autocast: Any, recompute: Any, plan: Plan) -> AroundForward:
+    """Check the arguments ``autocast`` and ``recompute`` of `Pipeline`.
+
+    Raises:
+        ConfigError: One of them makes no sense, or does not fit the schedule.
+    """
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ConfigError(f"autocast must be torch.bfloat16 or torch.float16, not {autocast!r}")
+    if autocast is torch.float16:
+        raise ConfigError(
+            "autocast to float16 needs a scaled loss, or small gradients become zero, and losses "
+            "are not scaled; use torch.bfloat16"
+        )
+    stages = range(plan.num_stages)
+    if isinstance(recompute, bool):
+        return AroundForward(autocast, frozenset(stages if recompute else ()))
+    chosen = list(recompute) if isinstance(recompute, Collection) else [recompute]
+    if isinstance(recompute, str) or any(isinstance(s, bool) or s not in stages for s in chosen):
+        raise ConfigError(
+            f"recompute must be True, False or a list of stages from 0 to {stages[-1]}, not "
+            f"{recompute!r}"
+        )
+    return AroundForward(autocast, frozenset(chosen))
+
+
+def refuse_halves_of_recomputed(around: AroundForward, plan: Plan) -> None:
+    """Refuse to compute activations again in schedules that cut a backward in two.
+
+    Raises:
+        ConfigError: The schedule does, and the first half would have to compute them, and the
+            second once more.
+    """
+    halves = any(action.kind is Kind.INPUT for action in plan.order(0, 0, plan.per_update))
+    if around.recompute and halves:
+        raise ConfigError(
+            f"{plan.name} computes gradients in two halves, each of which would compute the "
+            "activations again; use recompute with another schedule"
+        )
+
+
 def pickled_specs(
     model: UnsplitModel,
     plan: Plan,
@@ -36,6 +88,7 @@ def pickled_specs(
     seed: int,
     on_nan: OnNan,
     trace_spans: int,
+    around: AroundForward,
     programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[Tensor]:
     """Pickle the `StageSpec` of every stage.
@@ -47,6 +100,7 @@ def pickled_specs(
         seed: The seed of random numbers, as in `StageSpec`.
         on_nan: What to do about a loss that is not finite, as in `StageSpec`.
         trace_spans: The number of spans that each worker keeps, as in `StageSpec`.
+        around: What happens around forwards and backwards.
         programs: By stage, what a forward does, as in `StageSpec`.
 
     Returns:
@@ -77,6 +131,8 @@ def pickled_specs(
             on_nan=on_nan,
             programs=programs[stage],
             blueprint=dataclasses.replace(model.blueprint, seed=seed),
+            autocast=around.autocast,
+            recompute=stage in around.recompute,
             trace_spans=trace_spans,
             hooks=_hooks(part, plan),
             shared=shared[stage],

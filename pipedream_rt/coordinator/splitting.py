@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 from pipedream_rt.coordinator.batches import Batch, example_of
@@ -52,8 +53,22 @@ class Split(NamedTuple):
         return self.forwards.stage_programs(stage)
 
 
+class ForwardOptions(NamedTuple):
+    """How forwards are recorded.
+
+    Attributes:
+        own_loss: Whether the model computes its loss itself.
+        trains: Whether the stages will train.
+        autocast: The dtype of autocast; None for none.
+    """
+
+    own_loss: bool = False
+    trains: bool = False
+    autocast: torch.dtype | None = None
+
+
 def split_model(
-    model: UnsplitModel, stages: Stages, example: Any, *, own_loss: bool, trains: bool
+    model: UnsplitModel, stages: Stages, example: Any, options: ForwardOptions
 ) -> Split:
     """Split a model.
 
@@ -61,8 +76,7 @@ def split_model(
         model: The unsplit model.
         stages: Where to cut.
         example: A mini-batch, as `example_of` takes it; None if none was given.
-        own_loss: Whether the model computes its loss itself.
-        trains: Whether the stages will train.
+        options: How forwards are recorded.
 
     Raises:
         ConfigError: There is no such split, or the model cannot be cut.
@@ -80,11 +94,11 @@ def split_model(
             "out what passes between its layers: give example=, a mini-batch as the loader yields "
             f"it, or the DataLoader. {MANUAL}"
         )
-    return _split_whole(model, stages, batch, own_loss, trains)
+    return _split_whole(model, stages, batch, options)
 
 
 def _split_whole(
-    model: UnsplitModel, stages: Stages, batch: Batch, own_loss: bool, trains: bool
+    model: UnsplitModel, stages: Stages, batch: Batch, options: ForwardOptions
 ) -> Split:
     """Split a model that is no sequence.
 
@@ -93,8 +107,8 @@ def _split_whole(
     """
     named = [] if isinstance(stages, int | str) else [s for s in stages if isinstance(s, str)]
     layers = find_layers(model.whole, named)
-    forwards = RecordedForwards(model.whole, layers, own_loss)
-    modes = [Mode.TRAIN, Mode.EVALUATE] if trains else [Mode.INFER]
+    forwards = RecordedForwards(model.whole, layers, options.own_loss, options.autocast)
+    modes = [Mode.TRAIN, Mode.EVALUATE] if options.trains else [Mode.INFER]
     programs = [forwards.record(batch, mode) for mode in modes]
     firsts = _first_layers(stages, programs[0], layers, model.whole)
     forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)

@@ -20,7 +20,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -89,6 +89,7 @@ def record(
     *,
     training: bool | None = None,
     grad: bool = True,
+    autocast: torch.dtype | None = None,
 ) -> Program:
     """Record one forward of a model; the model is afterwards as it was.
 
@@ -99,6 +100,7 @@ def record(
         kwargs: Keyword arguments.
         training: The mode that all modules are set to; None to leave every module as it is.
         grad: Whether gradients are recorded around the forward.
+        autocast: The dtype of autocast around the forward; None for none.
 
     Returns:
         The program. Its inputs are the tensors in ``(args, kwargs)``, in order.
@@ -119,7 +121,8 @@ def record(
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
     recorder = _Recorder(model, layers, inputs)
     _refuse_hooks(model, layers)
-    with _as_it_was(model, recorder), _mode(model, training), torch.set_grad_enabled(grad):
+    cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    with _as_it_was(model, recorder), _mode(model, training), torch.set_grad_enabled(grad), cast:
         recorder.begin()
         with recorder.called(), _Watch(recorder), recorder:
             output = _called(model, args, kwargs)

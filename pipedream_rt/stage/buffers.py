@@ -61,6 +61,7 @@ class ForwardBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         """Look for buffers once, since a forward that makes new ones replaces rather than edits."""
+        self._module = module
         by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
@@ -68,6 +69,29 @@ class ForwardBuffers:
                     by_tensor.setdefault(id(buffer), []).append((owner, name))
         self._slots = list(by_tensor.values())
         self._changing: set[int] = set()
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that forwards change."""
+        return {n: b.detach().clone() for n, b in self._module.named_buffers()}
+
+    @contextmanager
+    def put_back_for_a_while(self, copies: dict[str, Tensor]) -> Iterator[None]:
+        """Let the buffers be copies from earlier while the body runs."""
+        slots = [
+            (owner._buffers, short, owner._buffers[short])
+            for places in buffer_slots(self._module).values()
+            for owner, short in places
+        ]
+        places = buffer_slots(self._module)
+        for name, copy in copies.items():
+            own = copy.clone()  # the body may change it, and may run once more
+            for owner, short in places.get(name, ()):
+                owner._buffers[short] = own
+        try:
+            yield
+        finally:
+            for holder, short, buffer in slots:
+                holder[short] = buffer
 
     @contextmanager
     def kept_for_backward(self, others: bool) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from pipedream_rt.planning.cut import StageProgram
@@ -64,6 +65,8 @@ class StageSpec:
         seed: The seed of the pipeline, for `layer_seed`.
         blueprint: The list of layers from which the worker builds those that have no values yet.
         on_nan: What the stage does about a training loss that is NaN or infinite.
+        autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
+        recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         hooks: The hooks on parameters of the stage.
         shared: The names of the buffers that other stages have too, which must not change.
@@ -82,6 +85,8 @@ class StageSpec:
     on_nan: OnNan
     programs: tuple[StageProgram, ...] = ()
     blueprint: Blueprint = field(default_factory=Blueprint)
+    autocast: torch.dtype | None = None
+    recompute: bool = False
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
@@ -224,8 +225,12 @@ class Stage:
             self._watching(micro_batch),
             self._buffers.kept_for_backward(others),
             self._reading(micro_batch),
+            self._casting(),
         ):
-            made = self._run(program, values, micro_batch)
+            if self._spec.recompute:
+                made = self._run_twice(program, values, micro_batch)
+            else:
+                made = self._run(program, values, micro_batch)
             loss = None if target is None else self._loss(made[0], target)
         if loss is None:
             flight.outputs = [[t for t in flatten(v)[1] if t.requires_grad] for v in made]
@@ -357,6 +362,33 @@ class Stage:
         if not self.plan.consumers(self.index):
             return [filled(ours.output, values, {name: self._held(name) for name in ours.held})]
         return [_pack(ours.gives.get(target, ()), values) for target in self._targets]
+
+    def _run_twice(self, program: int, values: dict[int, Any], number: int) -> list[Any]:
+        """Do the steps of a program, and once more in the backward, with the same result.
+
+        Between the two, autograd keeps the inputs of the stage alone. The second time reads the
+        same weights, since the backward reads those of the forward, draws the same random numbers,
+        since each step is seeded, finds the buffers as the first time found them, and leaves them
+        as they are.
+        """
+        buffers = self._buffers.copies()
+
+        def run(*given: Any) -> list[Any]:
+            return self._run(program, dict(zip(values, given, strict=True)), number)
+
+        made: list[Any] = checkpoint(
+            run,
+            *values.values(),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), self._buffers.put_back_for_a_while(buffers)),
+        )
+        return made
+
+    def _casting(self) -> Any:
+        """Return the context in which forwards and losses run."""
+        dtype = self._spec.autocast
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
     def _held(self, name: str) -> Tensor:
         """Return a parameter, in the version that is read now, or a buffer."""
@@ -599,7 +631,7 @@ class Stage:
         Raises:
             ConfigError: The loss is no tensor with one element.
         """
-        with torch.no_grad(), eval_mode(self.module, self.parameters):
+        with torch.no_grad(), eval_mode(self.module, self.parameters), self._casting():
             made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
                 return list(map(_outgoing, made))
@@ -621,7 +653,7 @@ class Stage:
             The value for each consumer; on the last stage the output alone.
         """
         mode = nullcontext() if training else eval_mode(self.module, self.parameters)
-        with torch.no_grad(), mode:
+        with torch.no_grad(), mode, self._casting():
             return list(map(_outgoing, self._pass(f"infer {number}", inputs, program)))
 
     def _pass(self, number: str, inputs: Sequence[Value], program: int) -> list[Any]:

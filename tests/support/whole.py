@@ -318,7 +318,7 @@ def oracle(
     return model.state_dict(), losses
 
 
-def plainly(model, data, loss_fn, make_optimizer, *, k=1):
+def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None):
     """Train a copy of a model without dropout in the plainest loop there is."""
     model = copy.deepcopy(model)
     for module in model.modules():
@@ -328,7 +328,8 @@ def plainly(model, data, loss_fn, make_optimizer, *, k=1):
     for item in data:
         optimizer.zero_grad()
         for args, kwargs, target in chunks(item, k):
-            loss = loss_fn(model(*args, **kwargs), target)
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                loss = loss_fn(model(*args, **kwargs), target)
             (loss / k).backward() if k > 1 else loss.backward()
             losses.append(loss.item())
         optimizer.step()
