@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pipedream_rt.planning.layer_spec import LayerSpec
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
+    from pipedream_rt.stage.clipping import Clip
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "Action",
     "CheckpointError",
     "Checkpoints",
+    "Clip",
     "ConfigError",
     "Costs",
     "DistributedOptimizer",
@@ -82,6 +84,7 @@ __all__ = [
 _HOMES = {
     "Action": "pipedream_rt.schedules",
     "Checkpoints": "pipedream_rt.coordinator.options",
+    "Clip": "pipedream_rt.stage.clipping",
     "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
     "Fingerprint": "pipedream_rt.coordinator.fingerprints",

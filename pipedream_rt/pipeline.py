@@ -80,6 +80,7 @@ from pipedream_rt.planning import refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
+from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
 from pipedream_rt.transport.base import Receive
 
@@ -126,11 +127,12 @@ class Pipeline:
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
+        clip: How gradients are clipped before each update; None for not at all.
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
         recompute: Whether stages compute their activations once more in the backward rather than
-            keep them, or a list of those that do. Such a stage keeps the inputs of all micro-batches
-            in flight, and the activations of one. The bits are the same.
+            keep them, or a list of those that do. Such a stage keeps the inputs of micro-batches in
+            flight, and the activations of one. The bits are the same.
         on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
             ``"ignore"`` it.
         checkpoint: The folder for checkpoints, or `Checkpoints`, which also says when to make them.
@@ -168,6 +170,7 @@ class Pipeline:
         workers: Workers = None,
         seed: int = 0,
         threads: int = 1,
+        clip: Clip | None = None,
         autocast: torch.dtype | None = None,
         recompute: bool | Sequence[int] = False,
         on_nan: OnNan = "raise",
@@ -193,6 +196,8 @@ class Pipeline:
         forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
+        if clip is not None:
+            require_instance("clip", clip, Clip)
         around = around_forward(autocast, recompute, self.plan)
         refuse_halves_of_recomputed(around, self.plan)
         parts = grouped_names(optimizer, self._model.names)
@@ -214,6 +219,7 @@ class Pipeline:
             on_nan=on_nan,
             trace_spans=spans,
             around=around,
+            clip=clip,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
         )
         # From here on there are workers, which an error ends.

@@ -1,5 +1,6 @@
 """Models given whole: cut into stages, they train to the bits of the unsplit model."""
 
+import math
 import os
 import signal
 
@@ -10,7 +11,8 @@ from support import whole
 from support.oracle import assert_same
 from torch import nn
 
-from pipedream_rt import Checkpoints, LayerSpec, Pipeline
+from pipedream_rt import Checkpoints, Clip, LayerSpec, Pipeline, ScheduleOptions
+from pipedream_rt.errors import ConfigError
 
 SGD = (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9})
 ADAMW = (torch.optim.AdamW, {"lr": 0.01})
@@ -108,7 +110,7 @@ def test_without_dropout_it_is_the_plain_loop(case, stages):
         assert_same(pipe.state_dict(), weights)
 
 
-def of_oracle(case, pipe, data, k=1, reads="async-1f1b"):
+def of_oracle(case, pipe, data, k=1, reads="async-1f1b", clip=None):
     model = case.model()
     names = [n for names in pipe.plan.layers for n in names]
     modules = dict(model.named_modules())
@@ -122,6 +124,7 @@ def of_oracle(case, pipe, data, k=1, reads="async-1f1b"):
         case.make_optimizer,
         k=k,
         reads=reads,
+        clip=clip,
     )
 
 
@@ -246,6 +249,129 @@ def test_activations_that_are_computed_again_are_the_same(case, recompute, autoc
     again = trained(case, data, autocast=autocast, recompute=recompute)
     assert again[:2] == kept[:2]
     assert_same(again[2], kept[2])
+
+
+def without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+CLIPS = {
+    "norm": (Clip(norm=0.05), lambda p: nn.utils.clip_grad_norm_(p, 0.05)),
+    "infinite norm": (
+        Clip(norm=0.02, norm_type=math.inf), lambda p: nn.utils.clip_grad_norm_(p, 0.02, math.inf)
+    ),
+    "value": (Clip(value=0.003), lambda p: nn.utils.clip_grad_value_(p, 0.003)),
+}  # fmt: skip
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("how", CLIPS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_clipping_is_that_of_the_plain_loop(case, how, schedule):
+    """With a flush on the way, and the last update applied before the weights are read."""
+    clip, plainly = CLIPS[how]
+    if schedule == "zero-bubble" and case is CASES["three uses"]:
+        pytest.skip("halves of a backward sum the gradients of a weight with several uses apart")
+    data = case.data(5)
+    torch.set_num_threads(1)
+    weights, losses = whole.plainly(
+        without_dropout(case.model()), data, case.loss, case.make_optimizer, clip=plainly
+    )
+    plain, _ = whole.plainly(without_dropout(case.model()), data, case.loss, case.make_optimizer)
+    assert any(not torch.equal(weights[key], plain[key]) for key in weights), "nothing is clipped"
+    for stages in (1, 3):
+        with Pipeline(
+            without_dropout(case.model()), stages=stages, example=data[0], loss_fn=case.loss,
+            optimizer=case.optimizer, schedule=schedule, workers="in-process", clip=clip,
+        ) as pipe:  # fmt: skip
+            found = [r.loss for r in pipe.train_epoch(data[:2])]
+            pipe.evaluate(data[:1])
+            found += [r.loss for r in pipe.train_epoch(data[2:])]
+            assert found == losses
+            assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("options", "reads", "k", "delay"),
+    [
+        ({"schedule": "async-1f1b"}, "async-1f1b", 1, 4),
+        ({"schedule": "async-1f1b"}, "async-1f1b", 2, 2),
+        ({"schedule_options": ScheduleOptions(vertical_sync=True)}, "vertical-sync", 1, 0),
+        ({"schedule": "2bw"}, "2bw", 4, 0),
+    ],
+)
+def test_asynchronous_clipping_equals_the_oracle(options, reads, k, delay, tmp_path):
+    """Exact where an update is read late enough, else by the norm of D mini-batches before.
+
+    Through a flush, and a checkpoint from which another pipeline goes on.
+    """
+    case, names = CASES["lstm"] if k > 1 else CASES["unet"], []
+    data = case.data(12)
+    clip = (0.05, (lambda t: t - delay if t >= delay else None) if delay else (lambda t: t))
+    options = {"stages": 4, "micro_batches": k, "clip": Clip(norm=0.05), **options}
+    with case.pipeline(**options) as pipe:
+        weights, losses = of_oracle(case, pipe, data, k, reads, clip)
+        names = [loss for r in pipe.train_epoch(data[:5]) for loss in r.losses]
+        pipe.flush()
+        names += [loss for r in pipe.train_epoch(data[5:7]) for loss in r.losses]
+        pipe.save(tmp_path)
+    with case.pipeline(**options) as pipe:
+        pipe.load(tmp_path)
+        names += [loss for r in pipe.train_epoch(data[7:]) for loss in r.losses]
+        assert names == losses
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("vertical_sync", [False, True])
+def test_clipping_survives_a_worker(vertical_sync, tmp_path):
+    case = CASES["unet"]
+    data = case.data(10)
+    clip = (0.05, (lambda t: t) if vertical_sync else (lambda t: t - 3 if t >= 3 else None))
+    with case.pipeline(
+        stages=3, workers="local", checkpoint=Checkpoints(tmp_path, every=3), max_restarts=1,
+        clip=Clip(norm=0.05), schedule_options=ScheduleOptions(vertical_sync=vertical_sync),
+    ) as pipe:  # fmt: skip
+        reads = "vertical-sync" if vertical_sync else "async-1f1b"
+        weights, losses = of_oracle(case, pipe, data, 1, reads, clip)
+        found = []
+        for result in pipe.train_epoch(data):
+            found.append(result.loss)
+            if result.step == 6:
+                pid = pipe._group.cluster._local.processes["worker-0"].pid
+                os.kill(pid, signal.SIGKILL)
+        assert found == losses
+        assert_same(pipe.state_dict(), weights)
+        assert len(pipe.restarts) == 1
+
+
+@pytest.mark.threads
+def test_clipping_by_the_norm_of_each_stage():
+    case = CASES["unet"]
+    data = case.data(6)
+    with case.pipeline(stages=3, clip=Clip(norm=0.03, over="stage")) as pipe:
+        weights, losses = of_oracle(case, pipe, data, clip=(0.03, lambda t: None))
+        assert [r.loss for r in pipe.train_epoch(data)] == losses
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "needs norm= or value="),
+        ({"norm": 1.0, "value": 1.0}, "not both"),
+        ({"norm": 0}, "norm of Clip must be a positive number"),
+        ({"norm": math.nan}, "positive number, not nan"),
+        ({"norm": 1.0, "over": "all"}, 'must be "model" or "stage"'),
+    ],
+)
+def test_a_clip_that_makes_no_sense_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        Clip(**given)
 
 
 @pytest.mark.threads

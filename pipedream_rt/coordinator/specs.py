@@ -24,6 +24,7 @@ from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Kind, Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
+from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
@@ -89,6 +90,7 @@ def pickled_specs(
     on_nan: OnNan,
     trace_spans: int,
     around: AroundForward,
+    clip: Clip | None,
     programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[Tensor]:
     """Pickle the `StageSpec` of every stage.
@@ -101,6 +103,7 @@ def pickled_specs(
         on_nan: What to do about a loss that is not finite, as in `StageSpec`.
         trace_spans: The number of spans that each worker keeps, as in `StageSpec`.
         around: What happens around forwards and backwards.
+        clip: How gradients are clipped.
         programs: By stage, what a forward does, as in `StageSpec`.
 
     Returns:
@@ -133,6 +136,8 @@ def pickled_specs(
             blueprint=dataclasses.replace(model.blueprint, seed=seed),
             autocast=around.autocast,
             recompute=stage in around.recompute,
+            clip=clip,
+            numbers=_numbers(model, part),
             trace_spans=trace_spans,
             hooks=_hooks(part, plan),
             shared=shared[stage],
@@ -205,6 +210,12 @@ def _aliases(
             here = {key for key, p in parts[stage].named_parameters(remove_duplicate=False)}
             found[tied[stage][tie.name]] = tuple(k for k in dict.fromkeys(keys) if k not in here)
     return found
+
+
+def _numbers(model: UnsplitModel, part: nn.Module) -> dict[str, int]:
+    """Return the places of the trainable parameters of a stage in the whole model, by name."""
+    order = {each: number for number, each in enumerate(model.names)}
+    return {name: order[id(p)] for name, p in part.named_parameters() if id(p) in order}
 
 
 def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Range, str]]) -> str:

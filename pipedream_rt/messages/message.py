@@ -125,6 +125,7 @@ class MicroBatch:
         fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
+        totals: Updates with the total norms of their gradients, which go up with forwards.
         structure: The structure of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
@@ -141,6 +142,7 @@ class MicroBatch:
     definition: bytes = b""
     fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
+    totals: list[list[Any]] = field(default_factory=list)
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
     trail: list[Passed] = field(default_factory=list)
@@ -229,6 +231,32 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A stage to the one before it: the norms of its gradients and of those of stages behind it.
+
+    The index of the message is the number of the update; its one tensor has the norms.
+
+    Attributes:
+        numbers: For each norm, the place of its parameter in the unsplit model.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.NORM
+    numbers: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """The first stage to another at a flush: total norms that no forward has brought.
+
+    Attributes:
+        totals: Updates with their totals.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.TOTAL
+    totals: list[list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """Stage to coordinator: the result of a command.
 
@@ -282,6 +310,8 @@ Payload: TypeAlias = (
     | Loss
     | Weight
     | Share
+    | Norm
+    | Total
     | Reply
     | Saved
     | Failed
@@ -318,7 +348,7 @@ class Message:
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
             message that belongs to no item has the generation (`Ready`), the version (`Weight`),
-            the update (`Share`) or 0 (`Start`, `Failed`).
+            the update (`Share`, `Norm`) or 0 (`Start`, `Failed`).
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.

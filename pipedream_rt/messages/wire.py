@@ -21,6 +21,7 @@ from pipedream_rt.messages.message import (
     Message,
     MicroBatch,
     Mode,
+    Norm,
     Payload,
     Ready,
     Reply,
@@ -28,6 +29,7 @@ from pipedream_rt.messages.message import (
     Share,
     Start,
     Target,
+    Total,
     Weight,
 )
 from pipedream_rt.messages.tree import own
@@ -37,6 +39,7 @@ FORMAT = 4
 
 _PAYLOADS: tuple[type[Payload], ...] = (
     Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed, Weight, Share,
+    Norm, Total,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _ENUMS: dict[tuple[type[Any], str], type[Enum]] = {

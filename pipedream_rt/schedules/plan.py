@@ -53,6 +53,8 @@ class EdgeKind(Enum):
     LOSS = "loss"
     WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
     SHARE = "share"  # the receiver's share of the gradient of weights that both use
+    NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
+    TOTAL = "total"  # the norms of all gradients, from the first stage at a flush
     START = "start"  # the specification of a stage
     READY = "ready"
     COMMAND = "command"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipedream_rt.messages.message import (
@@ -12,6 +14,8 @@ from pipedream_rt.messages.message import (
     Loss,
     Message,
     MicroBatch,
+    Mode,
+    Norm,
     Passed,
     Payload,
     Reply,
@@ -19,6 +23,7 @@ from pipedream_rt.messages.message import (
     Send,
     Share,
     Target,
+    Total,
     Weight,
 )
 from pipedream_rt.messages.tree import Value, flat_copy, flatten
@@ -114,6 +119,7 @@ class Hosted:
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
         trail = [*trail_of(inputs), [self.index, version, self.busy_ns, mark]]
+        totals = self._totals_to_take_along(head.mode, inputs)
         values = made if isinstance(made, Sequence) else [_NOTHING] * len(self.outputs)
         for edge, output in zip(self.outputs, values, strict=True):
             payload: Payload
@@ -131,6 +137,7 @@ class Hosted:
                     definition=head.definition,
                     fingerprint=head.fingerprint,
                     hyper=head.hyper,
+                    totals=totals,
                     structure=output.structure,
                     requires_grad=list(output.requires_grad),
                     trail=trail,
@@ -214,6 +221,58 @@ class Hosted:
         update, number = divmod(action.index, self.stage.plan.per_update)
         return update, action.kind in ENDS and number == self.stage.plan.per_update - 1
 
+    # -- norms of gradients ---------------------------------------------------------------------
+
+    def norms_due(self, update: int) -> list[Key]:
+        """Return the key of the norms of the stages behind this one; none for the last."""
+        behind = self.index + 1
+        if behind == self.stage.plan.num_stages:
+            return []
+        return [Key(Edge(EdgeKind.NORM, behind, self.index), update)]
+
+    def norms_in(self, messages: Sequence[Message]) -> dict[int, Tensor]:
+        """Return the norms that messages carry, by the places of their parameters in the model."""
+        found: dict[int, Tensor] = {}
+        for message in messages:
+            assert isinstance(message.payload, Norm)
+            found.update(zip(message.payload.numbers, message.tensors[0].unbind(), strict=True))
+        return found
+
+    def send_norms(self, update: int, norms: Mapping[int, Tensor]) -> None:
+        """Send norms to the stage before, if there is one."""
+        if self.index > 0:
+            edge = Edge(EdgeKind.NORM, self.index, self.index - 1)
+            tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
+            self._send(edge, update, Norm(numbers=list(norms)), (tensor,))
+
+    def totals_due(self, position: int) -> list[Key]:
+        """Return the key of the totals that stage 0 sends at a flush, if updates wait for them."""
+        clipper = self.stage.clipper
+        if clipper is None or not clipper.exact or self.index == 0:
+            return []
+        return [Key(Edge(EdgeKind.TOTAL, 0, self.index), position)]
+
+    def send_totals(self, position: int) -> None:
+        """Send the totals that no forward has taken along to all other stages, from stage 0."""
+        clipper = self.stage.clipper
+        if clipper is None or not clipper.exact or self.index > 0:
+            return
+        totals = [[update, total] for update, total in clipper.unsent.items()]
+        clipper.unsent.clear()
+        for stage in range(1, self.stage.plan.num_stages):
+            self._send(Edge(EdgeKind.TOTAL, 0, stage), position, Total(totals=totals), ())
+
+    def _totals_to_take_along(self, mode: Mode, inputs: Sequence[Message]) -> list[list[Any]]:
+        """Return the totals that go up with a forward: those that came, or those of stage 0."""
+        clipper = self.stage.clipper
+        if clipper is None or mode is not Mode.TRAIN:
+            return []
+        if self.index > 0:
+            return [[update, total] for update, total in totals_of(inputs).items()]
+        totals = [[update, total] for update, total in clipper.unsent.items()]
+        clipper.unsent.clear()
+        return totals
+
     def reply(self, position: int, result: object) -> None:
         """Send the result of a command to the coordinator."""
         # The tensors are copied, because the next update may change the stage's own.
@@ -254,6 +313,12 @@ def gradients_of(message: Message) -> Gradients:
     head, tensors = message.payload, iter(message.tensors)
     assert isinstance(head, Gradient)
     return [next(tensors) if there else None for there in head.present]
+
+
+def totals_of(inputs: Sequence[Message]) -> dict[int, float]:
+    """Return the totals that the messages of a micro-batch carry, by update."""
+    heads = (m.payload for m in inputs if isinstance(m.payload, MicroBatch))
+    return {update: total for head in heads for update, total in head.totals}
 
 
 def trail_of(inputs: Sequence[Message]) -> list[Passed]:

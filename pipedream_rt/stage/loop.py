@@ -35,6 +35,7 @@ from pipedream_rt.messages.message import (
     Mode,
     Payload,
     Send,
+    Total,
 )
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.observe.spans import NOBODY, Recorder
@@ -42,7 +43,7 @@ from pipedream_rt.observe.trace import CODES, COMMAND, DRAIN, PASS
 from pipedream_rt.schedules import Action, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.actions import ENDS, until
 from pipedream_rt.stage.commands import carry_out
-from pipedream_rt.stage.hosted import Hosted, gradients_of, target_of, value_of
+from pipedream_rt.stage.hosted import Hosted, gradients_of, target_of, totals_of, value_of
 from pipedream_rt.stage.memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Gradients, Stage
 
@@ -170,12 +171,14 @@ class Loop:
         """
         stop, per_update = hosted.stage.next_forward, self._plan.per_update
         left = sum(
-            stop - each.stage.ended + stop // per_update - each.stage.parameters.ledger.newest
+            stop - each.stage.ended + stop // per_update - each.stage.steps
             for each in self._hosted.values()
         )
         for action in until(order, stop, per_update, left):
             doer = self._host_of(action)
             self._do(doer, action, self._await(doer, action))
+        for each in self._hosted.values():
+            each.send_totals(command.index)  # before any stage of this worker waits for them
         self._end_flush(hosted, command)
         for other in self._hosted.values():
             if other is not hosted:
@@ -197,6 +200,10 @@ class Loop:
 
     def _end_flush(self, hosted: Hosted, command: Message) -> None:
         """Reply that nothing is in flight on a stage, and every update has reached it."""
+        for key in hosted.totals_due(command.index):
+            payload = self._take(key).payload
+            assert isinstance(payload, Total)
+            self._apply_put_off(hosted, dict(payload.totals))
         for key in hosted.weights_left():
             hosted.receive_weights(self._take(key))
         hosted.reply(command.index, None)
@@ -304,10 +311,7 @@ class Loop:
                 version = stage.version_of(m)
                 self._backward(hosted, action, needed)
             case Kind.STEP:
-                with self._computing(hosted):
-                    stage.step(m)
-                    hosted.saver.save_if_due()
-                hosted.send_weights()
+                self._step(hosted, m)
                 version = stage.parameters.ledger.newest
             case _:
                 assert_never(kind)
@@ -315,6 +319,48 @@ class Loop:
             self._options.announce("")  # the action went well
         start += hosted.held_up_ns - held_up
         self._record(CODES[kind], hosted, m, version, needed, start)
+
+    def _step(self, hosted: Hosted, update: int) -> None:
+        """Do a step: measure the gradients where a total norm is needed, then apply them."""
+        stage = hosted.stage
+        if stage.clipper is not None and stage.clipper.total:
+            behind = hosted.norms_in([self._take(key) for key in hosted.norms_due(update)])
+            with self._computing(hosted):
+                norms = stage.measure(behind)
+                if stage.clipper.is_first:
+                    stage.clipper.add_up(update, norms)
+            hosted.send_norms(update, norms)
+        before = stage.parameters.ledger.newest
+        with self._computing(hosted):
+            stage.step(update)
+        if stage.parameters.ledger.newest > before:
+            self._after_an_update(hosted)
+        self._apply_put_off(hosted, {})
+
+    def _apply_put_off(self, hosted: Hosted, totals: dict[int, float]) -> None:
+        """Apply the updates that were put off and whose total norms are known by now.
+
+        Args:
+            hosted: The stage.
+            totals: Totals that have just come, by update.
+        """
+        stage = hosted.stage
+        if stage.clipper is None:
+            return
+        if totals:
+            stage.clipper.learn(totals)
+        while True:
+            with self._computing(hosted):
+                applied = stage.apply_next()
+            if not applied:
+                return
+            self._after_an_update(hosted)
+
+    def _after_an_update(self, hosted: Hosted) -> None:
+        """Save what is due, and send a new version of tied weights on."""
+        with self._computing(hosted):
+            hosted.saver.save_if_due()
+        hosted.send_weights()
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
         """Refuse an order that would sum gradients in another order than that of the micro-batches.
@@ -327,7 +373,7 @@ class Loop:
         kind, m, _ = action
         if kind is not Kind.STEP and kind not in ENDS:
             return
-        due = stage.parameters.ledger.newest if kind is Kind.STEP else stage.ended
+        due = stage.steps if kind is Kind.STEP else stage.ended
         if m != due:
             raise ScheduleError(
                 f"stage {stage.index}: the order has {action} before {kind.value}{due}"
@@ -340,6 +386,7 @@ class Loop:
         if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
             raise ScheduleError(f"stage {hosted.index}: the order says F{micro_batch}, got {item}")
         hosted.positions[micro_batch] = item.index
+        self._apply_put_off(hosted, totals_of(needed.messages))
         for key in hosted.weights_due(micro_batch):
             hosted.receive_weights(self._take(key))
         inputs = None if head.empty else list(map(value_of, needed.messages))

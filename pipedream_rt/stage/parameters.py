@@ -239,9 +239,31 @@ class VersionedParameters:
             for name, parameter in self.named.items():
                 parameter.data.copy_(named[name])
 
-        # These belong to an update that its owner has not made yet.
-        kept, self._gradients = self._gradients, [None] * len(self._parameters)
-        self.step(next_read, copy)
+        # Those that are pending belong to an update that the owner has not made yet.
+        self.step_with([None] * len(self._parameters), next_read, copy)
+
+    @property
+    def pending(self) -> dict[str, Tensor | None]:
+        """The gradients of the pending update, by name; None where there is none."""
+        return dict(zip(self._names, self._gradients, strict=True))
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Take all gradients out of the pending update, for `step_with`."""
+        taken, self._gradients = self._gradients, [None] * len(self._parameters)
+        return taken
+
+    def step_with(
+        self, gradients: list[Tensor | None], next_read: int, update: Callable[[], None]
+    ) -> None:
+        """Make the next version from other gradients than those of the pending update.
+
+        Args:
+            gradients: The gradients.
+            next_read: As in `step`.
+            update: As in `step`.
+        """
+        kept, self._gradients = self._gradients, gradients
+        self.step(next_read, update)
         self._gradients = kept
 
     def step(self, next_read: int, update: Callable[[], None]) -> None:

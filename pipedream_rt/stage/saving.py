@@ -23,11 +23,15 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from pipedream_rt.checkpoint import StageState, read_stage, write_stage
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.tree import flatten
+from pipedream_rt.schedules.plan import EVERY_STAGE
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
 from pipedream_rt.stage.stage import Stage
+
+_TOTALS = f"{EVERY_STAGE}norms/0"
+"""The name, among the state of optimizers, of the total norms that later updates are clipped by."""
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -147,6 +151,10 @@ class StageSaver:
         except ConfigError as error:
             self._tell(saving.position, str(error))
             return
+        clipper = stage.clipper
+        if clipper is not None and clipper.is_first and clipper.totals():
+            totals = [[update, total] for update, total in sorted(clipper.totals().items())]
+            optimizer[_TOTALS] = {"totals": totals}
         state = StageState(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
@@ -258,6 +266,11 @@ def restore_stage(
     stage.restore(step, {**state.weights, **extra}, older, state.hidden)
     if stage.optimizer is not None and with_optimizer:
         stage.optimizer.load_state(state.optimizer)
+    if stage.clipper is not None:
+        saved = plain.get(_TOTALS, {}).get("totals", [])
+        totals = {update: total for update, total in saved if update < step}
+        if totals:
+            stage.clipper.learn(totals)
     return whole
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.settings import Settings, settings_now
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
@@ -66,6 +67,8 @@ class StageSpec:
         blueprint: The list of layers from which the worker builds those that have no values yet.
         on_nan: What the stage does about a training loss that is NaN or infinite.
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
+        clip: How gradients are clipped; None for not at all.
+        numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
         recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         hooks: The hooks on parameters of the stage.
@@ -86,6 +89,8 @@ class StageSpec:
     programs: tuple[StageProgram, ...] = ()
     blueprint: Blueprint = field(default_factory=Blueprint)
     autocast: torch.dtype | None = None
+    clip: Clip | None = None
+    numbers: dict[str, int] = field(default_factory=dict)
     recompute: bool = False
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()

@@ -8,6 +8,7 @@ return.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.actions import Action, Kind
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
+from pipedream_rt.stage.clipping import Clipper
 from pipedream_rt.stage.evaluation import changes_modes, eval_mode
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer, packed_extra
@@ -107,6 +109,20 @@ class _Call(NamedTuple):
     unneeded: tuple[int, ...]
 
 
+class _PutOff(NamedTuple):
+    """An update that is to be applied.
+
+    Attributes:
+        update: Number of the update.
+        gradients: Its gradients.
+        hyper: Its hyper-parameters.
+    """
+
+    update: int
+    gradients: list[Tensor | None]
+    hyper: list[Hyper]
+
+
 class Stage:
     """One stage of the pipeline, all of whose methods run on the thread of its worker.
 
@@ -125,6 +141,8 @@ class Stage:
         optimizer: The optimizer of the stage; None until one is set.
         next_forward: Number of the next micro-batch to train on.
         ended: Number of micro-batches whose backward is done.
+        steps: Number of updates whose step is done; some may be put off.
+        clipper: Clips the gradients; None if they are not clipped.
         programs: What a forward does, by the number that micro-batches name.
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
@@ -158,7 +176,11 @@ class Stage:
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
         self.optimizer: StageOptimizer | None = None
-        self.next_forward = self.ended = 0
+        self.next_forward = self.ended = self.steps = 0
+        self._put_off: deque[_PutOff] = deque()
+        self.clipper: Clipper | None = None
+        if spec.clip is not None:
+            self.clipper = Clipper(spec.clip, self.plan, self.index, spec.numbers)
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
 
@@ -595,7 +617,10 @@ class Stage:
     # -- step ---------------------------------------------------------------------------------
 
     def step(self, update: int) -> None:
-        """Apply the gradients of an update to the newest weight version.
+        """Apply the gradients of an update to the newest weight version, or put it off.
+
+        An update is put off if the total norm by which its gradients are clipped is not known yet;
+        then `apply_next` applies it.
 
         Args:
             update: Number of the update, 0-based, which makes version ``update + 1``.
@@ -603,12 +628,49 @@ class Stage:
         Raises:
             ConfigError: The stage has no optimizer.
         """
+        put_off = _PutOff(update, self.parameters.take_gradients(), self._hyper)
+        self.steps = update + 1
+        if self.clipper is not None and self.clipper.exact:
+            self._put_off.append(put_off)
+        else:
+            self._apply(put_off)
+
+    def apply_next(self) -> bool:
+        """Apply the oldest update that was put off, if its total norm is known by now.
+
+        Returns:
+            Whether it has.
+        """
+        assert self.clipper is not None
+        if not self._put_off or not self.clipper.knows(self._put_off[0].update):
+            return False
+        self._apply(self._put_off.popleft())
+        return True
+
+    def _apply(self, put_off: _PutOff) -> None:
+        """Apply an update to the newest weight version.
+
+        Raises:
+            ConfigError: The stage has no optimizer.
+        """
+        update, gradients, hyper = put_off
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
-        apply, hyper = self.optimizer.step, self._hyper
+        optimizer = self.optimizer
         self._seed(update, "step")
+
+        def apply() -> None:
+            if self.clipper is not None:
+                self.clipper.clip(update, list(self.parameters.named.values()))
+            optimizer.step(hyper)
+
         next_read = self.plan.reads(self.index, self.next_forward)
-        self.parameters.step(next_read, lambda: apply(hyper))
+        self.parameters.step_with(gradients, next_read, apply)
+
+    def measure(self, behind: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the norms of the pending gradients, for the total; see `Clipper.measure`."""
+        assert self.clipper is not None
+        return self.clipper.measure(self.parameters.pending, behind)
 
     # -- evaluation and inference -------------------------------------------------------------
 
@@ -749,6 +811,7 @@ class Stage:
         for owner, borrowed in self.borrowed.items():
             borrowed.restore(step, older[owner], lambda: None)
         self.next_forward = self.ended = step * self.plan.per_update
+        self.steps = step
 
     @torch.no_grad()
     def fingerprints(self) -> dict[str, Any]:

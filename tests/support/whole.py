@@ -257,11 +257,14 @@ def oracle(
     k=1,
     reads="async-1f1b",
     seed=0,
+    clip=None,
 ):
     """Train a copy of a model as its stages would; return its state dict and the losses.
 
     stage_of: the stage of each parameter, by every name; a tied weight has several. layers: the
-    names of the layers, for their seeds. The rest is as for `support.oracle.oracle`.
+    names of the layers, for their seeds. clip: the largest norm, and a function that says of which
+    mini-batch the norm is taken for mini-batch t (None for that of each stage). The rest is as for
+    `support.oracle.oracle`.
     """
     model = copy.deepcopy(model)
     count = 1 + max(max(stages) for stages in stage_of.values())
@@ -272,7 +275,7 @@ def oracle(
     for name, parameter in every.items():
         first_name.setdefault(id(parameter), name)
     versions = [{n: p.detach().clone() for n, p in model.named_parameters()}]
-    losses, seeded = [], Seeded(model, layers, seed)
+    losses, every_norm, seeded = [], [], Seeded(model, layers, seed)
     for t, item in enumerate(data):
         optimizer.zero_grad()
         sums = [{} for _ in range(count)]
@@ -311,6 +314,21 @@ def oracle(
                 if name in of_stage:
                     total = of_stage[name] if total is None else total + of_stage[name]
             parameter.grad = total
+        if clip is not None:
+            largest, norm_of = clip
+            every_norm.append(norm([p.grad for p in model.parameters() if p.grad is not None]))
+            whose = norm_of(t)
+            for stage in range(count):
+                mine = [
+                    p.grad
+                    for name, p in model.named_parameters()
+                    if p.grad is not None and min(stage_of[name]) == stage
+                ]
+                if mine:
+                    total = norm(mine) if whose is None else every_norm[whose]
+                    factor = (largest / (total + 1e-6)).clamp(max=1.0)
+                    for gradient in mine:
+                        gradient.mul_(factor)
         optimizer.step()
         versions.append({n: p.detach().clone() for n, p in model.named_parameters()})
     for handle in seeded.handles:
@@ -318,7 +336,12 @@ def oracle(
     return model.state_dict(), losses
 
 
-def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None):
+def norm(gradients):
+    """As torch.nn.utils.clip_grad_norm_ does it."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+
+
+def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=None):
     """Train a copy of a model without dropout in the plainest loop there is."""
     model = copy.deepcopy(model)
     for module in model.modules():
@@ -332,5 +355,7 @@ def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None):
                 loss = loss_fn(model(*args, **kwargs), target)
             (loss / k).backward() if k > 1 else loss.backward()
             losses.append(loss.item())
+        if clip is not None:
+            clip(model.parameters())
         optimizer.step()
     return model.state_dict(), losses

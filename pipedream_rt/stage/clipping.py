@@ -1,0 +1,166 @@
+"""Clipping gradients before an update: by value, by the norm of a stage, by that of the model.
+
+The norm of the model's gradients needs those of all stages. At its step, each stage measures the
+norm of each of its gradients and sends them, with those of the stages behind it, to the stage
+before. Stage 0 makes the total of them, in the order of the unsplit model, so that it has the bits
+of ``torch.nn.utils.clip_grad_norm_``. Totals go up with the next forwards.
+
+No stage waits for a total. Where the schedule leaves enough time until an update is read, it is
+*exact*: the update is put off until the total is there, at the latest just before the first forward
+that reads it. Elsewhere the total is *delayed*: an update is clipped by the norm of the newest
+mini-batch whose total every stage knows by then, which depends on the plan and not on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """How gradients are clipped before each update, as by `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        norm: The largest norm of gradients; they are scaled by one factor to have it.
+        value: The largest absolute value of an element of a gradient; give this or ``norm``.
+        over: Of what the norm is taken: all gradients of the ``"model"``, or those of each
+            ``"stage"`` by itself.
+        norm_type: The p of the p-norm; may be ``inf``.
+
+    Raises:
+        ConfigError: A value makes no sense, or both or neither of ``norm`` and ``value`` are given.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    over: Literal["model", "stage"] = "model"
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if (self.norm is None) == (self.value is None):
+            raise ConfigError("Clip needs norm= or value=, and not both")
+        for name in ("norm", "value", "norm_type"):
+            given = getattr(self, name)
+            number = isinstance(given, int | float) and not isinstance(given, bool)
+            if given is not None and not (number and given > 0):
+                raise ConfigError(f"{name} of Clip must be a positive number, not {given!r}")
+        if self.over not in ("model", "stage"):
+            raise ConfigError(f'over of Clip must be "model" or "stage", not {self.over!r}')
+
+
+def is_exact(plan: Plan) -> bool:
+    """Whether every update is first read when the total norm of its gradients is known everywhere.
+
+    That is from the micro-batch k (t+1) + w(0) on, for update t, of which the first stage does the
+    forward after the last backward of the mini-batch.
+    """
+    if plan.flushes:
+        return True
+    k, ahead = plan.per_update, plan.in_flight(0) - 1
+    stages, updates = range(plan.num_stages), range(4 * plan.num_stages + 4)
+    return all(plan.reads(s, k * (t + 1) + ahead - 1) <= t for s in stages for t in updates)
+
+
+def delay(plan: Plan) -> int:
+    """Return D: update t is clipped by the norm of mini-batch t - D, where it cannot be exact."""
+    return -(-plan.in_flight(0) // plan.per_update)
+
+
+class Clipper:
+    """The clipping of the gradients of one stage.
+
+    Args:
+        clip: How gradients are clipped.
+        plan: The plan of the pipeline.
+        stage: Index of the stage.
+        numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
+
+    Attributes:
+        total: Whether the norm of all stages is needed.
+        exact: Whether updates wait until it is known.
+        unsent: The totals that stage 0 has made and not sent yet, by update.
+    """
+
+    def __init__(self, clip: Clip, plan: Plan, stage: int, numbers: Mapping[str, int]) -> None:
+        """Know no total."""
+        self._clip = clip
+        self._numbers = numbers
+        self._delay = delay(plan)
+        self._totals: dict[int, float] = {}
+        self.total = clip.norm is not None and clip.over == "model" and plan.num_stages > 1
+        self.exact = self.total and is_exact(plan)
+        self.is_first = stage == 0
+        self.unsent: dict[int, float] = {}
+
+    def measure(
+        self, gradients: Mapping[str, Tensor | None], behind: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return the norms of gradients, by the places of their parameters in the model.
+
+        Args:
+            gradients: The gradients of the stage, by name; None where there is none.
+            behind: The norms of the stages behind it.
+        """
+        norms = {
+            self._numbers[name]: torch.linalg.vector_norm(gradient, self._clip.norm_type)
+            for name, gradient in gradients.items()
+            if gradient is not None
+        }
+        return {**norms, **behind}
+
+    def add_up(self, update: int, norms: Mapping[int, Tensor]) -> None:
+        """Make the total of an update, on stage 0."""
+        ordered = [norms[number] for number in sorted(norms)]
+        total = 0.0
+        if ordered:
+            total = torch.linalg.vector_norm(torch.stack(ordered), self._clip.norm_type).item()
+        self.unsent[update] = total
+        self.learn({update: total})
+
+    def learn(self, totals: Mapping[int, float]) -> None:
+        """Note totals, by update, and forget those that no update needs any more."""
+        self._totals.update(totals)
+        for update in [u for u in self._totals if u < max(self._totals) - 2 * self._delay - 2]:
+            del self._totals[update]
+
+    def knows(self, update: int) -> bool:
+        """Whether the total of an update is known."""
+        return update in self._totals
+
+    def totals(self) -> dict[int, float]:
+        """Return the totals that later updates may need, for a checkpoint."""
+        return dict(self._totals)
+
+    def clip(self, update: int, parameters: list[nn.Parameter]) -> None:
+        """Clip the gradients of parameters for an update.
+
+        Args:
+            update: Number of the update.
+            parameters: The parameters of the stage; those without a gradient are left out.
+        """
+        found = [p for p in parameters if p.grad is not None]
+        if not found:
+            return
+        if self._clip.value is not None:
+            nn.utils.clip_grad_value_(found, self._clip.value, foreach=False)
+            return
+        assert self._clip.norm is not None
+        known = self._totals.get(update if self.exact else update - self._delay)
+        if not self.total or known is None:
+            total = nn.utils.get_total_norm(
+                [p.grad for p in found if p.grad is not None], self._clip.norm_type, foreach=False
+            )
+        else:
+            assert found[0].grad is not None
+            of_one = torch.linalg.vector_norm(found[0].grad.new_zeros(1), self._clip.norm_type)
+            total = torch.tensor(known, dtype=of_one.dtype)
+        nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)
