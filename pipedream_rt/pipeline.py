@@ -111,8 +111,10 @@ class Pipeline:
             it runs on the last stage. If it is an ``nn.Module``, its parameters are trained with
             the model's, see `loss_module`. None for inference alone, or if the model computes its
             loss itself and returns it as ``loss``.
-        optimizer: A pair ``(class, dict of arguments)``, or an optimizer over the model's
-            parameters, whose groups and state are kept. None for inference alone.
+        optimizer: A pair ``(class, dict of arguments)``; the same with rules for parameter groups,
+            ``(class, dict, [("*.bias", {"weight_decay": 0.0})])``, of which each has a pattern of
+            names, or a function of name and parameter; or an optimizer over the model's parameters,
+            whose groups and state are kept. None for inference alone.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
@@ -200,7 +202,7 @@ class Pipeline:
             require_instance("clip", clip, Clip)
         around = around_forward(autocast, recompute, self.plan)
         refuse_halves_of_recomputed(around, self.plan)
-        parts = grouped_names(optimizer, self._model.names)
+        parts = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
         require_folder(kept)

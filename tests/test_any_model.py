@@ -375,6 +375,63 @@ def test_a_clip_that_makes_no_sense_is_refused(given, words):
 
 
 @pytest.mark.threads
+def test_parameter_groups_by_pattern_and_by_function():
+    """The first rule that fits counts; the rest has the defaults."""
+    case = CASES["unet"]
+    data, model = case.data(3), case.model()
+    rules = [
+        ("*.bias", {"weight_decay": 0.0}),
+        (lambda name, parameter: parameter.dim() < 2, {"lr": 0.5}),
+        ("up.*", {"lr": 0.001}),
+    ]
+    named = dict(model.named_parameters())
+    biases = [p for n, p in named.items() if n.endswith(".bias")]
+    up = [p for n, p in named.items() if n.startswith("up.") and n.endswith("weight")]
+    rest = [p for n, p in named.items() if not n.endswith(".bias") and n[:3] not in ("up.", "gai")]
+    groups = [
+        {"params": biases, "weight_decay": 0.0}, {"params": [model.gain], "lr": 0.5},
+        {"params": up, "lr": 0.001}, {"params": rest},
+    ]  # fmt: skip
+    own = torch.optim.AdamW(groups, lr=0.01)
+    options = {"example": data[0], "loss_fn": case.loss, "workers": "in-process", "stages": 3}
+    found = []
+    for optimizer in ((torch.optim.AdamW, {"lr": 0.01}, rules), own):
+        with Pipeline(model, optimizer=optimizer, **options) as pipe:
+            assert [group["lr"] for group in pipe.optimizer.param_groups] == [
+                0.01,
+                0.5,
+                0.001,
+                0.01,
+            ]
+            losses = [r.loss for r in pipe.train_epoch(data)]
+            found.append((losses, pipe.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([("*.weights", {})], r"the rule '\*.weights' fits no parameter"),
+        ([("*", {}), ("*.bias", {})], r"'\*.bias' fits no parameter that earlier rules have left"),
+        (["*.bias"], "is a pair of a pattern"),
+        ([(3, {})], "3 is neither a pattern"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(rules, words):
+    with pytest.raises(ConfigError, match=words):
+        Pipeline([nn.Linear(2, 2)], optimizer=(torch.optim.AdamW, {}, rules), loss_fn=F.mse_loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, in compile
+@pytest.mark.parametrize("compiled", [torch.compile, lambda model: model.compile() or model])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(compiled):
+    case = CASES["unet"]
+    with pytest.raises(ConfigError, match=r"is compiled as a whole.* compile its layers"):
+        Pipeline(compiled(case.model()), stages=2, example=case.data(1)[0], loss_fn=case.loss)
+
+
+@pytest.mark.threads
 @pytest.mark.parametrize("name", ["resnet", "unet"])
 def test_autocast_is_that_of_the_plain_loop(name):
     """Without tied weights, whose gradients a cast that is cached sums in its own dtype."""

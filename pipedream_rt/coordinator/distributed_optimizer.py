@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -368,10 +369,18 @@ def build_prototype(
     return prototype
 
 
-OptimizerArgument = (
-    tuple[type[torch.optim.Optimizer], dict[str, Any]] | torch.optim.Optimizer | None
+GroupRule: TypeAlias = tuple[str | Callable[[str, Tensor], bool], dict[str, Any]]
+"""The parameters of a group, and its options: a pattern of names, in which ``*`` stands for any
+letters, as ``"*.bias"``; or a function of a name and a parameter."""
+
+OptimizerArgument: TypeAlias = (
+    tuple[type[torch.optim.Optimizer], dict[str, Any]]
+    | tuple[type[torch.optim.Optimizer], dict[str, Any], Sequence[GroupRule]]
+    | torch.optim.Optimizer
+    | None
 )
-"""What `Pipeline` accepts: a class with keyword arguments, or an optimizer over the model."""
+"""What `Pipeline` accepts: a class with keyword arguments, and rules for its parameter groups; or
+an optimizer over the model."""
 
 
 class Parts(NamedTuple):
@@ -390,12 +399,15 @@ class Parts(NamedTuple):
     attributes: Hyper
 
 
-def grouped_names(argument: OptimizerArgument, names: dict[int, str]) -> Parts | None:
+def grouped_names(
+    argument: OptimizerArgument, names: dict[int, str], parameters: Mapping[str, Tensor]
+) -> Parts | None:
     """Check the optimizer argument of `Pipeline`, before a worker starts, and take it apart.
 
     Args:
         argument: See `OptimizerArgument`.
         names: Name of each trainable parameter of the model by its ``id``.
+        parameters: The parameters of the model, by name.
 
     Returns:
         Its parts; None without an optimizer.
@@ -412,21 +424,58 @@ def grouped_names(argument: OptimizerArgument, names: dict[int, str]) -> Parts |
         )
     if isinstance(argument, torch.optim.Optimizer):
         return _parts_of(argument, names)
-    if not isinstance(argument, Sequence) or len(argument) != 2:
+    if not isinstance(argument, Sequence) or len(argument) not in (2, 3):
         raise ConfigError(
-            "optimizer must be (class, dict of its arguments) or a torch optimizer over the "
-            f"model's parameters, not {argument!r}"
+            "optimizer must be (class, dict of its arguments), the same with rules for groups, or "
+            f"a torch optimizer over the model's parameters, not {argument!r}"
         )
-    optimizer_class, kwargs = argument
+    optimizer_class, kwargs, rules = argument if len(argument) == 3 else (*argument, ())
     if not isinstance(kwargs, dict):
         raise ConfigError(f"the arguments of the optimizer must be a dict, not {kwargs!r}")
     if groups := [name for name in ("params", "param_groups") if name in kwargs]:
         raise ConfigError(
-            f"the arguments of the optimizer have {groups[0]!r}; for parameter groups give an "
-            "optimizer over the model's parameters"
+            f"the arguments of the optimizer have {groups[0]!r}; for parameter groups give rules, "
+            '(class, dict, [("*.bias", {"weight_decay": 0.0})]), or an optimizer over the model\'s '
+            "parameters"
         )
-    build_prototype(optimizer_class, [{"params": [_placeholder()]}], (), kwargs)
-    return Parts(optimizer_class, dict(kwargs), [(list(names.values()), {})], {})
+    parts = _by_rules(list(names.values()), parameters, rules)
+    prototype = [{"params": [_placeholder()], **options} for _, options in parts]
+    build_prototype(optimizer_class, prototype, (), kwargs)
+    return Parts(optimizer_class, dict(kwargs), parts, {})
+
+
+def _by_rules(
+    names: Sequence[str], parameters: Mapping[str, Tensor], rules: Sequence[GroupRule]
+) -> list[tuple[list[str], Hyper]]:
+    """Return the parameter groups that rules make: one for each rule, then one for the rest.
+
+    A parameter belongs to the group of the first rule that it fits.
+
+    Raises:
+        ConfigError: A rule makes no sense, or fits no parameter.
+    """
+    left, groups = list(names), []
+    for rule in rules:
+        if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], dict)):
+            raise ConfigError(
+                "a rule for a parameter group is a pair of a pattern of names, or a function of "
+                f"name and parameter, and a dict of options; it is {rule!r}"
+            )
+        which, options = rule
+        if isinstance(which, str):
+            mine = [name for name in left if fnmatchcase(name, which)]
+        elif callable(which):
+            mine = [name for name in left if which(name, parameters[name])]
+        else:
+            raise ConfigError(f"{which!r} is neither a pattern of names nor a function")
+        if not mine:
+            raise ConfigError(
+                f"the rule {which!r} fits no parameter that earlier rules have left; there are "
+                f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+            )
+        left = [name for name in left if name not in set(mine)]
+        groups.append((mine, dict(options)))
+    return [*groups, (left, {})] if left else groups
 
 
 def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:

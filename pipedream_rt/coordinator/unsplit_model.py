@@ -82,8 +82,9 @@ class UnsplitModel:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model by all of their names."""
-        return dict(self.whole.named_parameters(remove_duplicate=False))
+        """The parameters of the model and of the loss, by all of their names."""
+        of_loss = self._loss.named_parameters(prefix=LOSS_LAYER) if self._loss is not None else ()
+        return dict(self.whole.named_parameters(remove_duplicate=False)) | dict(of_loss)
 
     def part(self, names: Sequence[str]) -> nn.Module:
         """Return a module of a part of the model, with the model's own layers and tensors.

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -43,6 +43,7 @@ from pipedream_rt.planning.program import (
     replaced,
     slots_in,
 )
+from pipedream_rt.planning.shipping import dumps
 
 _BATCH, _LAYERS, _DRAWN = 1, 2, 4
 """What a value depends on: the inputs, layers or weights, random numbers."""
@@ -344,6 +345,8 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         """Add a step, and give its results their slots."""
         self._refuse_foreign(given)
+        if not isinstance(target, str):
+            self._objects_in(given)
         number = len(self.steps)
         changes = []
         for tensor in changed:
@@ -458,14 +461,12 @@ class _Recorder(TorchFunctionMode):
         """Note the call of a layer; return zeros of the shapes of its outputs."""
         name, where = self._names[id(layer)], _line()
         given, depends, after = self._seen((args, kwargs))
-        self._require_plain(given, name)
-        tensors = list({id(t): t for t in _tensors_in((args, kwargs))}.values())
+        objects = self._objects_in(given)
         has_weights = any(True for _ in layer.parameters())
-        buffers = list(layer.buffers())
         self.paused += 1
         self.drew = False
         try:
-            result, changed, moved = _shapes_of(layer, args, kwargs, tensors, buffers)
+            result, changed, moved = _shapes_of(layer, (args, kwargs))
         except Exception as error:
             raise ConfigError(
                 f"layer {name!r} ({type(layer).__name__}), called at {where}, does not take what "
@@ -473,6 +474,13 @@ class _Recorder(TorchFunctionMode):
             ) from error
         finally:
             self.paused -= 1
+        for value, before in objects:
+            if self._pickled(value) != before:
+                raise _refusal(
+                    f"layer {name!r} changes the {type(value).__name__} that it is given, in which "
+                    "a later layer may look; between layers tensors, numbers and containers of "
+                    "these can pass"
+                )
         for value in _leaves_of(result):
             if type(value) not in _PLAIN_LEAVES and not isinstance(value, Tensor):
                 self._foreign[id(value)] = (name, value)
@@ -492,20 +500,33 @@ class _Recorder(TorchFunctionMode):
         )
         return result
 
-    def _require_plain(self, given: Any, name: str) -> None:
-        """Refuse to give a layer an object that the forward has just made for it.
+    def _objects_in(self, given: Any) -> list[tuple[Any, bytes]]:
+        """Return the objects among arguments that are neither tensors nor plain, pickled."""
+        return [
+            (value, self._pickled(value))
+            for value in _leaves_of(given)
+            if type(value) not in _PLAIN_LEAVES and not isinstance(value, Slot | Held | Tensor)
+        ]
+
+    def _pickled(self, value: Any) -> bytes:
+        """Pickle an object that a step takes, as for a worker.
 
         Raises:
-            ConfigError: There is one, as a cache of keys and values.
+            ConfigError: It cannot be pickled, or holds a tensor that the forward has made, which no
+                step could give it.
         """
-        for value in _leaves_of(given):
-            if isinstance(value, Slot | Held | Tensor) or type(value) in _PLAIN_LEAVES:
-                continue
-            if hasattr(value, "update") and "cache" in type(value).__name__.lower():
-                raise _refusal(
-                    f"layer {name!r} is given a {type(value).__name__}, which layers fill one "
-                    "after another; train without it (use_cache=False)"
-                )
+        try:
+            data, tensors = dumps(value)
+        except Exception as error:  # a foreign class may raise anything when pickled
+            raise _refusal(
+                f"a {type(value).__name__} is passed on that cannot be pickled: {error}"
+            ) from error
+        if any(each in self._tags or each in self._made for each in tensors):
+            raise _refusal(
+                f"a {type(value).__name__} is passed on that holds tensors which the forward has "
+                "made; between layers tensors, numbers and containers of these can pass"
+            )
+        return data
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -642,56 +663,65 @@ def _on_cpu(value: Any) -> Any:
     return replaced(value, (Tensor,), zeros)
 
 
-def _shapes_of(
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-) -> tuple[Any, list[Tensor], bool]:
+class _Shaped(NamedTuple):
+    """What a layer has made of tensors without values.
+
+    Attributes:
+        result: Its result, with zeros in the place of tensors.
+        changed: The tensors that it has changed in place.
+        moved: Whether it has changed its buffers.
+    """
+
+    result: Any
+    changed: list[Tensor]
+    moved: bool
+
+
+def _shapes_of(layer: nn.Module, given: Any) -> _Shaped:
     """Run a layer on the meta device.
 
     A layer that cannot run there, as it holds tensors in attributes or looks at values, is run on
     the values that there are.
 
-    Returns:
-        Its result, with zeros in the place of tensors; the tensors that it has changed in place;
-        whether it has changed its buffers.
+    Args:
+        layer: The layer.
+        given: Its arguments and keyword arguments.
     """
-    state = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    on_meta = {name: t.detach().to("meta") for name, t in state.items()}
-    given = {id(t): t.detach().to("meta") for t in tensors}
-    back = {id(meta): tensor for tensor, meta in ((t, given[id(t)]) for t in tensors)}
-    versions = {id(t): _version_of(given[id(t)]) for t in tensors}
-    buffer_names = [name for name, _ in layer.named_buffers()]
-    before = {name: _version_of(on_meta[name]) for name in buffer_names}
-    changed: list[Tensor]
     try:
-        with torch.no_grad():
-            on = replaced((args, kwargs), (Tensor,), lambda t: given[id(t)])
-            result = functional_call(layer, on_meta, on[0], on[1])
-        changed = [t for t in tensors if _version_of(given[id(t)]) != versions[id(t)]]
-        moved = any(_version_of(on_meta[name]) != before[name] for name in buffer_names)
+        return _run_on(layer, given, lambda tensor: tensor.detach().to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):
-        clones = {id(t): t.detach().clone() for t in tensors}
-        back = {id(clone): tensor for tensor, clone in ((t, clones[id(t)]) for t in tensors)}
-        versions = {id(t): _version_of(clones[id(t)]) for t in tensors}
-        real = {name: _valued(t) for name, t in state.items()}
-        before = {name: _version_of(real[name]) for name in buffer_names}
-        with torch.no_grad():
-            on = replaced((args, kwargs), (Tensor,), lambda t: clones[id(t)])
-            result = functional_call(layer, real, on[0], on[1])
-        changed = [t for t in tensors if _version_of(clones[id(t)]) != versions[id(t)]]
-        moved = any(_version_of(real[name]) != before[name] for name in buffer_names)
+        return _run_on(layer, given, _valued)
+
+
+def _run_on(layer: nn.Module, given: Any, copy: Callable[[Tensor], Tensor]) -> _Shaped:
+    """Run a layer on copies of its weights, its buffers and its arguments."""
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor, copy(tensor)
+        return copies[id(tensor)][1]
+
+    args, kwargs = replaced(given, (Tensor,), copied)
+    taken = list(copies.values())
+    buffers = {name: copied(t) for name, t in layer.named_buffers()}
+    weights = {name: copied(t) for name, t in layer.named_parameters()}
+    before = {id(made): _version_of(made) for _, made in copies.values()}
+    with torch.no_grad():
+        result = functional_call(layer, {**weights, **buffers}, args, kwargs)
+    back = {id(made): tensor for tensor, made in taken}
 
     def zeros(tensor: Tensor) -> Tensor:
-        if id(tensor) in back:
+        if id(tensor) in back:  # a layer may return what it was given
             return back[id(tensor)]
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-        ).zero_()
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return like.zero_()
 
-    return replaced(result, (Tensor,), zeros), changed, moved
+    return _Shaped(
+        replaced(result, (Tensor,), zeros),
+        [tensor for tensor, made in taken if _version_of(made) != before[id(made)]],
+        any(_version_of(buffer) != before[id(buffer)] for buffer in buffers.values()),
+    )
 
 
 def _valued(tensor: Tensor) -> Tensor:
@@ -730,13 +760,19 @@ def _refusal(what: str) -> ConfigError:
 
 
 def _refuse_hooks(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse hooks on modules that are taken apart, which nobody would call.
+    """Refuse hooks on modules that are taken apart, which nobody would call, and compiled ones.
 
     Raises:
         ConfigError: There is one.
     """
     inside = {id(each) for layer in layers.values() for each in layer.modules()}
     for name, module in model.named_modules():
+        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if compiled and id(module) not in inside:
+            raise ConfigError(
+                f"{name or 'the model'} is compiled as a whole, and it is taken apart into layers; "
+                "give the model as it was before torch.compile, and compile its layers"
+            )
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         if id(module) not in inside and (any(hooks) or module._backward_pre_hooks):
             raise ConfigError(

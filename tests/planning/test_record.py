@@ -3,6 +3,7 @@
 import inspect
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -223,6 +224,43 @@ def test_an_object_cannot_pass_from_layer_to_layer():
     model.a, model.b = Makes(), Takes()
     with pytest.raises(ConfigError, match="layer 'a' returns a object, which a later layer takes"):
         recorded(model, X)
+
+
+class Bag:
+    """An object that may hold something."""
+
+    def __init__(self, held=None):
+        self.held = held
+
+
+class TakesBag(nn.Module):
+    def __init__(self, fills):
+        super().__init__()
+        self.linear, self.fills = nn.Linear(4, 4), fills
+
+    def forward(self, x, bag):
+        if self.fills:
+            bag.held = self.fills
+        return self.linear(x)
+
+
+def test_an_object_may_be_passed_to_a_layer_unless_it_takes_something_along():
+    """As an object with options; not as one that layers fill one after another, as a cache is."""
+
+    def with_bag(make, fills=None):
+        model = Base(lambda self, x: self.c(x, make(x)))
+        model.c = TakesBag(fills)
+        return recorded(model, X)
+
+    assert len(with_bag(lambda x: Bag(3)).steps) == 3
+    with pytest.raises(
+        ConfigError, match="a Bag is passed on that holds tensors which the forward"
+    ):
+        with_bag(Bag)
+    with pytest.raises(ConfigError, match="layer 'c' changes the Bag that it is given"):
+        with_bag(lambda x: Bag(), fills=5)
+    with pytest.raises(ConfigError, match="a Bag is passed on that cannot be pickled"):
+        with_bag(lambda x: Bag(threading.Lock()))
 
 
 @pytest.mark.parametrize("how", ["register_forward_hook", "register_forward_pre_hook"])
