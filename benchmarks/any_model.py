@@ -1,0 +1,100 @@
+"""What models given whole cost: their start, and the memory of activations computed again.
+
+``start`` builds a GPT-2 with 124 million parameters of random weights, and opens a pipeline over it:
+its forward is recorded, cut, and its parts are sent to the workers.
+
+``recompute`` trains a deep pipeline twice, with activations kept and with activations computed again,
+and compares the peak memory of the first stage with the formula: m micro-batches in flight keep m
+times the activations A of a stage, or m times its input I and A once. The memory of the same run with
+a mini-batch of one sample is subtracted.
+
+Prints a line of text, or with --json one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipedream_rt import Pipeline
+
+
+def _print(found: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print what was found."""
+    print(json.dumps(found) if as_json else text)
+
+
+@click.group()
+def main() -> None:
+    """Measure what models given whole cost."""
+
+
+@main.command()
+@click.option("--workers", default=4, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
+def start(workers: int, as_json: bool) -> None:
+    """Build a model, and open a pipeline over it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8))  # imports the rest
+    began = time.perf_counter()
+    model = GPT2LMHeadModel(GPT2Config())
+    build_s = time.perf_counter() - began
+    ids = torch.randint(100, (1, 16))
+    began = time.perf_counter()
+    with Pipeline(
+        model,
+        stages=workers,
+        example={"input_ids": ids, "labels": ids},
+        optimizer=(torch.optim.SGD, {"lr": 0.1}),
+    ):
+        open_s = time.perf_counter() - began
+    found = {"workers": workers, "build_s": build_s, "open_s": open_s, "ratio": open_s / build_s}
+    text = f"built in {build_s:.2f} s, opened on {workers} workers in {open_s:.2f} s"
+    _print(found, f"{text}: {found['ratio']:.2f} times", as_json)
+
+
+def _peak(samples: int, width: int, depth: int, stages: int, recompute: bool) -> int:
+    """Train a few mini-batches; return the peak memory of stage 0 in bytes."""
+    pairs = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth * stages)]
+    data = [(torch.randn(samples, width), torch.randn(samples, width)) for _ in range(stages + 2)]
+    with Pipeline(
+        pairs,
+        stages=stages,
+        loss_fn=F.mse_loss,
+        optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        recompute=recompute,
+    ) as pipe:
+        for _ in pipe.train_epoch(data):
+            pass
+        return pipe.statistics()[0]["peak_memory_bytes"]
+
+
+@main.command()
+@click.option("--stages", default=8, show_default=True)
+@click.option("--depth", default=24, show_default=True, help="Pairs of layers in each stage.")
+@click.option("--samples", default=4096, show_default=True)
+@click.option("--width", default=256, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
+def recompute(stages: int, depth: int, samples: int, width: int, as_json: bool) -> None:
+    """Compare the peak memory of stage 0 with and without recompute."""
+    kept, again = (
+        _peak(samples, width, depth, stages, twice) - _peak(1, width, depth, stages, twice)
+        for twice in (False, True)
+    )
+    one = samples * width * 4
+    formula = stages * 2 * depth * one / (stages * one + 2 * depth * one)
+    found = {"kept": kept, "again": again, "factor": kept / again, "formula": formula}
+    sizes = f"{kept / 2**20:.0f} MiB kept, {again / 2**20:.0f} MiB computed again"
+    text = f"{sizes}: a factor of {kept / again:.2f}; by the formula {formula:.2f}"
+    _print(found, text, as_json)
+
+
+if __name__ == "__main__":
+    main()
