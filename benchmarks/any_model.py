@@ -1,12 +1,12 @@
 """What models given whole cost: their start, and the memory of activations computed again.
 
-``start`` builds a GPT-2 with 124 million parameters of random weights, and opens a pipeline over it:
-its forward is recorded, cut, and its parts are sent to the workers.
+``start`` builds a GPT-2 with 124 million parameters of random weights, and opens a pipeline over
+it: its forward is recorded, cut, and its parts are sent to the workers.
 
-``recompute`` trains a deep pipeline twice, with activations kept and with activations computed again,
-and compares the peak memory of the first stage with the formula: m micro-batches in flight keep m
-times the activations A of a stage, or m times its input I and A once. The memory of the same run with
-a mini-batch of one sample is subtracted.
+``recompute`` trains a deep pipeline twice, with activations kept and with activations computed
+again, and compares the peak memory of the first stage with the formula: m micro-batches in flight
+keep m times the activations A of a stage, or m times its input I and A once. The memory of the same
+run with a mini-batch of one sample is subtracted.
 
 Prints a line of text, or with --json one JSON line.
 """
