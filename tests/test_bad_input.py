@@ -66,7 +66,7 @@ def make(model=None, **kwargs):
         ({"optimizer": (torch.optim.SGD, None)}, "arguments of the optimizer must be a dict"),
         (
             {"optimizer": (torch.optim.SGD, {"params": []})},
-            "for parameter groups give an optimizer",
+            "for parameter groups give rules",
         ),
         (
             {"checkpoint": lambda: Checkpoints("run", attempts=0)},

@@ -479,8 +479,9 @@ def test_explain():
     with open_pipe() as pipe:
         lines = pipe.explain().splitlines()
     assert lines[0] == "schedule async-1f1b, 1 micro-batches per update"
-    assert lines[1].split()[:4] == ["stage", "worker", "layers", "parameters"]
-    assert lines[2].split()[:6] == ["0", "stage-0", "0..1", "144", "<=", "3"]
+    assert lines[1] == "cut between the layers of a sequence"
+    assert lines[2].split()[:4] == ["stage", "worker", "layers", "parameters"]
+    assert lines[3].split()[:6] == ["0", "stage-0", "0..1", "144", "<=", "3"]
 
 
 def test_nan_can_be_ignored():

@@ -364,12 +364,21 @@ class Plan:
         )
 
     def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
-        """Return all edges of a kind, in the order of the stages."""
+        """Return all edges of a kind, in the order of the stages.
+
+        Norms and totals are sent only if gradients are clipped by the norm of the whole model.
+        """
         stages = range(self.num_stages)
         if kind in _TO_STAGES:
             return tuple(Edge(kind, COORDINATOR, s) for s in stages)
         if kind in _FROM_STAGES:
             return tuple(Edge(kind, s, COORDINATOR) for s in stages)
+        if kind is EdgeKind.NORM:
+            return tuple(Edge(kind, s + 1, s) for s in stages[:-1])
+        if kind is EdgeKind.TOTAL:
+            return tuple(Edge(kind, 0, s) for s in stages[1:])
+        if kind in (EdgeKind.WEIGHT, EdgeKind.SHARE):
+            return tuple(self._weights if kind is EdgeKind.WEIGHT else self._shares)
         found = (e for edges in self._needs.values() for row in edges for e in row)
         given = (e for edges in self._gives.values() for row in edges for e in row)
         return tuple(dict.fromkeys(edge for edge in (*found, *given) if edge.kind is kind))

@@ -225,10 +225,8 @@ class Hosted:
 
     def norms_due(self, update: int) -> list[Key]:
         """Return the key of the norms of the stages behind this one; none for the last."""
-        behind = self.index + 1
-        if behind == self.stage.plan.num_stages:
-            return []
-        return [Key(Edge(EdgeKind.NORM, behind, self.index), update)]
+        edges = self.stage.plan.edges(EdgeKind.NORM)
+        return [Key(edge, update) for edge in edges if edge.target == self.index]
 
     def norms_in(self, messages: Sequence[Message]) -> dict[int, Tensor]:
         """Return the norms that messages carry, by the places of their parameters in the model."""
@@ -240,17 +238,16 @@ class Hosted:
 
     def send_norms(self, update: int, norms: Mapping[int, Tensor]) -> None:
         """Send norms to the stage before, if there is one."""
-        if self.index > 0:
-            edge = Edge(EdgeKind.NORM, self.index, self.index - 1)
-            tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
-            self._send(edge, update, Norm(numbers=list(norms)), (tensor,))
+        for edge in self.stage.plan.edges(EdgeKind.NORM):
+            if edge.source == self.index:
+                tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
+                self._send(edge, update, Norm(numbers=list(norms)), (tensor,))
 
     def totals_due(self, position: int) -> list[Key]:
         """Return the key of the totals that stage 0 sends at a flush, if updates wait for them."""
         clipper = self.stage.clipper
-        if clipper is None or not clipper.exact or self.index == 0:
-            return []
-        return [Key(Edge(EdgeKind.TOTAL, 0, self.index), position)]
+        edges = self.stage.plan.edges(EdgeKind.TOTAL) if clipper and clipper.exact else ()
+        return [Key(edge, position) for edge in edges if edge.target == self.index]
 
     def send_totals(self, position: int) -> None:
         """Send the totals that no forward has taken along to all other stages, from stage 0."""
@@ -259,8 +256,8 @@ class Hosted:
             return
         totals = [[update, total] for update, total in clipper.unsent.items()]
         clipper.unsent.clear()
-        for stage in range(1, self.stage.plan.num_stages):
-            self._send(Edge(EdgeKind.TOTAL, 0, stage), position, Total(totals=totals), ())
+        for edge in self.stage.plan.edges(EdgeKind.TOTAL):
+            self._send(edge, position, Total(totals=totals), ())
 
     def _totals_to_take_along(self, mode: Mode, inputs: Sequence[Message]) -> list[list[Any]]:
         """Return the totals that go up with a forward: those that came, or those of stage 0."""

@@ -333,8 +333,9 @@ class Loop:
         before = stage.parameters.ledger.newest
         with self._computing(hosted):
             stage.step(update)
+            hosted.saver.save_if_due()
         if stage.parameters.ledger.newest > before:
-            self._after_an_update(hosted)
+            hosted.send_weights()
         self._apply_put_off(hosted, {})
 
     def _apply_put_off(self, hosted: Hosted, totals: dict[int, float]) -> None:
@@ -345,22 +346,17 @@ class Loop:
             totals: Totals that have just come, by update.
         """
         stage = hosted.stage
-        if stage.clipper is None:
+        if stage.clipper is None or not stage.clipper.total:
             return
         if totals:
             stage.clipper.learn(totals)
         while True:
             with self._computing(hosted):
                 applied = stage.apply_next()
+                hosted.saver.save_if_due()
             if not applied:
                 return
-            self._after_an_update(hosted)
-
-    def _after_an_update(self, hosted: Hosted) -> None:
-        """Save what is due, and send a new version of tied weights on."""
-        with self._computing(hosted):
-            hosted.saver.save_if_due()
-        hosted.send_weights()
+            hosted.send_weights()
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
         """Refuse an order that would sum gradients in another order than that of the micro-batches.

@@ -263,7 +263,8 @@ def restore_stage(
         else:
             whole, older[owner] = False, {}
     extra = {key: value for key, value in state.extra.items() if key in there}
-    stage.restore(step, {**state.weights, **extra}, older, state.hidden)
+    own = older.pop(stage.index)
+    stage.restore(step, {**state.weights, **extra}, own, state.hidden, older)
     if stage.optimizer is not None and with_optimizer:
         stage.optimizer.load_state(state.optimizer)
     if stage.clipper is not None:

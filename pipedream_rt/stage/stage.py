@@ -42,6 +42,7 @@ Gradients: TypeAlias = list[Tensor | None]
 
 
 _NO_SHARES: Mapping[str, Tensor] = {}
+_NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
 
 
 class _Boundary(torch.autograd.Function):
@@ -790,26 +791,27 @@ class Stage:
         self,
         step: int,
         weights: dict[str, Tensor],
-        older: Mapping[int, dict[int, dict[str, Tensor]]],
+        older: dict[int, dict[str, Tensor]],
         buffers: dict[str, Tensor],
+        borrowed: Mapping[int, dict[int, dict[str, Tensor]]] = _NONE_BORROWED,
     ) -> None:
         """Go on with the state after an update, while nothing is in flight.
 
         Args:
             step: Number of updates done.
             weights: The newest version, under the keys of the unsplit model.
-            older: The versions before it: by the stage that owns weights and by version, the
-                tensor of every trainable parameter.
+            older: The versions before it: by version, the tensor of every trainable parameter that
+                the stage owns.
             buffers: The buffers of the stage, by name.
+            borrowed: The same of weights that other stages own, by owner.
 
         Raises:
             VersionError: A micro-batch is in flight.
         """
         load_buffers(self.module, buffers)
-        own = older[self.index]
-        self.parameters.restore(step, own, lambda: load_state(self.module, weights))
-        for owner, borrowed in self.borrowed.items():
-            borrowed.restore(step, older[owner], lambda: None)
+        self.parameters.restore(step, older, lambda: load_state(self.module, weights))
+        for owner, of_owner in self.borrowed.items():
+            of_owner.restore(step, borrowed[owner], lambda: None)
         self.next_forward = self.ended = step * self.plan.per_update
         self.steps = step
 

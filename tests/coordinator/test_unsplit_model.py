@@ -60,9 +60,16 @@ def test_frozen_parameters_are_not_trained_and_shared_ones_have_one_name():
     assert list(UnsplitModel(model).names.values()) == ["0.weight", "1.bias"]
 
 
-def test_what_is_no_sequence_of_layers_is_refused():
-    with pytest.raises(ConfigError, match="Linear"):
-        UnsplitModel(nn.Linear(2, 2))
+def test_what_is_no_sequence_of_layers_has_none():
+    """It is taken whole; its parts are trees in which everything keeps its name."""
+    model = nn.TransformerEncoderLayer(4, 2)
+    unsplit = UnsplitModel(model)
+    assert unsplit.sequence is None
+    part = unsplit.part(["self_attn", "norm2"])
+    assert part.norm2 is model.norm2
+    assert set(part.state_dict()) == {k for k in model.state_dict() if k[:5] in ("self_", "norm2")}
+    with pytest.raises(ConfigError, match="no layers"):
+        UnsplitModel([])
 
 
 def test_the_users_model_is_never_changed():

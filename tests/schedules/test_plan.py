@@ -13,7 +13,7 @@ from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
-from pipedream_rt.schedules.plan import Edge, name_of
+from pipedream_rt.schedules.plan import Edge, Tie, name_of
 from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
 from pipedream_rt.schedules.written import plan_written
 
@@ -148,11 +148,29 @@ def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activa
         EdgeKind.GRADIENT: gradients,
         EdgeKind.TARGET: 1,
         EdgeKind.LOSS: 1,
+        EdgeKind.WEIGHT: 0,
+        EdgeKind.SHARE: 0,
+        EdgeKind.NORM: plan.num_stages - 1,
+        EdgeKind.TOTAL: plan.num_stages - 1,
     }
     for kind in EdgeKind:
         edges = plan.edges(kind)
         assert len(edges) == len(set(edges)) == of_chain.get(kind, plan.num_stages)
         assert {edge.kind for edge in edges} <= {kind}
+
+
+def test_tied_weights_go_from_their_owner_and_shares_of_gradients_back_from_stage_to_stage():
+    plan = dataclasses.replace(CHAIN, ties=(Tie("w", (0, 1, 2)), Tie("v", (0, 2))))
+    weight, share = EdgeKind.WEIGHT, EdgeKind.SHARE
+    w, v = plan.ties
+    assert plan.lends(0) == {Edge(weight, 0, 1): (w,), Edge(weight, 0, 2): (w, v)}
+    assert plan.borrows(2) == {Edge(weight, 0, 2): (w, v)}
+    assert plan.shares_of(2) == {Edge(share, 2, 1): (w,), Edge(share, 2, 0): (v,)}
+    assert plan.shares_for(0) == {Edge(share, 1, 0): (w,), Edge(share, 2, 0): (v,)}
+    assert Plan.unpacked(msgpack.unpackb(msgpack.packb(plan.packed()))) == plan
+    for stages in ((1,), (1, 1), (2, 1), (1, 3)):
+        with pytest.raises(ConfigError, match="a tie joins two or more rising stages"):
+            dataclasses.replace(CHAIN, ties=(Tie("w", stages),))
 
 
 def test_what_is_no_training_goes_between_the_coordinator_and_every_stage():
