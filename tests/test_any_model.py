@@ -14,16 +14,14 @@ from torch import nn
 from pipedream_rt import Checkpoints, Clip, LayerSpec, Pipeline, ScheduleOptions
 from pipedream_rt.errors import ConfigError
 
-SGD = (torch.optim.SGD, {"lr": 1e-5, "momentum": 0.9})
+SGD = (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9})
 ADAMW = (torch.optim.AdamW, {"lr": 0.01})
 
 
 class Case:
     """A model, its data and its loss."""
 
-    def __init__(
-        self, model, data, loss, optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    ):
+    def __init__(self, model, data, loss, optimizer=SGD):
         self.make, self.data, self.loss = model, data, loss
         self.optimizer = optimizer
 
@@ -73,8 +71,7 @@ def stages_of(pipe, model):
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("schedule", "k"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 2)])
 def test_a_schedule_that_flushes_gives_the_bits_of_any_other_number_of_stages(case, schedule, k):
     """With dropout, statistics of BatchNorm, shapes that vary, and keyword arguments."""
     if k > 1 and case is CASES["three uses"]:
