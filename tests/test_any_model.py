@@ -1,5 +1,6 @@
 """Models given whole: cut into stages, they train to the bits of the unsplit model."""
 
+import copy
 import math
 import os
 import signal
@@ -471,6 +472,202 @@ def test_predictions_come_in_order_and_are_those_of_single_calls(case):
         first = next(pipe.predict(data))  # the rest is dropped
         assert type(first) is type(made[0])
         assert [r.step for r in pipe.train_epoch(data[:2])] == [0, 1]
+
+
+# -- forwards with something odd in them ---------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Three layers, and a forward that is up to the test."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+        self.embed, self.flat = nn.Embedding(9, 6), nn.Flatten()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.acts = nn.LeakyReLU(0.1, inplace=True)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(6))
+        self.kept, self.generator = {"n": 0}, torch.Generator()
+        self._forward = forward
+
+    def forward(self, *args):
+        return self._forward(self, *args)
+
+
+def through(self, x):
+    return self.c(self.b(self.a(x)))
+
+
+def fills_its_input(self, x):
+    x[:, 0] = 0.0
+    return through(self, x)
+
+
+def returns_what_it_has_filled(self, x):
+    mask = torch.zeros_like(x)
+    mask[:, 0] = 1.0
+    return through(self, x) * mask
+
+
+def halves_its_input_and_looks(self, x):
+    x /= 2
+    return through(self, x * 3 if (x > 100).any() else x)
+
+
+def counts_in_a_buffer(self, x):
+    self.count.add_(1)
+    return through(self, x)
+
+
+def asks_for_gradients(self, x):
+    h = self.a(x)
+    return self.c(self.b(h * 2 if h.requires_grad else h))
+
+
+def trims(self, x):
+    x = x[:, : (x != 0).sum(1).max()]
+    return self.b(self.a(self.embed(x)).sum(1) / x.shape[1])
+
+
+def experts_without_a_condition(self, x):
+    x = self.a(x)
+    values, chosen = self.b(x)[:, :3].softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        rows, columns = torch.where(chosen == i)
+        out.index_add_(0, rows, expert(x[rows]) * values[rows, columns, None])
+    return self.c(out)
+
+
+def a_weight_in_the_result(self, x):
+    return through(self, x), self.a.weight
+
+
+def squares(output, target):
+    if isinstance(output, tuple):
+        return F.mse_loss(output[0], target) + 0.01 * output[1].square().sum()
+    return F.mse_loss(output, target)
+
+
+def vectors(count):
+    torch.manual_seed(2)
+    return [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(count)]
+
+
+def padded(count):
+    torch.manual_seed(4)
+    lengths = [torch.randint(1, 8, (8, 1)) for _ in range(count)]
+    words = [torch.randint(1, 9, (8, 7)) * (torch.arange(7) < n) for n in lengths]
+    return [(each, torch.randn(8, 6)) for each in words]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "forward",
+    [
+        fills_its_input, returns_what_it_has_filled, halves_its_input_and_looks,
+        counts_in_a_buffer, asks_for_gradients, trims, experts_without_a_condition,
+        a_weight_in_the_result,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stages", [1, 3])
+def test_an_odd_forward_is_followed(forward, stages):
+    """And the user's model stays as it was, also where a new shape is recorded in the middle."""
+    case = Case(lambda: Odd(forward), padded if forward is trims else vectors, squares)
+    case.optimizer = (torch.optim.SGD, {"lr": 0.1})
+    data, model = case.data(4), case.model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.set_num_threads(1)
+    weights, losses = whole.plainly(model, copy.deepcopy(data), squares, case.make_optimizer)
+    with Pipeline(
+        model, stages=stages, example=copy.deepcopy(data[0]), loss_fn=squares,
+        optimizer=case.optimizer, schedule="1f1b", workers="in-process",
+    ) as pipe:  # fmt: skip
+        assert [r.loss for r in pipe.train_epoch(copy.deepcopy(data))] == losses
+        assert_same(pipe.state_dict(), weights)
+    assert_same(dict(model.state_dict()), before)
+
+
+def fills_by_a_layer(self, x):
+    mask, h = x * 2, self.a(x)
+    mask[:, 0] = h[:, 0]
+    return self.c(self.b(h)) * mask
+
+
+def experts_by_their_rows(self, x):
+    x = self.a(x)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        rows = torch.where(x[:, i] > 0)[0]
+        if len(rows):
+            out.index_add_(0, rows, expert(x[rows]))
+    return self.c(self.b(out))
+
+
+def changes_a_view_of_a_layer(self, x):
+    x = self.a(x).unflatten(1, (2, 3)) * 2
+    return self.c(self.b(self.acts(self.flat(x))) + x.flatten(1))
+
+
+def counts_in_a_dict(self, x):
+    self.kept["n"] += 1
+    return through(self, x) * self.kept["n"]
+
+
+def seeds(self, x):
+    torch.manual_seed(3)
+    return through(self, x) + torch.rand(6)
+
+
+def draws_by_itself(self, x):
+    return through(self, x) + torch.rand(6, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (fills_by_a_layer, "what it has filled|takes on stage 1"),
+        (experts_by_their_rows, r"__len__|len\(\) reads values that layers have computed"),
+        (changes_a_view_of_a_layer, "changes in place on stage"),
+        (counts_in_a_dict, "changes the attribute 'kept' of the model"),
+        (seeds, "calls torch.manual_seed"),
+        (draws_by_itself, "draws from a torch.Generator"),
+    ],
+)
+def test_an_odd_forward_is_refused_before_anything_starts(forward, words):
+    case = Case(lambda: Odd(forward), vectors, squares)
+    with pytest.raises(ConfigError, match=words):
+        case.pipeline(stages=["acts"] if forward is changes_a_view_of_a_layer else 2)
+
+
+@pytest.mark.threads
+def test_a_buffer_that_is_changed_behind_its_data_on_two_stages_is_refused():
+    def average(self, x):
+        h = self.a(x) + self.mean
+        self.mean.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return self.c(self.b(h)) + self.mean
+
+    case = Case(lambda: Odd(average), vectors, squares)
+    with (
+        pytest.raises(Exception, match="a forward changed the buffer 'mean'"),
+        case.pipeline(stages=["b"]) as pipe,
+    ):
+        list(pipe.train_epoch(case.data(2)))
+
+
+@pytest.mark.threads
+def test_activations_are_computed_again_where_the_first_layer_works_in_place():
+    layers = [nn.Linear(6, 6), nn.Hardswish(inplace=True), nn.Linear(6, 6)]
+    found = []
+    for recompute in (False, True):
+        with Pipeline(
+            layers, stages=[1], loss_fn=F.mse_loss, optimizer=SGD, workers="in-process",
+            recompute=recompute,
+        ) as pipe:  # fmt: skip
+            found.append(([r.loss for r in pipe.train_epoch(vectors(4))], pipe.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
 
 
 # -- layers that workers build ------------------------------------------------------------------

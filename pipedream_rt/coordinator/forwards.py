@@ -160,6 +160,7 @@ class RecordedForwards:
         self._num_stages = 1
         self._links: set[tuple[int, int]] = set()
         self._entries: set[int] = set()
+        self._has: list[set[str]] = []
         self._began = False
         self.homes: dict[str, int] = {}
         self.cuts: list[Cut] = []
@@ -214,6 +215,7 @@ class RecordedForwards:
             firsts: The first layer of every stage but the first.
         """
         self._num_stages = len(firsts) + 1
+        self._has = [set() for _ in range(self._num_stages)]
         self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
         structure, tensors = flat_copy((batch.args, batch.kwargs))
         for mode, program in programs.items():
@@ -286,6 +288,16 @@ class RecordedForwards:
                 "this mini-batch takes another way through the model than the example: values "
                 f"would pass {', '.join(more)}; give such a mini-batch as example="
             )
+        for stage, names in enumerate(zip(made.layers, made.held, strict=True)):
+            used = {name for each in names for name in each}
+            if self._began and (missing := sorted(used - self._has[stage])):
+                raise ConfigError(
+                    f"this mini-batch makes the model use {', '.join(missing)} on stage {stage}, "
+                    "which it did not with the example, so the stage has it not; give such a "
+                    "mini-batch as example="
+                )
+            if not self._began:
+                self._has[stage] |= used
         self.cuts.append(made)
         self._programs.setdefault(key, []).append((len(self.cuts) - 1, program))
         return len(self.cuts) - 1

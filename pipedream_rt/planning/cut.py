@@ -120,7 +120,7 @@ class _Cutter:
             if not step.free:
                 self._do(number, self._stage_of[number])
         for slot in slots_in(self._program.output):
-            self._need(slot, last, ())
+            self._need(slot, last, self._program.after)
         takes, gives = self._passed()
         stages = tuple(
             StageProgram(
@@ -134,7 +134,15 @@ class _Cutter:
         return Cut(
             stages,
             tuple(_unique(step.layer for step in s.steps if step.layer) for s in stages),
-            tuple(_unique(name for step in s.steps for name in step.held) for s in stages),
+            tuple(
+                _unique(
+                    name
+                    for names in ([st.held for st in s.steps], [s.held])
+                    for n in names
+                    for name in n
+                )
+                for s in stages
+            ),
         )
 
     def _do(self, number: int, stage: int) -> None:
@@ -148,18 +156,22 @@ class _Cutter:
 
     def _need(self, slot: int, stage: int, after: Sequence[int]) -> None:
         """Let a stage have a value."""
+        steps = self._program.steps
+        free = [number for number in after if steps[number].free]
         if slot < self._program.inputs:
             self._inputs[stage].add(slot)
+            for number in free:
+                self._do(number, stage)
             return
         maker = self._maker[slot]
-        steps = self._program.steps
-        if steps[maker].free and all(steps[i].free for i in after):
+        if steps[maker].free and len(free) == len(after):
             for number in (maker, *after):
                 self._do(number, stage)
-        elif self._stage_of[maker] == stage:
-            self._do(maker, stage)
-        else:
-            self._do(maker, self._stage_of[maker])
+            return
+        home = self._stage_of[maker]
+        for number in (maker, *free):
+            self._do(number, home)
+        if home != stage:
             self._users.setdefault(slot, set()).add(stage)
 
     def _passed(self) -> tuple[list[dict[Address, tuple[int, ...]]], ...]:
@@ -196,12 +208,18 @@ class _Cutter:
         Raises:
             ConfigError: There is one.
         """
-        steps, stage_of = self._program.steps, self._stage_of
+        steps, last = self._program.steps, len(self._done) - 1
+        stage_of = [*self._stage_of, last]
+        # What the forward returns is taken on the last stage.
+        end = Step(
+            name="the result", target="", args=(self._program.output,), slots=(),
+            after=self._program.after, where="its end",
+        )  # fmt: skip
         for number, step in enumerate(steps):
             if not step.changes or step.free:
                 continue
             here = stage_of[number]
-            for later, user in list(enumerate(steps))[number + 1 :]:
+            for later, user in list(enumerate((*steps, end)))[number + 1 :]:
                 if number not in user.after:
                     continue
                 for slot in user.taken:

@@ -109,6 +109,7 @@ class Step:
         kwargs: The keyword arguments, in the same way.
         slots: The slot of the result as it is; or the slots of the tensors in the result, in order.
         made: The result with `Slot` in the place of tensors; None if ``slots`` is one number.
+        kinds: The shape and the dtype of each tensor of a layer's result; empty for a function.
         random: Whether it may draw random numbers; layers always may.
         free: Whether it computes the same wherever it runs: from the model's inputs alone, without
             weights, layers that have some, or random numbers.
@@ -124,6 +125,7 @@ class Step:
     kwargs: dict[str, Any] = field(default_factory=dict)
     slots: int | tuple[int, ...]
     made: Any = None
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     random: bool = True
     free: bool = False
     after: tuple[int, ...] = ()
@@ -186,12 +188,14 @@ class Program:
         inputs: The number of inputs, which stand in the first slots.
         steps: The steps, in order.
         output: The result, with `Slot` in the place of tensors.
+        after: The steps that have changed in place what the result holds.
         guards: What the forward has read from its inputs; with other values it may be another one.
     """
 
     inputs: int
     steps: tuple[Step, ...]
     output: Any
+    after: tuple[int, ...] = ()
     guards: tuple[Guard, ...] = ()
 
     def layers(self) -> list[str]:
@@ -202,12 +206,16 @@ class Program:
         """Whether every guard reads the value that it has read before."""
         with torch.no_grad():
             for guard in self.guards:
-                values = dict(enumerate(inputs))
+                changes = any(self.steps[number].changes for number in guard.steps)
+                values = dict(
+                    enumerate(t.clone() for t in inputs) if changes else enumerate(inputs)
+                )
                 for number in guard.steps:
                     step = self.steps[number]
                     assert callable(step.target)
                     args, kwargs = filled((step.args, step.kwargs), values, {})
-                    put(step, step.target(*args, **kwargs), values)
+                    with step.around.entered():
+                        put(step, step.target(*args, **kwargs), values)
                 args, kwargs = filled((guard.args, guard.kwargs), values, {})
                 if guard.read(*args, **kwargs) != guard.value:
                     return False
@@ -329,6 +337,14 @@ def put(step: Step, result: Any, values: dict[int, Any]) -> None:
             "was recorded; what a layer returns beside tensors must not change, because the steps "
             "after it were made for that"
         )
+    for tensor, (shape, dtype) in zip(tensors, step.kinds):
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ConfigError(
+                f"{step.name} has returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, "
+                f"and a {dtype} one of shape {tuple(shape)} when the forward of the model was "
+                "recorded with inputs of these shapes; a shape that depends on values must stay "
+                "inside of one layer"
+            )
     values.update(zip(step.slots, tensors))
 
 

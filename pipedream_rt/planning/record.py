@@ -16,6 +16,8 @@ the forward changes. Values of the inputs may be read; they become guards.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import random
 import sys
 import traceback
@@ -45,8 +47,15 @@ from pipedream_rt.planning.program import (
 )
 from pipedream_rt.planning.shipping import dumps
 
-_BATCH, _LAYERS, _DRAWN = 1, 2, 4
-"""What a value depends on: the inputs, layers or weights, random numbers."""
+_BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
+"""What a value depends on: the inputs, layers or weights, random numbers; and whether its shape
+depends on values."""
+
+_OF_SHAPE = {"size", "numel", "nelement", "__len__", "shape", "nbytes", "stride"}
+"""The functions and attributes that tell of the shape of a tensor."""
+
+_CHANGING = {"batch_norm", "instance_norm", "__setitem__", "embedding", "embedding_bag"}
+"""Functions that change what they are given and whose names do not say so by a ``_`` at the end."""
 
 _FACTS = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
@@ -122,6 +131,12 @@ def record(
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
     recorder = _Recorder(model, layers, inputs)
     _refuse_hooks(model, layers)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a module of torch.jit, which keeps its weights where "
+                "versions of them cannot be put; give the module as it was before"
+            )
     cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with _as_it_was(model, recorder), _mode(model, training), torch.set_grad_enabled(grad), cast:
         recorder.begin()
@@ -167,7 +182,7 @@ class _Recorder(TorchFunctionMode):
         self.steps: list[Step] = []
         self.guards: list[Guard] = []
         self.paused = 0
-        self.drew = False
+        self.drew = self.sized = False
         self._layers = layers
         self._names = {id(layer): name for name, layer in layers.items()}
         self._calls: dict[str, int] = {}
@@ -186,6 +201,8 @@ class _Recorder(TorchFunctionMode):
             )
             for name, t in reversed(list(named))  # the first name of a tensor counts
         }
+        named = (*model.parameters(), *model.buffers())
+        self._held_memory = {t.untyped_storage()._cdata for t in named if not t.is_meta}
         for tensor in inputs:
             self._tag(tensor, _BATCH)
 
@@ -209,6 +226,10 @@ class _Recorder(TorchFunctionMode):
     def note_made(self, tensor: Tensor) -> None:
         """Note that a tensor was made during the forward, by whatever means."""
         self._made[id(tensor)] = ref(tensor)
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies over the memory of a weight or a buffer, as its ``.data`` does."""
+        return tensor.untyped_storage()._cdata in self._held_memory
 
     def _was_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during the forward."""
@@ -264,25 +285,63 @@ class _Recorder(TorchFunctionMode):
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
         if name in _FACTS or (name == "__get__" and not _is_view_getter(func)):
-            return func(*args, **kwargs)
+            self.paused += 1
+            try:
+                fact = func(*args, **kwargs)
+            finally:
+                self.paused -= 1
+            what = getattr(getattr(func, "__self__", None), "__name__", name)
+            if what in _OF_SHAPE or name in _OF_SHAPE:
+                self._tells_shape(func, what, args, kwargs, fact)
+            return fact
         return self._function(func, name, args, kwargs)
+
+    def _tells_shape(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fact: Any
+    ) -> None:
+        """Note or refuse that the forward reads a shape that depends on values."""
+        tag = self.tag_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        if tag is not None and tag.depends & _SIZED:
+            given, depends, after = self._seen((args, kwargs))
+            self._reads(func, name, given, depends, after, fact)
 
     def _function(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call and note a function."""
         given, depends, after = self._seen((args, kwargs))
-        tensors = _tensors_in((args, kwargs))
-        versions = [_version_of(t) for t in tensors]
-        self.drew = False
+        if any(isinstance(value, torch.Generator) for value in _leaves_of((args, kwargs))):
+            raise _refusal(
+                f"{name}() draws from a torch.Generator, which a worker would have a copy of; let "
+                "it draw from the default generator, which is seeded for each step"
+            )
+        changing = name.endswith("_") and not name.endswith("__")
+        changing = changing or name in _CHANGING or name.startswith("__i") or "out" in kwargs
+        # The weights and buffers of the user's model do not change while it is recorded.
+        copies: dict[int, Tensor] = {}
+
+        def own(tensor: Tensor) -> Tensor:
+            held = id(tensor) in self._held or self._is_held(tensor)
+            if tensor.is_meta or (changing and held):
+                made = copies[id(tensor)] = _valued(tensor)
+                return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            return tensor
+
+        tensors = list({id(t): t for t in _tensors_in((args, kwargs))}.values())
+        called_with = replaced((args, kwargs), (Tensor,), own)
+        versions = [_version_of(copies.get(id(t), t)) for t in tensors]
+        self.drew = self.sized = False
         self.paused += 1
         try:
-            result = func(*_on_cpu(args), **_on_cpu(kwargs))
+            result = func(*called_with[0], **called_with[1])
         finally:
             self.paused -= 1
         changed = [
-            t for t, before in zip(tensors, versions, strict=True) if _version_of(t) != before
+            t
+            for t, before in zip(tensors, versions, strict=True)
+            if _version_of(copies.get(id(t), t)) != before
         ]
+        depends |= _SIZED if self.sized else 0
         results = _tensors_in(result)
         if not results and not changed and name not in _EFFECTS:
             self._reads(func, name, given, depends | (_DRAWN if self.drew else 0), after, result)
@@ -309,7 +368,7 @@ class _Recorder(TorchFunctionMode):
                 "on data. Let a layer do this, so that it is decided where the values are: move "
                 "the lines that depend on it into an nn.Module of their own"
             )
-        if not isinstance(value, bool | int | float | list):
+        if not isinstance(value, bool | int | float | list | tuple):
             raise _refusal(f"{name.strip('_')}() takes values of the inputs out of torch")
         args, kwargs = given
         steps = self._leading_to(slots_in(given), after)
@@ -358,16 +417,24 @@ class _Recorder(TorchFunctionMode):
                 mine = self.tag_of(other) if other is not None else None
                 if mine is not None:
                     mine.after.add(number)
-                    mine.depends |= depends
-        if changed and not changes and not any(id(t) in self._held for t in changed):
+                    mine.depends |= depends & ~_SIZED  # a change in place changes no shape
+        of_model = any(id(t) in self._held or self._is_held(t) for t in changed)
+        if changed and not changes and not of_model:
             raise _refusal(
                 "the forward changes in place a tensor that is there before it, and neither a "
                 "buffer nor an input; register it as a buffer of a layer that changes it"
             )
         depends |= _DRAWN if random else 0
         is_layer = isinstance(target, str)
+        fixed = is_layer and not depends & _SIZED
         slots: list[int] = []
-        made = replaced(result, (Tensor,), lambda t: Slot(self._result(t, depends, slots)))
+        same = {id(t) for t in changed}
+
+        def slot_of(tensor: Tensor) -> Slot:
+            mask = ~_SIZED if id(tensor) in same else ~0
+            return Slot(self._result(tensor, depends & mask, slots))
+
+        made = replaced(result, (Tensor,), slot_of)
         if not is_layer:
             name = f"{name[:-1]} {number})"
         self.steps.append(
@@ -378,6 +445,7 @@ class _Recorder(TorchFunctionMode):
                 kwargs=given[1],
                 slots=tuple(slots),
                 made=_without_foreign(made),
+                kinds=tuple((tuple(t.shape), t.dtype) for t in results) if fixed else (),
                 random=random or is_layer,
                 free=not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS,
                 after=tuple(sorted(after)),
@@ -451,7 +519,11 @@ class _Recorder(TorchFunctionMode):
             try:
                 if recorder.paused:
                     return layer(*args, **kwargs)
-                return recorder._layer(layer, args, kwargs)
+                recorder.paused += 1
+                try:
+                    return recorder._layer(layer, args, kwargs)
+                finally:
+                    recorder.paused -= 1
             finally:
                 layer.__class__ = stand_in
 
@@ -463,17 +535,14 @@ class _Recorder(TorchFunctionMode):
         given, depends, after = self._seen((args, kwargs))
         objects = self._objects_in(given)
         has_weights = any(True for _ in layer.parameters())
-        self.paused += 1
         self.drew = False
         try:
-            result, changed, moved = _shapes_of(layer, (args, kwargs))
+            result, changed, moved, views = _shapes_of(layer, (args, kwargs))
         except Exception as error:
             raise ConfigError(
                 f"layer {name!r} ({type(layer).__name__}), called at {where}, does not take what "
                 f"the forward gives it: {error}"
             ) from error
-        finally:
-            self.paused -= 1
         for value, before in objects:
             if self._pickled(value) != before:
                 raise _refusal(
@@ -498,6 +567,10 @@ class _Recorder(TorchFunctionMode):
             random=self.drew,
             where=where,
         )
+        for view, source in views:
+            for one, other in ((view, source), (source, view)):
+                memory = one.untyped_storage()._cdata
+                self._over.setdefault(memory, []).append(ref(other))
         return result
 
     def _objects_in(self, given: Any) -> list[tuple[Any, bytes]]:
@@ -536,12 +609,13 @@ class _Recorder(TorchFunctionMode):
 
     def finish(self, output: Any) -> Program:
         """Return the program of a forward that has returned this."""
-        made, _, _ = self._seen(output)
+        made, _, after = self._seen(output)
         self._refuse_foreign(made)
         return Program(
             inputs=len(self._inputs),
             steps=tuple(self.steps),
             output=made,
+            after=tuple(sorted(after)),
             guards=tuple(self.guards),
         )
 
@@ -589,6 +663,8 @@ class _Watch(TorchDispatchMode):
         """Call an operator, and note what it makes."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._recorder.drew = True
+        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}:
+            self._recorder.sized = True
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
             self._recorder.note_made(tensor)
@@ -625,15 +701,16 @@ def _leaves_of(value: Any) -> list[Any]:
     """Return everything in a value that is no container."""
     there: list[Any] = []
 
-    def note(each: Any) -> Any:
-        if not isinstance(each, tuple | list | dict) and type(each) not in (slice,):
+    def note(each: Any) -> None:
+        if isinstance(each, dict):
+            each = each.values()
+        elif dataclasses.is_dataclass(each) and not isinstance(each, type | Slot | Held):
+            each = [getattr(each, f.name) for f in dataclasses.fields(each)]
+        elif not isinstance(each, tuple | list):
             there.append(each)
-            return each
-        for item in (
-            each.values() if isinstance(each, dict) else each if not isinstance(each, slice) else ()
-        ):
+            return
+        for item in each:
             note(item)
-        return each
 
     note(value)
     return there
@@ -654,15 +731,6 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _on_cpu(value: Any) -> Any:
-    """Return a value whose weights without values, those of the meta device, are zeros."""
-
-    def zeros(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
-
-    return replaced(value, (Tensor,), zeros)
-
-
 class _Shaped(NamedTuple):
     """What a layer has made of tensors without values.
 
@@ -670,11 +738,13 @@ class _Shaped(NamedTuple):
         result: Its result, with zeros in the place of tensors.
         changed: The tensors that it has changed in place.
         moved: Whether it has changed its buffers.
+        views: Tensors of the result that lie over the memory of one that it was given, with that.
     """
 
     result: Any
     changed: list[Tensor]
     moved: bool
+    views: list[tuple[Tensor, Tensor]]
 
 
 def _shapes_of(layer: nn.Module, given: Any) -> _Shaped:
@@ -688,18 +758,20 @@ def _shapes_of(layer: nn.Module, given: Any) -> _Shaped:
         given: Its arguments and keyword arguments.
     """
     try:
+        if torch.is_autocast_enabled("cpu"):  # which knows nothing of the meta device
+            return _run_on(layer, given, _valued)
         return _run_on(layer, given, lambda tensor: tensor.detach().to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):
         return _run_on(layer, given, _valued)
 
 
-def _run_on(layer: nn.Module, given: Any, copy: Callable[[Tensor], Tensor]) -> _Shaped:
+def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -> _Shaped:
     """Run a layer on copies of its weights, its buffers and its arguments."""
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor, copy(tensor)
+            copies[id(tensor)] = tensor, copy_of(tensor)
         return copies[id(tensor)][1]
 
     args, kwargs = replaced(given, (Tensor,), copied)
@@ -715,12 +787,23 @@ def _run_on(layer: nn.Module, given: Any, copy: Callable[[Tensor], Tensor]) -> _
         if id(tensor) in back:  # a layer may return what it was given
             return back[id(tensor)]
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return like.zero_()
+        memory = tensor.untyped_storage()._cdata
+        for source, made in taken:  # a view of what the layer was given
+            if made.untyped_storage()._cdata == memory and made.numel():
+                views.append((like, source))
+        # As the result of a layer: it requires a gradient, and is no leaf.
+        learns = wanted and (like.is_floating_point() or like.is_complex())
+        return like.zero_().requires_grad_() * 1 if learns and not views else like.zero_()
 
+    views: list[tuple[Tensor, Tensor]] = []
+    wanted = torch.is_grad_enabled() and (
+        any(p.requires_grad for p in layer.parameters()) or any(t.requires_grad for t, _ in taken)
+    )
     return _Shaped(
         replaced(result, (Tensor,), zeros),
         [tensor for tensor, made in taken if _version_of(made) != before[id(made)]],
         any(_version_of(buffer) != before[id(buffer)] for buffer in buffers.values()),
+        views,
     )
 
 
@@ -808,7 +891,14 @@ def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})
         for name, module in model.named_modules()
     ]
+    contents = [
+        (name, module, key, value, copy.copy(value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (list, dict, set) and key not in _DICTS and not key.endswith("_hooks")
+    ]
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    seed = torch.initial_seed()
     changed, finished = "", False
     try:
         yield
@@ -835,7 +925,14 @@ def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
                 if new and id(module) not in inside and key not in ("training", *_DICTS):
                     changed = changed or f"{key!r} of {name or 'the model'}"
             now.update(attributes)
+        for name, module, key, value, content in contents:
+            if not _same_content(value, content):
+                if id(module) not in inside:
+                    changed = changed or f"{key!r} of {name or 'the model'}"
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
         python, numpy = random.getstate(), np.random.get_state()
+        seeded = torch.initial_seed() != seed
         torch.set_rng_state(drawn[0])
         random.setstate(drawn[1])
         np.random.set_state(drawn[2])
@@ -845,12 +942,27 @@ def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             "and no stage has the whole module. Keep such state in a layer that has it to itself, "
             f"or in a buffer of one. {MANUAL}"
         )
+    if finished and seeded:
+        raise ConfigError(
+            "the model cannot be cut into stages: its forward calls torch.manual_seed, which would "
+            "hold for one stage alone; every step is seeded by itself, by the number of the "
+            f"micro-batch and its name. {MANUAL}"
+        )
     if finished and (python != drawn[1] or str(numpy) != str(drawn[2])):
         raise ConfigError(
             "the model cannot be cut into stages: its forward draws random numbers of Python or "
             "NumPy, so its way differs from call to call. Draw them with torch inside a layer. "
             f"{MANUAL}"
         )
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    """Whether two lists, dicts or sets have the same objects in them."""
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(one[key] is other[key] for key in one)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 _DICTS = ("_parameters", "_buffers", "_modules")

@@ -320,13 +320,15 @@ class Stage:
         owners = [weights for _, weights in self._by_owner()]
         before = [weights.copies(micro_batch) if compares else None for weights in owners]
         shared = self._shared_buffers()
+        values = {name: self.module.get_buffer(name).clone() for name in shared if looks}
         yield
         if looks:
             for weights, copies in zip(owners, before, strict=True):
                 weights.require_unchanged(micro_batch, copies)
             self._refuse_new_names()
         for name, now in self._shared_buffers().items():
-            if now != shared[name]:
+            moved = name in values and not torch.equal(values[name], self.module.get_buffer(name))
+            if now != shared[name] or moved:
                 raise ConfigError(
                     f"stage {self.index}: a forward changed the buffer {name!r}, which layers of "
                     "other stages share; each stage has a copy of it, so they would part. Keep the "
@@ -397,7 +399,9 @@ class Stage:
         buffers = self._buffers.copies()
 
         def run(*given: Any) -> list[Any]:
-            return self._run(program, dict(zip(values, given, strict=True)), number)
+            # Copies, since a step may change its input in place, which the second time needs too.
+            copies = (g.clone() if isinstance(g, Tensor) else g for g in given)
+            return self._run(program, dict(zip(values, copies, strict=True)), number)
 
         made: list[Any] = checkpoint(
             run,
