@@ -45,6 +45,9 @@ from pipedream_rt.planning.program import (
     replaced,
     slots_in,
 )
+from pipedream_rt.planning.program import (
+    found as found_in,
+)
 from pipedream_rt.planning.shipping import dumps
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
@@ -687,14 +690,7 @@ def _is_view_getter(func: Any) -> bool:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in order."""
-    there: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        there.append(tensor)
-        return tensor
-
-    replaced(value, (Tensor,), note)
-    return there
+    return found_in(value, Tensor)
 
 
 def _leaves_of(value: Any) -> list[Any]:
