@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -278,55 +279,52 @@ class Feeder:
         self._group.life.check()
         if not self._has_loss:
             raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
+        total, samples = 0.0, 0
+        for loss, _, size in self._passed(Mode.EVALUATE, self._with_samples(loader, prepare)):
+            total += (loss if loss is not None else 0.0) * size
+            samples += size
+        if not samples:
+            raise ConfigError("the loader given to evaluate yielded nothing")
+        return total / samples
+
+    def _with_samples(
+        self, loader: Iterable[Any], prepare: Prepare | None
+    ) -> Iterator[tuple[_Part, int]]:
+        """Yield the micro-batches of a loader that have samples, and their numbers of samples."""
+        for item in loader:
+            parts, sizes = self._parts(batch_of(item, prepare), Mode.EVALUATE)
+            for part, size in zip(parts, sizes, strict=True):
+                if part is not None:
+                    yield part, size
+
+    def _passed(
+        self, mode: Mode, parts: Iterable[tuple[_Part, int]]
+    ) -> Generator[tuple[float | None, Any, int], None, None]:
+        """Flush, then pass micro-batches through the stages, several at a time.
+
+        What is on its way when the iteration ends early is taken and dropped.
+
+        Args:
+            mode: One that leaves no trace.
+            parts: The micro-batches, each with a number that is handed back.
+
+        Yields:
+            The loss, the output and the number of each, in order.
+        """
         self._refuse_what_stays_here()
         self.flush()
         ahead: deque[tuple[int, int]] = deque()
-        losses: list[tuple[float, int]] = []
 
-        def collect() -> None:
-            """Take the loss of the oldest micro-batch on its way."""
-            position, size = ahead.popleft()
-            loss = self._take_loss(position)[0].loss
+        def collect() -> tuple[float | None, Any, int]:
+            """Take what came of the oldest micro-batch on its way."""
+            position, number = ahead.popleft()
+            loss, output = self._take_loss(position)
             self._group.log.forget(position)
-            losses.append((loss if loss is not None else 0.0, size))
+            return loss.loss, output, number
 
         try:
-            for item in loader:
-                parts, sizes = self._parts(batch_of(item, prepare), Mode.EVALUATE)
-                for part, size in zip(parts, sizes, strict=True):
-                    if part is not None:
-                        ahead.append((self._pass(Mode.EVALUATE, part), size))
-                while len(ahead) > 2 * self._group.plan.num_stages:
-                    collect()
-        finally:
-            while ahead and not self._group.life.is_over:
-                collect()
-        samples = sum(size for _, size in losses)
-        if not samples:
-            raise ConfigError("the loader given to evaluate yielded nothing")
-        total = 0.0
-        for loss, size in losses:
-            total += loss * size
-        return total / samples
-
-    def predict(self, loader: Iterable[Any], prepare: Prepare | None) -> Generator[Any, None, None]:
-        """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
-        self._group.life.check()
-        self._refuse_what_stays_here()
-        self.flush()
-        ahead: deque[int] = deque()
-
-        def collect() -> Any:
-            """Take the output of the oldest micro-batch on its way."""
-            position = ahead.popleft()
-            _, output = self._take_loss(position)
-            self._group.log.forget(position)
-            return output
-
-        try:
-            for item in loader:
-                batch = example_of(item if prepare is None else prepare(item))
-                ahead.append(self._pass(Mode.INFER, self._part(batch, Mode.INFER)))
+            for part, number in parts:
+                ahead.append((self._pass(mode, part), number))
                 while len(ahead) > 2 * self._group.plan.num_stages:
                     yield collect()
             while ahead:
@@ -334,6 +332,15 @@ class Feeder:
         finally:
             while ahead and not self._group.life.is_over:
                 collect()
+
+    def predict(self, loader: Iterable[Any], prepare: Prepare | None) -> Generator[Any, None, None]:
+        """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
+        self._group.life.check()
+        batches = (example_of(item if prepare is None else prepare(item)) for item in loader)
+        parts = ((self._part(batch, Mode.INFER), 0) for batch in batches)
+        with closing(self._passed(Mode.INFER, parts)) as passed:
+            for _, output, _ in passed:
+                yield output
 
     def infer(self, batch: Batch, *, training: bool) -> Any:
         """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
