@@ -2,13 +2,12 @@
 
 import copy
 import math
-import os
-import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support import whole
+from support.faults import kill
 from support.oracle import assert_same
 from torch import nn
 
@@ -192,8 +191,7 @@ def test_processes_give_the_same_bits_through_the_death_of_a_worker(case, tmp_pa
         for result in pipe.train_epoch(data):
             found.append(result.loss)
             if result.step == 4:
-                pid = pipe._group.cluster._local.processes["worker-1"].pid
-                os.kill(pid, signal.SIGKILL)
+                kill(pipe, "worker-1")
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
     assert found == losses
@@ -347,8 +345,7 @@ def test_clipping_survives_a_worker(vertical_sync, tmp_path):
         for result in pipe.train_epoch(data):
             found.append(result.loss)
             if result.step == 6:
-                pid = pipe._group.cluster._local.processes["worker-0"].pid
-                os.kill(pid, signal.SIGKILL)
+                kill(pipe, "worker-0")
         assert found == losses
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1

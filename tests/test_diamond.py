@@ -1,14 +1,13 @@
 """A plan that is no chain goes through everything that reads plans."""
 
 import functools
-import os
-import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support import diamond
 from support.costs import unit
+from support.faults import kill
 from support.models import OPTIMIZERS, regression
 from support.oracle import assert_same
 
@@ -114,8 +113,7 @@ def test_it_equals_its_oracle_on_processes_through_the_death_of_a_worker(pipelin
         for result in pipe.train_epoch(data):
             found.append(result.loss)
             if result.step == 9:
-                pid = pipe._group.cluster._local.processes["worker-2"].pid
-                os.kill(pid, signal.SIGKILL)
+                kill(pipe, "worker-2")
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
     assert found == losses

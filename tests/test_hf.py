@@ -1,11 +1,9 @@
 """Models of Hugging Face's transformers, as they are, on several stages."""
 
-import os
-import signal
-
 import pytest
 import torch
 from support import whole
+from support.faults import kill
 from support.oracle import assert_same
 
 from pipedream_rt import Checkpoints, Pipeline
@@ -213,8 +211,7 @@ def test_it_survives_a_worker_and_goes_back_into_the_plain_model(name, tmp_path)
         for result in pipe.train_epoch(data):
             found.append(result.loss)
             if result.step == 4:
-                pid = pipe._group.cluster._local.processes["worker-2"].pid
-                os.kill(pid, signal.SIGKILL)
+                kill(pipe, "worker-2")
         assert found == losses
         assert len(pipe.restarts) == 1
         model = pipe.module().eval()

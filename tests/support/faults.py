@@ -57,6 +57,11 @@ class Plan:
         return len([p for p in self.folder.iterdir() if p.name.startswith("struck-")])
 
 
+def kill(pipe, worker):
+    """Kill a worker process of a pipeline, by its name."""
+    os.kill(pipe._group.cluster._local.processes[worker].pid, signal.SIGKILL)
+
+
 def reached(folder, stage, phase, counts):
     """Note that a stage has reached a phase, and let the fault strike whose turn it is."""
     if not folder:
