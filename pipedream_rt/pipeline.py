@@ -63,9 +63,9 @@ from pipedream_rt.coordinator.references import References
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.specs import (
-    around_forward,
     pickled_specs,
-    refuse_halves_of_recomputed,
+    recomputing,
+    refuse_autocast,
 )
 from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
@@ -192,17 +192,19 @@ class Pipeline:
             require_count("fingerprint_every", fingerprint_every)
         require_choice("on_nan", on_nan, ("raise", "ignore"))
         refuse_loss(loss_fn)
+        if clip is not None:
+            require_instance("clip", clip, Clip)
+        refuse_autocast(autocast)
         self._model = UnsplitModel(model, loss_fn)
         own = loss_fn is None and optimizer is not None and self._model.sequence is None
         loss_fn = own_loss if own else loss_fn
         forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
-        if clip is not None:
-            require_instance("clip", clip, Clip)
-        around = around_forward(autocast, recompute, self.plan)
-        refuse_halves_of_recomputed(around, self.plan)
-        parts = grouped_names(optimizer, self._model.names, self._model.parameters)
+        parts = [self._model.part(names) for names in self.plan.layers]
+        self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
+        again = recomputing(recompute, self.plan)
+        grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
         require_folder(kept)
@@ -216,11 +218,13 @@ class Pipeline:
         specs = pickled_specs(
             self._model,
             self.plan,
+            parts,
             loss_fn=loss_fn,
             seed=seed,
             on_nan=on_nan,
             trace_spans=spans,
-            around=around,
+            autocast=autocast,
+            recompute=again,
             clip=clip,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
         )
@@ -247,7 +251,7 @@ class Pipeline:
                 refuse=given.refuse_changes,
             )
             self._epochs = Epochs(self._feeder)
-            names = parameter_names(self._model, self.plan)
+            names = parameter_names(self._model, parts)
             self._references = References(self._lease, self._feeder, self._model, names)
             self._checkpointer = Checkpointer(self._group, kept)
             preemption = Preemption(kept.grace) if kept is not None and makes_checkpoints else None
@@ -267,8 +271,8 @@ class Pipeline:
                 preemption.watch()
             self._trace = TraceCollection(self._lease, self._feeder, recorder)
             self.stages = self._references.handles()
-            if parts is not None:
-                self.optimizer = self._references.build_optimizer(*parts)
+            if grouped is not None:
+                self.optimizer = self._references.build_optimizer(*grouped)
                 brought = state_by_name(optimizer, self._model.names)
                 self._references.scatter_optimizer_state(brought)
             if resume and kept is not None:
@@ -709,10 +713,7 @@ def _plan_of(
     )
     refuse_unfit_plan(model.modules, plan)
     links = plan.links if split.links is None else split.links
-    ties = ties_of([model.part(names) for names in split.layers])
-    return dataclasses.replace(
-        plan, layers=split.layers, links=links, entries=split.entries, ties=ties
-    )
+    return dataclasses.replace(plan, layers=split.layers, links=links, entries=split.entries)
 
 
 def _start(

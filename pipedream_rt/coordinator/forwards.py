@@ -93,11 +93,9 @@ class SequenceForwards:
     """The forwards of a sequence of layers: one program, which every stage knows.
 
     Attributes:
-        entries: The stages that take the input.
         definitions: Always empty.
     """
 
-    entries: tuple[int, ...] = (0,)
     definitions: list[bytes] = field(default_factory=list)
 
     @property
@@ -120,8 +118,7 @@ class SequenceForwards:
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
         """See `Forwards.shares`."""
-        for stage in self.entries:
-            yield stage, head.structure, tuple(tensors)
+        yield 0, head.structure, tuple(tensors)
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """See `Forwards.stage_programs`."""
@@ -215,13 +212,14 @@ class RecordedForwards:
             firsts: The first layer of every stage but the first.
         """
         self._num_stages = len(firsts) + 1
-        self._has = [set() for _ in range(self._num_stages)]
         self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
         structure, tensors = flat_copy((batch.args, batch.kwargs))
         for mode, program in programs.items():
             self._add(_key(mode, None, structure, tensors), program)
         self._links = {link for each in self.cuts for link in each.links}
         self._entries = {stage for each in self.cuts for stage in each.entries}
+        of_cuts = zip(*(each.used for each in self.cuts), strict=True)
+        self._has = [set().union(*of_stage) for of_stage in of_cuts]
         self._began = True
 
     @property
@@ -272,35 +270,45 @@ class RecordedForwards:
                 f"the model has taken {_MOST} ways so far: the shapes of its inputs, or what it "
                 "reads from them, differ in every mini-batch. Pad the inputs to a few lengths"
             )
-        known = dict(self.homes)
-        made = cut(program, self.homes, self._num_stages)
-        if self._began and self.homes.keys() != known.keys():
-            new = sorted(self.homes.keys() - known.keys())
-            self.homes = known
+        homes = dict(self.homes)
+        made = cut(program, homes, self._num_stages)
+        if self._began:
+            self._require_fit(made, homes)
+        self.homes = homes
+        self.cuts.append(made)
+        self._programs.setdefault(key, []).append((len(self.cuts) - 1, program))
+        return len(self.cuts) - 1
+
+    def _require_fit(self, made: Cut, homes: dict[str, int]) -> None:
+        """Refuse a program for which the stages were not made.
+
+        Args:
+            made: The program, cut.
+            homes: The stage of each layer that was called by now.
+
+        Raises:
+            ConfigError: It calls a layer, passes a value or uses something that the example did
+                not.
+        """
+        if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "
                 "with the example, so no stage has it; give an example= that uses all layers"
             )
         more = [f"from stage {a} to stage {b}" for a, b in sorted(made.links - self._links)]
         more += [f"from the inputs to stage {s}" for s in sorted(made.entries - {*self._entries})]
-        if self._began and more:
+        if more:
             raise ConfigError(
                 "this mini-batch takes another way through the model than the example: values "
                 f"would pass {', '.join(more)}; give such a mini-batch as example="
             )
-        for stage, names in enumerate(zip(made.layers, made.held, strict=True)):
-            used = {name for each in names for name in each}
-            if self._began and (missing := sorted(used - self._has[stage])):
+        for stage, used in enumerate(made.used):
+            if missing := sorted(used - self._has[stage]):
                 raise ConfigError(
                     f"this mini-batch makes the model use {', '.join(missing)} on stage {stage}, "
                     "which it did not with the example, so the stage has it not; give such a "
                     "mini-batch as example="
                 )
-            if not self._began:
-                self._has[stage] |= used
-        self.cuts.append(made)
-        self._programs.setdefault(key, []).append((len(self.cuts) - 1, program))
-        return len(self.cuts) - 1
 
 
 _EVAL = (Mode.EVALUATE, Mode.INFER)

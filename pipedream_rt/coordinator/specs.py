@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,18 @@ from pipedream_rt.planning import (
 )
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.shipping import Range
-from pipedream_rt.schedules import Kind, Plan
+from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
 
-class AroundForward(NamedTuple):
-    """What happens around forwards and backwards.
-
-    Attributes:
-        autocast: As in `StageSpec`.
-        recompute: The stages that compute activations again.
-    """
-
-    autocast: torch.dtype | None = None
-    recompute: frozenset[int] = frozenset()
-
-
-def around_forward(autocast: Any, recompute: Any, plan: Plan) -> AroundForward:
-    """Check the arguments ``autocast`` and ``recompute`` of `Pipeline`.
+def refuse_autocast(autocast: Any) -> None:
+    """Refuse an argument ``autocast`` of `Pipeline` that makes no sense.
 
     Raises:
-        ConfigError: One of them makes no sense, or does not fit the schedule.
+        ConfigError: It does not.
     """
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigError(f"autocast must be torch.bfloat16 or torch.float16, not {autocast!r}")
@@ -54,42 +42,43 @@ def around_forward(autocast: Any, recompute: Any, plan: Plan) -> AroundForward:
             "autocast to float16 needs a scaled loss, or small gradients become zero, and losses "
             "are not scaled; use torch.bfloat16"
         )
+
+
+def recomputing(recompute: Any, plan: Plan) -> frozenset[int]:
+    """Return the stages that compute activations again, of the argument ``recompute``.
+
+    Raises:
+        ConfigError: It makes no sense, or the schedule cuts a backward in two: the first half would
+            have to compute the activations, and the second once more.
+    """
     stages = range(plan.num_stages)
     if isinstance(recompute, bool):
-        return AroundForward(autocast, frozenset(stages if recompute else ()))
+        recompute = stages if recompute else ()
     chosen = list(recompute) if isinstance(recompute, Collection) else [recompute]
     if isinstance(recompute, str) or any(isinstance(s, bool) or s not in stages for s in chosen):
         raise ConfigError(
             f"recompute must be True, False or a list of stages from 0 to {stages[-1]}, not "
             f"{recompute!r}"
         )
-    return AroundForward(autocast, frozenset(chosen))
-
-
-def refuse_halves_of_recomputed(around: AroundForward, plan: Plan) -> None:
-    """Refuse to compute activations again in schedules that cut a backward in two.
-
-    Raises:
-        ConfigError: The schedule does, and the first half would have to compute them, and the
-            second once more.
-    """
-    halves = any(action.kind is Kind.INPUT for action in plan.order(0, 0, plan.per_update))
-    if around.recompute and halves:
+    if chosen and plan.cuts_backward:
         raise ConfigError(
             f"{plan.name} computes gradients in two halves, each of which would compute the "
             "activations again; use recompute with another schedule"
         )
+    return frozenset(chosen)
 
 
 def pickled_specs(
     model: UnsplitModel,
     plan: Plan,
+    parts: Sequence[nn.Module],
     *,
     loss_fn: LossFunction | None,
     seed: int,
     on_nan: OnNan,
     trace_spans: int,
-    around: AroundForward,
+    autocast: torch.dtype | None,
+    recompute: Collection[int],
     clip: Clip | None,
     programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[Tensor]:
@@ -97,12 +86,14 @@ def pickled_specs(
 
     Args:
         model: The unsplit model.
-        plan: The plan, which says which layers each stage has.
+        plan: The plan.
+        parts: By stage, its layers as one module, to which the loss is added if it is a module.
         loss_fn: The loss function; None for a pipeline that only infers.
         seed: The seed of random numbers, as in `StageSpec`.
         on_nan: What to do about a loss that is not finite, as in `StageSpec`.
         trace_spans: The number of spans that each worker keeps, as in `StageSpec`.
-        around: What happens around forwards and backwards.
+        autocast: As in `StageSpec`.
+        recompute: The stages that compute activations again.
         clip: How gradients are clipped.
         programs: By stage, what a forward does, as in `StageSpec`.
 
@@ -114,7 +105,6 @@ def pickled_specs(
             stage along; the message says which.
     """
     pickled = []
-    parts = [model.part(names) for names in plan.layers]
     shared, owners = shared_buffers(parts), _owners(parts)
     weights = _weights(model)
     tied = [_tied(model, part, plan, stage) for stage, part in enumerate(parts)]
@@ -134,8 +124,8 @@ def pickled_specs(
             on_nan=on_nan,
             programs=programs[stage],
             blueprint=dataclasses.replace(model.blueprint, seed=seed),
-            autocast=around.autocast,
-            recompute=stage in around.recompute,
+            autocast=autocast,
+            recompute=stage in recompute,
             clip=clip,
             numbers=_numbers(model, part),
             trace_spans=trace_spans,
@@ -244,8 +234,7 @@ def _hooks(part: nn.Module, plan: Plan) -> tuple[GradientHook, ...]:
             after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             found += [GradientHook(name, False, hook) for hook in before.values()]
             found += [GradientHook(name, True, hook) for hook in after.values()]
-    halves = any(action.kind is Kind.INPUT for action in plan.order(0, 0, plan.per_update))
-    if found and halves:
+    if found and plan.cuts_backward:
         raise ConfigError(
             f"{found[0].parameter} has a hook on its gradient, and {plan.name} computes gradients "
             "in two halves; remove the hook, or use a schedule that does not split the backward"

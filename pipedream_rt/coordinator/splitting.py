@@ -24,6 +24,7 @@ from pipedream_rt.planning import (
     balanced,
     find_layers,
     first_layer,
+    listed_points,
     split_points,
 )
 from pipedream_rt.planning.cut import StageProgram
@@ -137,16 +138,9 @@ def _first_layers(
                 f"{len(called)}, not {stages}; the layers are {', '.join(called)}"
             )
         return [called[i] for i in balanced(list(sizes.values()), stages)[1:]] if called else []
-    if isinstance(stages, str) or not isinstance(stages, Sequence):
-        raise ConfigError(
-            "stages must be a number or a list, which has the first module of every stage but the "
-            f"first; it is {stages!r}"
-        )
     modules = dict(model.named_modules())
     firsts = []
-    for point in stages:
-        if isinstance(point, bool) or not isinstance(point, str | int):
-            raise ConfigError(f"a split point is the index or the name of a layer, not {point!r}")
+    for point in listed_points(stages):
         if isinstance(point, str):
             firsts.append(first_layer(point, program, modules))
         elif 0 < point < len(called):
@@ -171,8 +165,8 @@ def _names_by_stage(
     """
     users: dict[str, set[int]] = {}
     for made in forwards.cuts:
-        for stage in range(count):
-            for name in (*made.layers[stage], *made.held[stage]):
+        for stage, used in enumerate(made.used):
+            for name in used:
                 users.setdefault(name, set()).add(stage)
     # A parameter that is used as it is may belong to a layer, as a tied embedding does.
     for name in [name for name in users if name not in layers]:

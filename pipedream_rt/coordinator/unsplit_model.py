@@ -19,7 +19,6 @@ from pipedream_rt.planning import (
     refuse_unfit_layers,
 )
 from pipedream_rt.planning.layer_spec import Blueprint
-from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
@@ -178,7 +177,7 @@ class UnsplitModel:
             return whole
         given = self._model
         as_given = isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList)
-        whole = _copy_of(given if isinstance(given, nn.Module) and as_given else self.whole)
+        whole = _copy_of(given if as_given else self.whole)
         whole.load_state_dict(state_dict)
         return whole
 
@@ -196,13 +195,16 @@ class UnsplitModel:
         return loss
 
 
-def parameter_names(model: UnsplitModel, plan: Plan) -> list[str]:
-    """Return the names of the trainable parameters, stage by stage, in the order of each stage."""
-    parts = [model.part(names) for names in plan.layers]
-    named = [p for part in parts for p in part.parameters() if p.requires_grad]
+def parameter_names(model: UnsplitModel, parts: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the trainable parameters, stage by stage, in the order of each stage.
+
+    Args:
+        model: The unsplit model.
+        parts: By stage, its layers, and the loss if that is a module, as one module.
+    """
+    trained = (p for part in parts for p in part.parameters() if p.requires_grad)
     # A tied weight belongs to the first of its stages.
-    of_model = list(dict.fromkeys(model.names[id(p)] for p in named))
-    return [*of_model, *(name for name in model.names.values() if name not in set(of_model))]
+    return list(dict.fromkeys(model.names[id(p)] for p in trained))
 
 
 def module_named(model: nn.Module, name: str) -> nn.Module | None:

@@ -15,6 +15,7 @@ from pipedream_rt.planning.split import (
     balanced,
     is_sequence,
     layers_of,
+    listed_points,
     split_points,
     ties_of,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "foreign",
     "is_sequence",
     "layers_of",
+    "listed_points",
     "range_of",
     "refuse_loss",
     "refuse_unfit_layers",

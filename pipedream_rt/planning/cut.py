@@ -64,6 +64,11 @@ class Cut:
     held: tuple[tuple[str, ...], ...]
 
     @property
+    def used(self) -> list[set[str]]:
+        """By stage, the names of all that it uses."""
+        return [{*layers, *held} for layers, held in zip(self.layers, self.held, strict=True)]
+
+    @property
     def links(self) -> set[tuple[int, int]]:
         """The pairs of a producer and a consumer."""
         return {(s, to) for s, program in enumerate(self.stages) for to in program.gives}
@@ -134,15 +139,7 @@ class _Cutter:
         return Cut(
             stages,
             tuple(_unique(step.layer for step in s.steps if step.layer) for s in stages),
-            tuple(
-                _unique(
-                    name
-                    for names in ([st.held for st in s.steps], [s.held])
-                    for n in names
-                    for name in n
-                )
-                for s in stages
-            ),
+            tuple(_unique([*(n for step in s.steps for n in step.held), *s.held]) for s in stages),
         )
 
     def _do(self, number: int, stage: int) -> None:
@@ -312,12 +309,8 @@ def first_layer(name: str, program: Program, modules: Mapping[str, nn.Module]) -
             f"no stage can begin at {name!r}: the forward does not call it, nor a layer in it. It "
             f"calls {', '.join(called)}"
         )
-    near = difflib.get_close_matches(str(name), [*called, *modules], n=3, cutoff=0.4)
-    raise ConfigError(
-        f"the model has no module {name!r}; "
-        + (
-            f"did you mean {' or '.join(map(repr, near))}?"
-            if near
-            else f"it has {', '.join(called)}"
-        )
+    near = difflib.get_close_matches(name, [*called, *modules], n=3, cutoff=0.4)
+    hint = (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {', '.join(called)}"
     )
+    raise ConfigError(f"the model has no module {name!r}; {hint}")

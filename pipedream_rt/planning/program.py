@@ -226,14 +226,6 @@ class Program:
         return "\n".join([*map(str, self.steps), f"return {self.output!r}"])
 
 
-def sequence(names: Sequence[str]) -> Program:
-    """Return the program of layers that are called one after another with one value."""
-    steps = tuple(
-        Step(name=name, target=name, args=(Slot(i),), slots=i + 1) for i, name in enumerate(names)
-    )
-    return Program(inputs=1, steps=steps, output=Slot(len(names)))
-
-
 # -- values -------------------------------------------------------------------------------------
 
 

@@ -42,11 +42,9 @@ from pipedream_rt.planning.program import (
     Program,
     Slot,
     Step,
+    found,
     replaced,
     slots_in,
-)
-from pipedream_rt.planning.program import (
-    found as found_in,
 )
 from pipedream_rt.planning.shipping import dumps
 
@@ -133,15 +131,9 @@ def record(
 
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
     recorder = _Recorder(model, layers, inputs)
-    _refuse_hooks(model, layers)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"{name or 'the model'} is a module of torch.jit, which keeps its weights where "
-                "versions of them cannot be put; give the module as it was before"
-            )
+    _refuse_unfit_modules(model, layers)
     cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-    with _as_it_was(model, recorder), _mode(model, training), torch.set_grad_enabled(grad), cast:
+    with _as_it_was(model, layers), _mode(model, training), torch.set_grad_enabled(grad), cast:
         recorder.begin()
         with recorder.called(), _Watch(recorder), recorder:
             output = _called(model, args, kwargs)
@@ -191,7 +183,6 @@ class _Recorder(TorchFunctionMode):
         self._calls: dict[str, int] = {}
         self._slots = 0
         self._inputs = inputs
-        self._model = model
         self._tags: dict[int, tuple[ref[Tensor], _Tag]] = {}
         self._made: dict[int, ref[Tensor]] = {}
         self._foreign: dict[int, tuple[str, Any]] = {}
@@ -231,8 +222,8 @@ class _Recorder(TorchFunctionMode):
         self._made[id(tensor)] = ref(tensor)
 
     def _is_held(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies over the memory of a weight or a buffer, as its ``.data`` does."""
-        return tensor.untyped_storage()._cdata in self._held_memory
+        """Whether a tensor is a weight or a buffer, or lies over one's memory as ``.data`` does."""
+        return id(tensor) in self._held or tensor.untyped_storage()._cdata in self._held_memory
 
     def _was_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during the forward."""
@@ -288,11 +279,7 @@ class _Recorder(TorchFunctionMode):
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
         if name in _FACTS or (name == "__get__" and not _is_view_getter(func)):
-            self.paused += 1
-            try:
-                fact = func(*args, **kwargs)
-            finally:
-                self.paused -= 1
+            fact = func(*args, **kwargs)
             what = getattr(getattr(func, "__self__", None), "__name__", name)
             if what in _OF_SHAPE or name in _OF_SHAPE:
                 self._tells_shape(func, what, args, kwargs, fact)
@@ -324,8 +311,7 @@ class _Recorder(TorchFunctionMode):
         copies: dict[int, Tensor] = {}
 
         def own(tensor: Tensor) -> Tensor:
-            held = id(tensor) in self._held or self._is_held(tensor)
-            if tensor.is_meta or (changing and held):
+            if tensor.is_meta or (changing and self._is_held(tensor)):
                 made = copies[id(tensor)] = _valued(tensor)
                 return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
             return tensor
@@ -381,15 +367,15 @@ class _Recorder(TorchFunctionMode):
     def _leading_to(self, slots: Sequence[int], after: set[int]) -> tuple[int, ...]:
         """Return the steps that compute some slots, in order."""
         maker = {slot: i for i, step in enumerate(self.steps) for slot in step.filled}
-        wanted, found = [maker[s] for s in slots if s in maker] + list(after), set()
+        wanted, leading = [maker[s] for s in slots if s in maker] + list(after), set()
         while wanted:
             number = wanted.pop()
-            if number not in found:
-                found.add(number)
+            if number not in leading:
+                leading.add(number)
                 step = self.steps[number]
                 wanted += [maker[s] for s in step.taken if s in maker]
                 wanted += step.after
-        return tuple(sorted(found))
+        return tuple(sorted(leading))
 
     def _add(
         self,
@@ -421,8 +407,7 @@ class _Recorder(TorchFunctionMode):
                 if mine is not None:
                     mine.after.add(number)
                     mine.depends |= depends & ~_SIZED  # a change in place changes no shape
-        of_model = any(id(t) in self._held or self._is_held(t) for t in changed)
-        if changed and not changes and not of_model:
+        if changed and not changes and not any(map(self._is_held, changed)):
             raise _refusal(
                 "the forward changes in place a tensor that is there before it, and neither a "
                 "buffer nor an input; register it as a buffer of a layer that changes it"
@@ -690,7 +675,7 @@ def _is_view_getter(func: Any) -> bool:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in order."""
-    return found_in(value, Tensor)
+    return found(value, Tensor)
 
 
 def _leaves_of(value: Any) -> list[Any]:
@@ -838,14 +823,24 @@ def _refusal(what: str) -> ConfigError:
     return ConfigError(f"the model cannot be cut into stages: at {_line()} {what}. {MANUAL}")
 
 
-def _refuse_hooks(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse hooks on modules that are taken apart, which nobody would call, and compiled ones.
+def _inside(layers: Mapping[str, nn.Module]) -> set[int]:
+    """Return the ``id`` of each module that is a layer or in one."""
+    return {id(each) for layer in layers.values() for each in layer.modules()}
+
+
+def _refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse modules of torch.jit; and compiled modules and hooks where it is taken apart.
 
     Raises:
         ConfigError: There is one.
     """
-    inside = {id(each) for layer in layers.values() for each in layer.modules()}
+    inside = _inside(layers)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a module of torch.jit, which keeps its weights where "
+                "versions of them cannot be put; give the module as it was before"
+            )
         compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
         if compiled and id(module) not in inside:
             raise ConfigError(
@@ -875,14 +870,14 @@ def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
     """Leave the model and the random generators as they were, and refuse what is kept in between.
 
     Raises:
         ConfigError: The forward has changed an attribute of a module outside of the layers, or has
             drawn random numbers of Python or NumPy.
     """
-    inside = {id(m) for layer in recorder._layers.values() for m in layer.modules()}
+    inside = _inside(layers)
     before = [
         (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})
         for name, module in model.named_modules()
@@ -895,36 +890,34 @@ def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     ]
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
     seed = torch.initial_seed()
-    changed, finished = "", False
+    changed: list[str] = []
+    finished = False
+
+    def note(module: nn.Module, name: str, key: str) -> None:
+        if id(module) not in inside:  # a layer may keep what it likes
+            changed.append(f"{key!r} of {name or 'the model'}")
+
     try:
         yield
         finished = True
     finally:
         for name, module, attributes, dicts in before:
             now = vars(module)
-            for key in _DICTS:
-                same = now[key].keys() == dicts[key].keys() and all(
-                    now[key][k] is v for k, v in dicts[key].items()
-                )
-                if not same:
-                    changed = changed or f"{name or 'the model'} ({key.strip('_')})" * (
-                        id(module) not in inside
-                    )
+            for key, entries in dicts.items():
+                if not _same_content(now[key], entries):
+                    note(module, name, key.strip("_"))
                     now[key].clear()
-                    now[key].update(dicts[key])
+                    now[key].update(entries)
             for key in [*now]:
+                same = key in attributes and now[key] is attributes[key]
+                if not same and key not in ("training", *_DICTS):
+                    note(module, name, key)
                 if key not in attributes:
                     del now[key]
-                    new = True
-                else:
-                    new = now[key] is not attributes[key]
-                if new and id(module) not in inside and key not in ("training", *_DICTS):
-                    changed = changed or f"{key!r} of {name or 'the model'}"
             now.update(attributes)
         for name, module, key, value, content in contents:
             if not _same_content(value, content):
-                if id(module) not in inside:
-                    changed = changed or f"{key!r} of {name or 'the model'}"
+                note(module, name, key)
                 value.clear()
                 value.extend(content) if isinstance(value, list) else value.update(content)
         python, numpy = random.getstate(), np.random.get_state()
@@ -934,7 +927,7 @@ def _as_it_was(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         np.random.set_state(drawn[2])
     if finished and changed:
         raise ConfigError(
-            f"the model cannot be cut into stages: its forward changes the attribute {changed}, "
+            f"the model cannot be cut into stages: its forward changes the attribute {changed[0]}, "
             "and no stage has the whole module. Keep such state in a layer that has it to itself, "
             f"or in a buffer of one. {MANUAL}"
         )

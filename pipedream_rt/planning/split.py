@@ -99,24 +99,34 @@ def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]
     return balanced(sizes, stages)
 
 
-def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
-    """Return the indices of the split points that the user gave.
+def listed_points(stages: object) -> list[int | str]:
+    """Return the split points that the user gave, each an index or a name.
 
     Raises:
-        ConfigError: A point is no layer, or the points do not rise.
+        ConfigError: It is no list, or something else is in it.
     """
     if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise ConfigError(
             "stages must be a number or a list, which has the first layer of every stage but the "
             f"first; it is {stages!r}"
         )
-    names = list(layers)
-    points = [0]
     for point in stages:
-        if isinstance(point, str) and point not in layers:
-            raise ConfigError(f"no layer is called {point!r}; the layers are {', '.join(names)}")
         if isinstance(point, bool) or not isinstance(point, str | int):
             raise ConfigError(f"a split point is the index or the name of a layer, not {point!r}")
+    return list(stages)
+
+
+def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
+    """Return the indices of the split points that the user gave.
+
+    Raises:
+        ConfigError: A point is no layer, or the points do not rise.
+    """
+    names = list(layers)
+    points = [0]
+    for point in listed_points(stages):
+        if isinstance(point, str) and point not in layers:
+            raise ConfigError(f"no layer is called {point!r}; the layers are {', '.join(names)}")
         index = names.index(point) if isinstance(point, str) else point
         if not points[-1] < index < len(layers):
             raise ConfigError(

@@ -404,6 +404,11 @@ class Plan:
         """Whether the pipe is empty at every update."""
         return self._known.flushes
 
+    @property
+    def cuts_backward(self) -> bool:
+        """Whether a backward is computed in two halves, for the inputs and for the weights."""
+        return any(action.kind is Kind.INPUT for action in self.order(0, 0, self.per_update))
+
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
         """Return an iterator over the actions of a worker, in order.
 

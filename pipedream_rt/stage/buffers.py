@@ -71,18 +71,18 @@ class ForwardBuffers:
         self._changing: set[int] = set()
 
     def copies(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that forwards change."""
+        """Return copies of all buffers, by name, for `put_back_for_a_while`."""
         return {n: b.detach().clone() for n, b in self._module.named_buffers()}
 
     @contextmanager
     def put_back_for_a_while(self, copies: dict[str, Tensor]) -> Iterator[None]:
         """Let the buffers be copies from earlier while the body runs."""
+        places = buffer_slots(self._module)
         slots = [
             (owner._buffers, short, owner._buffers[short])
-            for places in buffer_slots(self._module).values()
-            for owner, short in places
+            for of_buffer in places.values()
+            for owner, short in of_buffer
         ]
-        places = buffer_slots(self._module)
         for name, copy in copies.items():
             own = copy.clone()  # the body may change it, and may run once more
             for owner, short in places.get(name, ()):

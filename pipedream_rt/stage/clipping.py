@@ -161,6 +161,5 @@ class Clipper:
             )
         else:
             assert found[0].grad is not None
-            of_one = torch.linalg.vector_norm(found[0].grad.new_zeros(1), self._clip.norm_type)
-            total = torch.tensor(known, dtype=of_one.dtype)
+            total = torch.tensor(known, dtype=found[0].grad.real.dtype)
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)

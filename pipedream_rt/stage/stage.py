@@ -101,12 +101,14 @@ class _Call(NamedTuple):
         step: The step.
         call: What it calls.
         only: The slot that is its only argument; -1 if it has others.
+        held: The names of the parameters and buffers that it takes.
         unneeded: The slots that no later step needs.
     """
 
     step: Step
     call: Any
     only: int
+    held: list[str]
     unneeded: tuple[int, ...]
 
 
@@ -173,6 +175,8 @@ class Stage:
             owner: VersionedParameters(self.module, self.index, (), names)
             for owner, names in borrowed.items()
         }
+        # The weights of the stage by the stage that owns them, its own first.
+        self._by_owner = [(self.index, self.parameters), *self.borrowed.items()]
         self._buffers = ForwardBuffers(self.module)
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
@@ -200,7 +204,8 @@ class Stage:
             needed.update(taken)
             alone = len(step.args) == 1 and not step.kwargs and isinstance(step.args[0], Slot)
             plain = alone and step.around == SEQUENCE
-            calls.append(_Call(step, call, taken[0] if plain else -1, tuple(dict.fromkeys(last))))
+            only = taken[0] if plain else -1
+            calls.append(_Call(step, call, only, step.held, tuple(dict.fromkeys(last))))
         self.programs[number], self._calls[number] = program, calls[::-1]
 
     # -- forward ------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ class Stage:
                 not allow.
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
-        for owner, weights in self._by_owner():
+        for owner, weights in self._by_owner:
             weights.begin(micro_batch, self.plan.reads(owner, micro_batch))
         self.next_forward = micro_batch + 1
         flight = self._in_flight[micro_batch] = _InFlight(hyper=hyper)
@@ -284,15 +289,11 @@ class Stage:
             _unpack(unflatten(structure, tensors), program.takes.get(source, ()), values)
         return values
 
-    def _by_owner(self) -> list[tuple[int, VersionedParameters]]:
-        """Return the weights of the stage by the stage that owns them, its own first."""
-        return [(self.index, self.parameters), *self.borrowed.items()]
-
     @contextmanager
     def _reading(self, micro_batch: int) -> Iterator[None]:
         """Let all weights be those that a micro-batch reads, while the body runs."""
         with ExitStack() as all_owners:
-            for _, weights in self._by_owner():
+            for _, weights in self._by_owner:
                 all_owners.enter_context(weights.reading(micro_batch))
             yield
 
@@ -300,7 +301,7 @@ class Stage:
     def _accumulating(self, micro_batch: int) -> Iterator[None]:
         """Run the body as `_reading` does, and add its gradients to those of the pending update."""
         with ExitStack() as all_owners:
-            for _, weights in self._by_owner():
+            for _, weights in self._by_owner:
                 all_owners.enter_context(weights.accumulating(micro_batch))
             yield
 
@@ -317,7 +318,7 @@ class Stage:
         looks = micro_batch & (micro_batch - 1) == 0
         # Where a schedule flushes there is one version, and a change in place is one of it.
         compares = looks and not self.plan.flushes
-        owners = [weights for _, weights in self._by_owner()]
+        owners = [weights for _, weights in self._by_owner]
         before = [weights.copies(micro_batch) if compares else None for weights in owners]
         shared = self._shared_buffers()
         values = {name: self.module.get_buffer(name).clone() for name in shared if looks}
@@ -366,14 +367,14 @@ class Stage:
         Returns:
             What goes to each consumer; on the last stage the result of the forward.
         """
-        for step, call, only, unneeded in self._calls[program]:
+        for step, call, only, names, unneeded in self._calls[program]:
             if step.random:
                 self._seed(number, step.name)
             if only >= 0:
                 self.at = step, values[only]
                 result = call(values[only])
             else:
-                held = {name: self._held(name) for name in step.held}
+                held = {name: self._held(name) for name in names}
                 args, kwargs = filled((step.args, step.kwargs), values, held)
                 self.at = step, args[0] if len(args) == 1 and not kwargs else (*args, kwargs)
                 with step.around.entered():
@@ -503,7 +504,7 @@ class Stage:
     def _tied(self, name: str) -> tuple[VersionedParameters, str]:
         """Return a tied weight by its name in the unsplit model: where it is, and its name here."""
         local = self._spec.tied[name]
-        holder = next(weights for _, weights in self._by_owner() if local in weights.named)
+        holder = next(weights for _, weights in self._by_owner if local in weights.named)
         return holder, local
 
     def _add_shares(self, shares: Mapping[str, Tensor]) -> None:
@@ -557,7 +558,7 @@ class Stage:
         with self._reading(micro_batch):
             if outputs:
                 leaves = [
-                    leaf for _, weights in self._by_owner() for leaf in weights.leaves(micro_batch)
+                    leaf for _, weights in self._by_owner for leaf in weights.leaves(micro_batch)
                 ]
                 flight.split = SplitBackward(outputs, given, flight.entrances, leaves)
                 self._seed(micro_batch, "backward")
@@ -616,7 +617,7 @@ class Stage:
         """End the flight of a micro-batch whose gradients are in the pending update."""
         self._hyper = self._in_flight.pop(micro_batch).hyper
         self.ended = micro_batch + 1
-        for _, weights in self._by_owner():
+        for _, weights in self._by_owner:
             weights.ledger.unpin(micro_batch)
 
     # -- step ---------------------------------------------------------------------------------
