@@ -34,6 +34,7 @@ from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.fingerprints import Fingerprint
+from pipedream_rt.coordinator.generation import generate
 from pipedream_rt.coordinator.group import WorkerGroup
 from pipedream_rt.coordinator.identity import (
     Identity,
@@ -41,6 +42,7 @@ from pipedream_rt.coordinator.identity import (
     name_of_loss,
     require_acceptable,
 )
+from pipedream_rt.coordinator.kept import KeptVersion
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.options import (
     CheckpointOption,
@@ -50,6 +52,7 @@ from pipedream_rt.coordinator.options import (
     checkpoint_option,
     require_choice,
     require_count,
+    require_decay,
     require_folder,
     require_instance,
     require_seed,
@@ -130,6 +133,8 @@ class Pipeline:
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
         clip: How gradients are clipped before each update; None for not at all.
+        ema: The decay of an exponential moving average of the weights, as 0.999, which every stage
+            makes of its own after each update; None for none. See `keep_version`.
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
         recompute: Whether stages compute their activations once more in the backward rather than
@@ -173,6 +178,7 @@ class Pipeline:
         seed: int = 0,
         threads: int = 1,
         clip: Clip | None = None,
+        ema: float | None = None,
         autocast: torch.dtype | None = None,
         recompute: bool | Sequence[int] = False,
         on_nan: OnNan = "raise",
@@ -194,6 +200,7 @@ class Pipeline:
         refuse_loss(loss_fn)
         if clip is not None:
             require_instance("clip", clip, Clip)
+        require_decay(ema)
         refuse_autocast(autocast)
         self._model = UnsplitModel(model, loss_fn)
         own = loss_fn is None and optimizer is not None and self._model.sequence is None
@@ -252,7 +259,8 @@ class Pipeline:
             )
             self._epochs = Epochs(self._feeder)
             names = parameter_names(self._model, parts)
-            self._references = References(self._lease, self._feeder, self._model, names)
+            self._references = References(self._lease, self._feeder, self._model, names, ema)
+            self._averages = ema is not None and grouped is not None
             self._checkpointer = Checkpointer(self._group, kept)
             preemption = Preemption(kept.grace) if kept is not None and makes_checkpoints else None
             self._run_state = RunState(
@@ -367,7 +375,13 @@ class Pipeline:
 
     # -- evaluation and inference ---------------------------------------------------------------
 
-    def evaluate(self, loader: Iterable[Any], *, prepare: Prepare | None = None) -> float:
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        *,
+        prepare: Prepare | None = None,
+        version: KeptVersion | None = None,
+    ) -> float:
         """Return the mean loss over a loader, in eval mode, with every update applied.
 
         It leaves no trace: every module, the loss too, gets its mode, weights and buffers back.
@@ -375,6 +389,7 @@ class Pipeline:
         Args:
             loader: Yields what `train_epoch` takes. Nothing is trained on it.
             prepare: As in `train_epoch`.
+            version: The kept version whose weights are read; None for those of now.
 
         Returns:
             The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples.
@@ -383,10 +398,14 @@ class Pipeline:
             ConfigError: No loss was given, or the loader is empty.
         """
         with shorter_tracebacks():
-            return self._feeder.evaluate(loader, prepare)
+            return self._feeder.evaluate(loader, prepare, self._number_of(version))
 
     def predict(
-        self, loader: Iterable[Any], *, prepare: Prepare | None = None
+        self,
+        loader: Iterable[Any],
+        *,
+        prepare: Prepare | None = None,
+        version: KeptVersion | None = None,
     ) -> Generator[Any, None, None]:
         """Run the model on every item of a loader, several at a time, in eval mode.
 
@@ -394,12 +413,78 @@ class Pipeline:
             loader: Yields what `train_epoch` takes, whose targets are not used; or the input of the
                 model alone, a tensor.
             prepare: As in `train_epoch`.
+            version: The kept version whose weights are read; None for those of now.
 
         Yields:
             The output of the model for each item, in order. It is what ``pipe(...)`` returns.
         """
         with shorter_tracebacks():
-            yield from self._feeder.predict(loader, prepare)
+            yield from self._feeder.predict(loader, prepare, self._number_of(version))
+
+    def generate(
+        self,
+        *args: Any,
+        version: KeptVersion | None = None,
+        beside: Iterable[Any] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """Generate tokens with a causal model of transformers, each stage with its own cache.
+
+        It is the model's own ``generate``, greedy or by sampling, and draws from torch's generator
+        in this process: with the same seed it gives the tokens that the unsplit model gives.
+
+        Args:
+            *args: The positional arguments of the model's ``generate``: ids (B, T).
+            version: The kept version whose weights are read; None for those of now, with every
+                update applied.
+            beside: What one item is drawn of after each token, such as `train_epoch`: so training
+                goes on meanwhile. Give a ``version`` with it.
+            **kwargs: The keyword arguments of ``generate``, as ``max_new_tokens`` and
+                ``do_sample``.
+
+        Returns:
+            What ``generate`` returns: ids (B, T + new tokens).
+
+        Raises:
+            ConfigError: The model is no causal one of transformers, or is asked for beams.
+        """
+        self._group.life.check()
+        drawn = iter(beside)
+        if version is None and beside != ():
+            raise ConfigError(
+                "while training goes on beside it, generate needs weights that stay: give "
+                "version=pipe.keep_version()"
+            )
+        with shorter_tracebacks():
+            number = self._number_of(version)
+            return generate(self._feeder, self._model.whole, args, kwargs, number, drawn)
+
+    def keep_version(self, *, ema: bool = False) -> KeptVersion:
+        """Keep a copy of the weights and buffers of now on the stages. Flushes the pipe.
+
+        `generate`, `evaluate`, `predict`, `state_dict` and `module` can read it while training
+        goes on::
+
+            with pipe.keep_version() as version:
+                pipe.generate(ids, version=version, beside=pipe.train_epoch(loader))
+
+        Args:
+            ema: Whether to keep the average of the weights, which the argument of `Pipeline` of
+                this name asks for, in the place of the weights.
+
+        Raises:
+            ConfigError: No average is made, or a layer changes weights when its mode is set.
+        """
+        if ema and not self._averages:
+            raise ConfigError("no average of the weights is made; give Pipeline ema=0.999")
+        return KeptVersion(self._lease, self._feeder, average=ema)
+
+    def _number_of(self, version: KeptVersion | None) -> int:
+        """Return the number under which the stages have a kept version; 0 for None."""
+        if version is None:
+            return 0
+        require_instance("version", version, KeptVersion)
+        return version.number_for(self._lease)
 
     def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
         """Run the model without gradient, with every update applied, in eval mode.
@@ -432,9 +517,13 @@ class Pipeline:
 
     # -- weights --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return weights and buffers under the keys of the unsplit model. Flushes the pipe."""
-        return self._run_state.state_dict()
+    def state_dict(self, *, version: KeptVersion | None = None) -> dict[str, Tensor]:
+        """Return weights and buffers under the keys of the unsplit model. Flushes the pipe.
+
+        Args:
+            version: The kept version to return; None for the weights of now.
+        """
+        return self._run_state.state_dict(self._number_of(version))
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load weights and buffers, with the keys of the unsplit model. Flushes the pipe.
@@ -447,17 +536,20 @@ class Pipeline:
         """
         self._run_state.load_state_dict(state_dict)
 
-    def module(self) -> nn.Module:
+    def module(self, *, version: KeptVersion | None = None) -> nn.Module:
         """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
 
         Where the pipeline was given a list of modules, this is an ``nn.Sequential`` of them. What
         is done to the copy does not reach the stages: its gradients stay None, so to clip them does
         nothing, and an optimizer over it trains the copy alone.
 
+        Args:
+            version: The kept version to take the weights of; None for those of now.
+
         Raises:
             ConfigError: The model can be copied in no way.
         """
-        return self._model.copy_with(self.state_dict())
+        return self._model.copy_with(self.state_dict(version=version))
 
     def loss_module(self) -> nn.Module:
         """Return a copy of the loss function with the weights of now. Flushes the pipe.

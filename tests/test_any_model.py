@@ -711,3 +711,60 @@ def test_layers_that_workers_build_have_the_weights_of_the_whole(workers):
             copy = pipe.module()
             assert copy[5].weight is copy[0].weight
             assert_same(copy.state_dict(), weights)
+
+
+# -- versions that are kept, and the average of the weights ---------------------------------------
+
+
+def averaged(model, data, loss_fn, make_optimizer, decay):
+    """The average of torch, over the plain loop."""
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    )
+    optimizer = make_optimizer(model.parameters())
+    for ((args, kwargs, target),) in (whole.chunks(item, 1) for item in data):
+        optimizer.zero_grad()
+        loss_fn(model(*args, **kwargs), target).backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return average.module
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name", ["resnet", "three uses"])
+def test_the_average_of_the_weights_is_that_of_torch(name, tmp_path):
+    """BatchNorm's buffers are those of now, and tied weights have one average."""
+    case = CASES[name]
+    data = case.data(6)
+    torch.set_num_threads(1)
+    expected = averaged(case.model(), data, case.loss, case.make_optimizer, 0.8)
+    options = {"stages": 3, "schedule": "1f1b", "ema": 0.8}
+    with case.pipeline(**options) as pipe:
+        list(pipe.train_epoch(data[:4]))
+        pipe.save(tmp_path)
+    with case.pipeline(**{**options, "stages": 2}) as pipe:
+        pipe.load(tmp_path)
+        list(pipe.train_epoch(data[4:]))
+        with pipe.keep_version(ema=True) as version:
+            assert_same(pipe.state_dict(version=version), expected.state_dict())
+            now = pipe.state_dict()
+            loss = pipe.evaluate(data, version=version)
+            list(pipe.train_epoch(data))
+            assert pipe.evaluate(data, version=version) == loss
+            outputs = list(pipe.predict([item[:1] for item in ()], version=version))
+        assert outputs == []
+        assert not all(torch.equal(now[k], v) for k, v in pipe.state_dict().items())
+    plain = expected.eval()
+    with torch.no_grad():
+        losses = [
+            case.loss(plain(*args, **kwargs), target).item()
+            for item in data
+            for args, kwargs, target in whole.chunks(item, 1)
+        ]
+    assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+def test_a_decay_that_is_no_number_is_refused():
+    for ema in (1.0, -0.1, "0.9", True):
+        with pytest.raises(ConfigError, match="ema must be a number"):
+            Pipeline([nn.Linear(1, 1)], ema=ema)

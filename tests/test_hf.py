@@ -238,12 +238,30 @@ def test_split_points_by_name_and_its_own_example():
     with opened(model, data, **options) as pipe:
         assert pipe.plan.layers[1] == ("model.layers.1", "model.layers.2", "model.layers.3")
         result = next(iter(pipe.train_epoch(data)))
-        with pytest.raises(ConfigError, match=r"from the inputs to stage 2; give .* as example="):
-            pipe.submit(texts()[0])
     expected = made("llama")(**data[0]).logits.square().mean().item()
     assert result.loss == expected
     with pytest.raises(ConfigError, match=r"no module 'model.layer.1'; did you mean 'model.layers"):
         opened(model, texts(), stages=["model.layer.1"])
+
+
+@pytest.mark.threads
+def test_inputs_that_the_example_did_not_have_go_from_stage_to_stage():
+    """The example has no mask and no positions, so only the first stage takes inputs."""
+    plain, data = made("llama"), texts(masked=True)
+    for batch in data:
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).flip(0).unsqueeze(0)
+        del batch["labels"]
+    optimizer, losses = torch.optim.AdamW(plain.parameters(), lr=0.01), []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = squares(plain(**batch), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with opened(made("llama"), data, stages=4, loss_fn=squares, example=None) as pipe:
+        assert pipe.plan.entries == (0,)
+        assert [r.loss for r in pipe.train_epoch(data)] == losses
+        assert_same(pipe.state_dict(), plain.state_dict())
 
 
 @pytest.mark.threads
@@ -257,3 +275,106 @@ def test_without_labels_there_is_no_loss_of_its_own():
         assert pipe.evaluate(data) == pytest.approx(
             made("llama").eval()(**data[0]).logits.mean().item()
         )
+
+
+# -- generation ---------------------------------------------------------------------------------
+
+PROMPT = torch.tensor([[5, 3, 9, 2, 60], [1, 33, 7, 7, 21]])
+NEW = {"max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen"], indirect=True)
+def test_it_generates_the_tokens_of_the_plain_model(name):
+    """Greedy, sampled, with padding, and without a cache; twice, as programs are kept."""
+    data = MODELS[name][1]()
+    plain = made(name)
+    plainly(plain, data)
+    plain.eval()
+    padded = torch.ones_like(PROMPT)
+    padded[0, :2] = 0
+    ways = [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 20, "temperature": 0.8},
+        {"do_sample": True, "attention_mask": padded},
+        {"do_sample": False, "use_cache": False},
+    ]
+    with opened(made(name), data, stages=3, schedule="1f1b") as pipe:
+        list(pipe.train_epoch(data))
+        for way in ways * 2:
+            torch.manual_seed(4)
+            expected = plain.generate(PROMPT, **{**NEW, **way})
+            torch.manual_seed(4)
+            assert torch.equal(pipe.generate(PROMPT, **{**NEW, **way}), expected), way
+
+
+def generated_beside_training(folder, killed_at):
+    """Losses, the tokens that weights of the start give, and evaluations of the average."""
+    data, losses = MODELS["gpt2"][1](), []
+    options = {
+        "stages": 3, "workers": "local", "schedule": "async-1f1b", "max_restarts": 1, "seed": 1,
+        "checkpoint": Checkpoints(folder, every=2),
+    }  # fmt: skip
+    with opened(made("gpt2"), data, ema=0.9, **options) as pipe:
+
+        def results():
+            for result in pipe.train_epoch(data * 4):
+                losses.append(result.loss)
+                if result.step == killed_at:
+                    kill(pipe, "worker-1")
+                yield result
+
+        under_way = results()
+        with pipe.keep_version() as version:
+            torch.manual_seed(4)
+            tokens = pipe.generate(PROMPT, version=version, beside=under_way, do_sample=True, **NEW)
+            assert 6 < pipe.step < len(data) * 4
+            assert_same(pipe.module(version=version).state_dict(), made("gpt2").state_dict())
+            list(under_way)
+        with pipe.keep_version(ema=True) as version:
+            average = pipe.evaluate(data, version=version), pipe.state_dict(version=version)
+        assert len(pipe.restarts) == (killed_at is not None)
+        return losses, tokens, average
+
+
+@pytest.mark.processes
+def test_a_kept_version_generates_while_training_goes_on_and_a_worker_dies(tmp_path):
+    losses, tokens, average = generated_beside_training(tmp_path / "whole", None)
+    plain = made("gpt2").eval()
+    torch.manual_seed(4)
+    assert torch.equal(plain.generate(PROMPT, do_sample=True, **NEW), tokens)
+    again = generated_beside_training(tmp_path / "killed", 6)
+    assert again[0] == losses
+    assert torch.equal(again[1], tokens)
+    assert again[2][0] == average[0]
+    assert_same(again[2][1], average[1])
+
+
+@pytest.mark.threads
+def test_what_generation_does_not_do_is_refused():
+    data = MODELS["llama"][1]()
+    with opened(made("llama"), data, stages=2) as pipe:
+        with pytest.raises(ConfigError, match="one sequence for each text; give num_beams=1"):
+            pipe.generate(ids(1, 3), num_beams=2, **NEW)
+        with pytest.raises(ConfigError, match=r"needs weights that stay: give\sversion="):
+            pipe.generate(ids(1, 3), beside=pipe.train_epoch(data), **NEW)
+        filled = made("llama").eval()(ids(1, 2), use_cache=True).past_key_values
+        assert filled.get_seq_length() == 2
+        with pytest.raises(ConfigError, match="holds what another model has computed"):
+            pipe.generate(ids(1, 3), past_key_values=filled, **NEW)
+        with pytest.raises(ConfigError, match=r"give Pipeline ema=0\.999"):
+            pipe.keep_version(ema=True)
+        version = pipe.keep_version()
+        pipe.load_state_dict(pipe.state_dict())
+        with pytest.raises(ConfigError, match="before other weights were loaded"):
+            pipe.evaluate(data, version=version)
+        version.drop()
+        with pytest.raises(ConfigError, match="was dropped"):
+            pipe.evaluate(data, version=version)
+        assert len(list(pipe.train_epoch(data))) == len(data)
+    data = MODELS["t5"][1]()
+    with (
+        opened(made("t5"), data, stages=2) as pipe,
+        pytest.raises(ConfigError, match="has an encoder"),
+    ):
+        pipe.generate(ids(1, 3), **NEW)

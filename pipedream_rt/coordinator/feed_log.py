@@ -81,6 +81,8 @@ class FeedLog:
     """The feed since the oldest origin.
 
     Two origins are kept, so that a run whose newest checkpoint is damaged can go back further.
+    While something is held that no checkpoint has, such as a kept version, there are no newer
+    origins: a recovery makes it again from what was fed.
 
     Args:
         on: Whether entries are kept; not if the run recovers from no failure.
@@ -95,6 +97,19 @@ class FeedLog:
         self.on = on
         self.origins: deque[Origin] = deque([Origin()], maxlen=2)
         self._entries: deque[Entry] = deque()
+        self._holds = 0
+        self._next: Origin | None = None
+
+    def hold(self) -> None:
+        """Add no newer origin until `release` was called as often."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """Undo one `hold`; after the last one the newest origin that came meanwhile is added."""
+        self._holds -= 1
+        if not self._holds and self._next is not None:
+            origin, self._next = self._next, None
+            self.begin(origin)
 
     def append(self, entry: Entry) -> None:
         """Keep an entry that is being sent."""
@@ -103,6 +118,9 @@ class FeedLog:
 
     def begin(self, origin: Origin) -> None:
         """Add a newer origin, and forget the entries that no origin needs any more."""
+        if self._holds:
+            self._next = origin
+            return
         self.origins.append(origin)
         first = self.origins[0].position
         while self._entries and self._entries[0].position < first:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.forwards import Fed, Forwards
+from pipedream_rt.coordinator.forwards import Cache, Fed, Forwards
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
@@ -191,6 +191,8 @@ class Feeder:
         share: float = 1.0,
         hyper: list[Hyper] | None = None,
         fingerprint: bool = False,
+        version: int = 0,
+        cache: int = 0,
     ) -> int:
         """Feed one micro-batch, with its target where the stages compute a loss.
 
@@ -201,6 +203,8 @@ class Feeder:
             share: Share of the mini-batch's samples that it has, between 0 and 1.
             hyper: Hyper-parameters of its update, by parameter group; None unless it is trained on.
             fingerprint: Whether each stage adds a fingerprint.
+            version: Number of the kept version that is read; 0 for the newest weights.
+            cache: Number of the cache that layers use; 0 for none.
 
         Returns:
             Its position.
@@ -212,6 +216,8 @@ class Feeder:
             empty=part is None,
             program=program,
             definition=definition,
+            version=version,
+            cache=cache,
             fingerprint=fingerprint,
             hyper=hyper,
             structure=structure,
@@ -274,13 +280,16 @@ class Feeder:
 
     # -- evaluation and inference ---------------------------------------------------------------
 
-    def evaluate(self, loader: Iterable[Any], prepare: Prepare | None = None) -> float:
+    def evaluate(
+        self, loader: Iterable[Any], prepare: Prepare | None = None, version: int = 0
+    ) -> float:
         """Return the mean loss over a loader; see `Pipeline.evaluate`."""
         self._group.life.check()
         if not self._has_loss:
             raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
         total, samples = 0.0, 0
-        for loss, _, size in self._passed(Mode.EVALUATE, self._with_samples(loader, prepare)):
+        parts = self._with_samples(loader, prepare)
+        for loss, _, size in self._passed(Mode.EVALUATE, parts, version):
             total += (loss if loss is not None else 0.0) * size
             samples += size
         if not samples:
@@ -298,7 +307,7 @@ class Feeder:
                     yield part, size
 
     def _passed(
-        self, mode: Mode, parts: Iterable[tuple[_Part, int]]
+        self, mode: Mode, parts: Iterable[tuple[_Part, int]], version: int
     ) -> Generator[tuple[float | None, Any, int], None, None]:
         """Flush, then pass micro-batches through the stages, several at a time.
 
@@ -307,6 +316,7 @@ class Feeder:
         Args:
             mode: One that leaves no trace.
             parts: The micro-batches, each with a number that is handed back.
+            version: Number of the kept version that is read; 0 for the newest weights.
 
         Yields:
             The loss, the output and the number of each, in order.
@@ -324,7 +334,7 @@ class Feeder:
 
         try:
             for part, number in parts:
-                ahead.append((self._pass(mode, part), number))
+                ahead.append((self._pass(mode, part, version), number))
                 while len(ahead) > 2 * self._group.plan.num_stages:
                     yield collect()
             while ahead:
@@ -333,12 +343,14 @@ class Feeder:
             while ahead and not self._group.life.is_over:
                 collect()
 
-    def predict(self, loader: Iterable[Any], prepare: Prepare | None) -> Generator[Any, None, None]:
+    def predict(
+        self, loader: Iterable[Any], prepare: Prepare | None, version: int
+    ) -> Generator[Any, None, None]:
         """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
         self._group.life.check()
         batches = (example_of(item if prepare is None else prepare(item)) for item in loader)
         parts = ((self._part(batch, Mode.INFER), 0) for batch in batches)
-        with closing(self._passed(Mode.INFER, parts)) as passed:
+        with closing(self._passed(Mode.INFER, parts, version)) as passed:
             for _, output, _ in passed:
                 yield output
 
@@ -353,11 +365,57 @@ class Feeder:
             self._group.log.forget(position)
         return output
 
-    def _pass(self, mode: Mode, part: _Part) -> int:
+    def _pass(self, mode: Mode, part: _Part, version: int = 0, cache: int = 0) -> int:
         """Feed one micro-batch for evaluation or inference, and return its position."""
-        position = self._feed(mode, self.passes, part)
+        position = self._feed(mode, self.passes, part, version=version, cache=cache)
         self.passes += 1
         return position
+
+    # -- generation, and versions that are kept -------------------------------------------------
+
+    def generated(
+        self,
+        batch: Batch,
+        version: int,
+        cache: Cache | None = None,
+        number: int = 0,
+        length: int = 0,
+    ) -> tuple[Any, int]:
+        """Return the model's output for one forward of a generation, and the forward's position.
+
+        Args:
+            batch: The input.
+            version: Number of the kept version that is read; 0 for the newest weights.
+            cache: What is known here of the caches on the stages; None if none is used.
+            number: Number of these caches.
+            length: The number of positions that the forward adds to them.
+        """
+        self._refuse_what_stays_here()
+        if cache is None:
+            part = self._part(batch, Mode.INFER)
+        else:
+            part = _Part(self.forwards.cached(batch, cache, length), flat_copy(None))
+        position = self._pass(Mode.INFER, part, version, number)
+        while self.pending:  # the messages of an edge are taken by rising position
+            self.collect_oldest()
+        return self._take_loss(position)[1], position
+
+    def hold(self) -> None:
+        """Let recoveries make what is made from now on again, until `end_generation`."""
+        self._group.log.hold()
+
+    def end_generation(self, cache: int, positions: Iterable[int]) -> None:
+        """Forget the forwards of a generation, and the caches that they have filled.
+
+        Args:
+            cache: Number of the caches.
+            positions: The positions of the forwards.
+        """
+        if not self._group.life.is_over:
+            self._group.command(CommandName.END_CACHE, cache)
+        for position in positions:
+            self._group.log.forget(position)
+        self._group.log.release()
 
 
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:

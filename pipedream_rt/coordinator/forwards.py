@@ -9,8 +9,9 @@ first micro-batch that follows it.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -23,8 +24,8 @@ from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import MicroBatch, Mode
 from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
-from pipedream_rt.planning.cut import Cut, StageProgram, cut
-from pipedream_rt.planning.program import Program
+from pipedream_rt.planning.cut import Cut, StageProgram, Ways, cut
+from pipedream_rt.planning.program import NONE_CARRIED, Program
 from pipedream_rt.planning.record import record
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.plan import Address, name_of
@@ -51,6 +52,32 @@ class Fed(NamedTuple):
     definition: bytes
     structure: Structure
     tensors: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class Cache:
+    """What is known in the script of the caches of keys and values that the stages have.
+
+    Attributes:
+        name: The keyword argument of the model that takes the cache.
+        value: A cache as of `transformers`, with the shapes that those of the stages have together;
+            its tensors have no values.
+    """
+
+    name: str
+    value: Any
+
+    def grow(self, length: int) -> None:
+        """Let it be as after a forward that adds a number of positions."""
+        for layer in self.value.layers:
+            if getattr(layer, "keys", None) is not None:
+                new = [
+                    torch.empty(
+                        (*t.shape[:-2], length, t.shape[-1]), dtype=t.dtype, device=t.device
+                    )
+                    for t in (layer.keys, layer.values)
+                ]
+                layer.update(*new)
 
 
 class Forwards(Protocol):
@@ -80,6 +107,18 @@ class Forwards(Protocol):
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
         """Yield what each of the stages that take inputs gets of a micro-batch."""
+
+    def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
+        """Return what is fed of a micro-batch of inference whose layers use a cache.
+
+        Args:
+            batch: The micro-batch.
+            cache: The cache as it is before; it is afterwards as it is after the forward.
+            length: The number of positions that the forward adds to it.
+
+        Raises:
+            ConfigError: The model cannot take it.
+        """
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence of layers."""
@@ -115,6 +154,10 @@ class SequenceForwards:
                 "may be a tuple or a dict: prepare=lambda item: (item, item['labels'])"
             )
         return Fed(0, b"", *flat_copy(batch.args[0]))
+
+    def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
+        """See `Forwards.cached`."""
+        raise ConfigError("a sequence of layers has no cache, so it cannot generate")
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
         """See `Forwards.shares`."""
@@ -154,6 +197,7 @@ class RecordedForwards:
         self._autocast = autocast
         self._given = _without_cache(model)
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
+        self._for_all_lengths: set[bytes] = set()
         self._num_stages = 1
         self._links: set[tuple[int, int]] = set()
         self._entries: set[int] = set()
@@ -181,8 +225,14 @@ class RecordedForwards:
                 lines.append(f"stage {stage} gives {list(slots)} to {name_of(target)}")
         return "\n".join([*lines, f"    return {self.cuts[0].stages[-1].output!r}"])
 
-    def record(self, batch: Batch, mode: Mode, training: bool | None = None) -> Program:
-        """Record a forward.
+    def record(
+        self,
+        batch: Batch,
+        mode: Mode,
+        training: bool | None = None,
+        carried: Mapping[str, Any] = NONE_CARRIED,
+    ) -> Program:
+        """Record a forward; see `planning.record.record`.
 
         Raises:
             ConfigError: The forward cannot be followed, or has no loss.
@@ -195,6 +245,7 @@ class RecordedForwards:
             training=False if mode in _EVAL else training,
             grad=mode is Mode.TRAIN,
             autocast=self._autocast,
+            carried=carried,
         )
         if mode.has_target and self._own_loss and not has_own_loss(program.output):
             raise ConfigError(
@@ -244,10 +295,50 @@ class RecordedForwards:
             if program.holds_for(tensors):
                 return Fed(number, b"", structure, tensors)
         args, kwargs = unflatten(structure, tensors)
-        number = self._add(key, self.record(Batch(args, kwargs, None), mode, training))
+        program = self.record(Batch(args, kwargs, None), mode, training)
+        return Fed(*self._new(key, program), structure, tensors)
+
+    def _new(self, key: bytes, program: Program) -> tuple[int, bytes]:
+        """Add a program that stages do not have yet; return its number and its definition."""
+        number = self._add(key, program)
         definition = cloudpickle.dumps(self.cuts[number].stages)
         self.definitions.append(definition)
-        return Fed(number, definition, structure, tensors)
+        return number, definition
+
+    def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
+        """See `Forwards.cached`.
+
+        What a cache holds may change what the forward does. So each forward is recorded, until two
+        one after another, with different lengths in the cache, have come to the same program. That
+        one is then taken for other lengths too; whether it still holds is looked at again when the
+        length comes to a power of two, and always if layers see a window of the cache alone.
+        """
+        structure, tensors = flat_copy((batch.args, batch.kwargs))
+        before = cache.value.get_seq_length()
+        how = b"cached" if before else b"cached, at first"
+        key = how + _key(Mode.INFER, None, structure, tensors)
+        there = self._programs.get(key, [])
+        looks = before & (before - 1) == 0 or any(cache.value.is_sliding)
+        if key in self._for_all_lengths and not looks and there[-1][1].holds_for(tensors):
+            cache.grow(length)
+            return Fed(there[-1][0], b"", structure, tensors)
+        args, kwargs = unflatten(structure, tensors)
+        program = self.record(
+            Batch(args, kwargs, None), Mode.INFER, carried={cache.name: cache.value}
+        )
+        if before:
+            program = dataclasses.replace(program, carries={})
+        mine = cloudpickle.dumps(program)
+        same = [entry for entry in there if cloudpickle.dumps(entry[1]) == mine]
+        if same and same[0] is there[-1]:
+            self._for_all_lengths.add(key)
+        else:
+            self._for_all_lengths.discard(key)
+        if same:
+            there.remove(same[0])
+            there.append(same[0])  # the last one is the one that was taken last
+            return Fed(same[0][0], b"", structure, tensors)
+        return Fed(*self._new(key, program), structure, tensors)
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
         """See `Forwards.shares`."""
@@ -271,7 +362,8 @@ class RecordedForwards:
                 "reads from them, differ in every mini-batch. Pad the inputs to a few lengths"
             )
         homes = dict(self.homes)
-        made = cut(program, homes, self._num_stages)
+        ways = Ways(self._links, self._entries) if self._began else None
+        made = cut(program, homes, self._num_stages, ways)
         if self._began:
             self._require_fit(made, homes)
         self.homes = homes
@@ -287,20 +379,12 @@ class RecordedForwards:
             homes: The stage of each layer that was called by now.
 
         Raises:
-            ConfigError: It calls a layer, passes a value or uses something that the example did
-                not.
+            ConfigError: It calls a layer or uses something that the example did not.
         """
         if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "
                 "with the example, so no stage has it; give an example= that uses all layers"
-            )
-        more = [f"from stage {a} to stage {b}" for a, b in sorted(made.links - self._links)]
-        more += [f"from the inputs to stage {s}" for s in sorted(made.entries - {*self._entries})]
-        if more:
-            raise ConfigError(
-                "this mini-batch takes another way through the model than the example: values "
-                f"would pass {', '.join(more)}; give such a mini-batch as example="
             )
         for stage, used in enumerate(made.used):
             if missing := sorted(used - self._has[stage]):

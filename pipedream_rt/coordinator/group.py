@@ -120,6 +120,7 @@ class WorkerGroup:
         next_micro_batch: Number of the next micro-batch to be fed for training.
         next_loss: Number of the next micro-batch whose loss is to be taken.
         training: The mode that all modules were set to (`Module.train`); None if never.
+        loads: The number of times that weights were loaded.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class WorkerGroup:
         self.life = Lifecycle("the pipeline", self._end)
         self.at_end: list[Callable[[], object]] = []
         self.at_last: list[Callable[[], object]] = []
-        self.position = self.next_micro_batch = self.next_loss = 0
+        self.position = self.next_micro_batch = self.next_loss = self.loads = 0
         self._turns = 0  # the number of items that this generation was fed
         self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
@@ -218,6 +219,7 @@ class WorkerGroup:
                 self._optimizer = unflatten(structure, tensors)
             if name is CommandName.TRAINING:
                 self.training = unflatten(structure, tensors)
+            self.loads += name in (CommandName.LOAD, CommandName.LOAD_STATE)
             self.position += 1
         return self.position - 1
 

@@ -140,6 +140,17 @@ def require_count(name: str, value: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
 
 
+def require_decay(value: object) -> None:
+    """Refuse the decay of an average that is no number from 0 to 1.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value < 1):  # type: ignore[operator]
+        raise ConfigError(f"ema must be a number from 0 to less than 1, as 0.999, not {value!r}")
+
+
 def require_seed(value: object) -> None:
     """Refuse a seed that is no integer, which would make other random numbers in every process.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +58,19 @@ class References:
         feeder: Sends the optimizer's hyper-parameters along with micro-batches, and flushes.
         model: The unsplit model.
         names: The names of the trainable parameters, stage by stage.
+        average: The decay of the average of weights that optimizers keep; None for no average.
     """
 
     def __init__(
-        self, lease: Lease, feeder: Feeder, model: UnsplitModel, names: Sequence[str]
+        self,
+        lease: Lease,
+        feeder: Feeder,
+        model: UnsplitModel,
+        names: Sequence[str],
+        average: float | None = None,
     ) -> None:
         """Ask the workers for no reference yet."""
+        self._average = average
         self._model = model
         self._lease = lease
         self._feeder = feeder
@@ -143,6 +151,7 @@ class References:
         names = {id(reference): name for named in every for reference, name in named}
         try:
             spec = optimizer.spec(lambda reference: names[id(reference)])
+            spec = dataclasses.replace(spec, average=self._average)
         except KeyError:
             raise ConfigError("the optimizer has references of another pipeline") from None
         data, tensors = dumps(spec)

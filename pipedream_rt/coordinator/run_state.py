@@ -91,15 +91,15 @@ class RunState:
 
     # -- weights --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, version: int = 0) -> dict[str, Any]:
         """Flush, and return weights and buffers; see `Pipeline.state_dict`."""
-        return self._model.in_order(self._gathered())
+        return self._model.in_order(self._gathered(version))
 
-    def _gathered(self) -> dict[str, Any]:
+    def _gathered(self, version: int = 0) -> dict[str, Any]:
         """Flush, and return the state dicts of all stages as one, with that of the loss."""
         self._feeder.flush()
         found: dict[str, Any] = {}
-        for part in self._group.command(CommandName.STATE):
+        for part in self._group.command(CommandName.STATE, version):
             found.update(part)
         return found
 

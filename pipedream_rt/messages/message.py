@@ -56,6 +56,9 @@ class CommandName(Enum):
     SAVE = "save"
     LOAD = "load"
     FINGERPRINT = "fingerprint"
+    KEEP = "keep"
+    DROP = "drop"
+    END_CACHE = "end-cache"
 
     @property
     def leaves_no_trace(self) -> bool:
@@ -122,6 +125,8 @@ class MicroBatch:
         empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.
         program: Number of the program that the stages follow.
         definition: The pickled programs of all stages, where the number is a new one; else empty.
+        version: Number of the kept version that the stages read; 0 for the newest weights.
+        cache: Number of the cache in which layers keep what the next micro-batch needs; 0 for none.
         fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
@@ -140,6 +145,8 @@ class MicroBatch:
     empty: bool = False
     program: int = 0
     definition: bytes = b""
+    version: int = 0
+    cache: int = 0
     fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
     totals: list[list[Any]] = field(default_factory=list)

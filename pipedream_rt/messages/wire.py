@@ -34,7 +34,7 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import own
 
-FORMAT = 4
+FORMAT = 5
 """The first element of every message, by which a peer with another format is refused."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (

@@ -14,10 +14,10 @@ needs it computes it again from the inputs.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -36,12 +36,14 @@ class StageProgram:
         steps: The steps.
         gives: The slots whose values go to each consumer.
         output: The result of the forward, on the stage that has it; None on others.
+        carries: The objects that the stage has for the steps, pickled as they are at first.
     """
 
     takes: dict[Address, tuple[int, ...]] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     gives: dict[Address, tuple[int, ...]] = field(default_factory=dict)
     output: Any = None
+    carries: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def held(self) -> list[str]:
@@ -79,7 +81,21 @@ class Cut:
         return {s for s, program in enumerate(self.stages) if COORDINATOR in program.takes}
 
 
-def cut(program: Program, homes: dict[str, int], num_stages: int) -> Cut:
+class Ways(NamedTuple):
+    """The ways on which values can pass, where the stages are there already.
+
+    A stage sends to the next one in any case, and the first stage takes inputs.
+
+    Attributes:
+        links: The pairs of a producer and a consumer.
+        entries: The stages that take inputs of the model.
+    """
+
+    links: Set[tuple[int, int]]
+    entries: Set[int]
+
+
+def cut(program: Program, homes: dict[str, int], num_stages: int, ways: Ways | None = None) -> Cut:
     """Cut a program.
 
     Args:
@@ -87,6 +103,8 @@ def cut(program: Program, homes: dict[str, int], num_stages: int) -> Cut:
         homes: By name, the stage of layers whose stage is known: at first those at which a stage
             begins. Layers that are met are added.
         num_stages: The number of stages.
+        ways: The ways on which values can pass; None for any. Where there is no straight way, a
+            value goes from each stage to the next.
 
     Raises:
         ConfigError: A value that one stage changes in place is needed by another as it was.
@@ -96,7 +114,7 @@ def cut(program: Program, homes: dict[str, int], num_stages: int) -> Cut:
         if step.layer is not None:
             now = max(now, homes.setdefault(step.layer, now))
         stage_of.append(now)
-    return _Cutter(program, stage_of, num_stages).cut()
+    return _Cutter(program, stage_of, num_stages, ways).cut()
 
 
 class _Cutter:
@@ -106,11 +124,15 @@ class _Cutter:
         program: The program.
         stage_of: The stage of each step.
         num_stages: The number of stages.
+        ways: The ways on which values can pass; None for any.
     """
 
-    def __init__(self, program: Program, stage_of: Sequence[int], num_stages: int) -> None:
+    def __init__(
+        self, program: Program, stage_of: Sequence[int], num_stages: int, ways: Ways | None
+    ) -> None:
         """Put every step on its stage."""
         self._program = program
+        self._ways = ways
         self._stage_of = stage_of
         self._maker = {slot: i for i, step in enumerate(program.steps) for slot in step.filled}
         self._done: list[set[int]] = [set() for _ in range(num_stages)]
@@ -133,6 +155,7 @@ class _Cutter:
                 steps=tuple(steps[i] for i in sorted(done)),
                 gives=gives[s],
                 output=self._program.output if s == last else None,
+                carries=self._program.carries,
             )
             for s, done in enumerate(self._done)
         )
@@ -179,13 +202,21 @@ class _Cutter:
         """
         count = len(self._done)
         passed: dict[tuple[Address, int], list[int]] = {}
+        home = {slot: self._stage_of[self._maker[slot]] for slot in self._users}
         for stage, inputs in enumerate(self._inputs):
-            if inputs or stage == 0:
+            if self._ways is not None and stage not in self._ways.entries:
+                for slot in inputs:  # it comes by the first stage
+                    self._users.setdefault(slot, set()).add(stage)
+                    home[slot] = 0
+                    self._inputs[0].add(slot)
+                inputs.clear()
+        for stage, inputs in enumerate(self._inputs):
+            if inputs or stage == 0 or (self._ways is not None and stage in self._ways.entries):
                 passed[COORDINATOR, stage] = sorted(inputs)
         for hop in pairwise(range(count)):
             passed[hop] = []
         for slot, users in sorted(self._users.items()):
-            for hop in pairwise([self._stage_of[self._maker[slot]], *sorted(users)]):
+            for hop in self._hops([home[slot], *sorted(users)]):
                 passed.setdefault(hop, []).append(slot)
         takes: list[dict[Address, tuple[int, ...]]] = [{} for _ in range(count)]
         gives: list[dict[Address, tuple[int, ...]]] = [{} for _ in range(count)]
@@ -194,6 +225,14 @@ class _Cutter:
             if producer != COORDINATOR:
                 gives[producer][consumer] = tuple(slots)
         return takes, gives
+
+    def _hops(self, stages: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the hops of a value that goes from stage to stage."""
+        for here, there in pairwise(stages):
+            if self._ways is None or (here, there) in self._ways.links:
+                yield here, there
+            else:
+                yield from pairwise(range(here, there + 1))
 
     def _refuse_parted_changes(self) -> None:
         """Refuse a change in place that does not reach everybody who must see it.

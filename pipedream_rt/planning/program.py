@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -65,6 +65,23 @@ class Held:
     def __repr__(self) -> str:
         """Return the name."""
         return f"<{self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Stands for an object in which layers keep what a later call needs, as a cache of keys.
+
+    Every stage has one of its own, in which its layers keep what is theirs.
+
+    Attributes:
+        name: The keyword argument of the model under which it is given.
+    """
+
+    name: str
+
+    def __repr__(self) -> str:
+        """Return the name."""
+        return f"<{self.name} of this stage>"
 
 
 class Around(NamedTuple):
@@ -190,6 +207,7 @@ class Program:
         output: The result, with `Slot` in the place of tensors.
         after: The steps that have changed in place what the result holds.
         guards: What the forward has read from its inputs; with other values it may be another one.
+        carries: The objects that stages have for the steps, pickled as they are at first, by name.
     """
 
     inputs: int
@@ -197,6 +215,7 @@ class Program:
     output: Any
     after: tuple[int, ...] = ()
     guards: tuple[Guard, ...] = ()
+    carries: dict[str, bytes] = field(default_factory=dict)
 
     def layers(self) -> list[str]:
         """Return the names of the layers in the order of their first calls."""
@@ -298,13 +317,30 @@ def slots_in(value: Any) -> list[int]:
     return [slot.number for slot in found(value, Slot)]
 
 
-def filled(value: Any, values: dict[int, Any], held: dict[str, Tensor]) -> Any:
-    """Return a value with slots and names replaced by what they stand for."""
-    return replaced(
-        value,
-        (Slot, Held),
-        lambda each: values[each.number] if isinstance(each, Slot) else held[each.name],
-    )
+NONE_CARRIED: Mapping[str, Any] = {}
+
+
+def filled(
+    value: Any,
+    values: dict[int, Any],
+    held: dict[str, Tensor],
+    carried: Mapping[str, Any] = NONE_CARRIED,
+) -> Any:
+    """Return a value with slots and names replaced by what they stand for.
+
+    Args:
+        value: The value.
+        values: The values of slots.
+        held: Parameters and buffers, by name.
+        carried: The objects that layers keep something in, by name.
+    """
+
+    def meant(each: Slot | Held | Carried) -> Any:
+        if isinstance(each, Slot):
+            return values[each.number]
+        return held[each.name] if isinstance(each, Held) else carried[each.name]
+
+    return replaced(value, (Slot, Held, Carried), meant)
 
 
 def put(step: Step, result: Any, values: dict[int, Any]) -> None:

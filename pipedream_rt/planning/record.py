@@ -36,7 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.program import (
+    NONE_CARRIED,
     Around,
+    Carried,
     Guard,
     Held,
     Program,
@@ -101,6 +103,7 @@ def record(
     training: bool | None = None,
     grad: bool = True,
     autocast: torch.dtype | None = None,
+    carried: Mapping[str, Any] = NONE_CARRIED,
 ) -> Program:
     """Record one forward of a model; the model is afterwards as it was.
 
@@ -112,6 +115,8 @@ def record(
         training: The mode that all modules are set to; None to leave every module as it is.
         grad: Whether gradients are recorded around the forward.
         autocast: The dtype of autocast around the forward; None for none.
+        carried: Objects among the keyword arguments in which layers keep what a later forward
+            needs, by name. They are afterwards as after this forward, with tensors without values.
 
     Returns:
         The program. Its inputs are the tensors in ``(args, kwargs)``, in order.
@@ -130,14 +135,15 @@ def record(
         return by_id[id(tensor)]
 
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
-    recorder = _Recorder(model, layers, inputs)
+    recorder = _Recorder(model, layers, inputs, carried)
+    at_first = {name: dumps(value)[0] for name, value in carried.items()}
     _refuse_unfit_modules(model, layers)
     cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with _as_it_was(model, layers), _mode(model, training), torch.set_grad_enabled(grad), cast:
         recorder.begin()
         with recorder.called(), _Watch(recorder), recorder:
-            output = _called(model, args, kwargs)
-        return recorder.finish(output)
+            output = _called(model, args, {**kwargs, **carried})
+        return recorder.finish(output, at_first)
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -167,13 +173,20 @@ class _Recorder(TorchFunctionMode):
         model: The unsplit model.
         layers: The layers, by name.
         inputs: The input tensors.
+        carried: The objects in which layers keep something, by name.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, nn.Module], inputs: Sequence[Tensor]
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        inputs: Sequence[Tensor],
+        carried: Mapping[str, Any],
     ) -> None:
         """Note the inputs."""
         super().__init__()
+        self._carried = {id(value): (name, value) for name, value in carried.items()}
+        self._carried_kinds = tuple({type(value) for value in carried.values()})
         self.steps: list[Step] = []
         self.guards: list[Guard] = []
         self.paused = 0
@@ -241,8 +254,13 @@ class _Recorder(TorchFunctionMode):
         """
         depends, after = 0, set()
 
-        def stand_in(tensor: Tensor) -> Any:
+        def stand_in(tensor: Any) -> Any:
             nonlocal depends
+            if id(tensor) in self._carried:
+                depends |= _LAYERS
+                return Carried(self._carried[id(tensor)][0])
+            if not isinstance(tensor, Tensor):
+                return tensor
             if (tag := self.tag_of(tensor)) is not None:
                 depends |= tag.depends
                 after.update(tag.after)
@@ -262,7 +280,7 @@ class _Recorder(TorchFunctionMode):
                 )
             return tensor
 
-        return replaced(value, (Tensor,), stand_in), depends, after
+        return replaced(value, (Tensor, *self._carried_kinds), stand_in), depends, after
 
     # -- functions ------------------------------------------------------------------------------
 
@@ -525,7 +543,7 @@ class _Recorder(TorchFunctionMode):
         has_weights = any(True for _ in layer.parameters())
         self.drew = False
         try:
-            result, changed, moved, views = _shapes_of(layer, (args, kwargs))
+            result, changed, moved, views = _shapes_of(layer, (args, kwargs), self._carried)
         except Exception as error:
             raise ConfigError(
                 f"layer {name!r} ({type(layer).__name__}), called at {where}, does not take what "
@@ -566,7 +584,8 @@ class _Recorder(TorchFunctionMode):
         return [
             (value, self._pickled(value))
             for value in _leaves_of(given)
-            if type(value) not in _PLAIN_LEAVES and not isinstance(value, Slot | Held | Tensor)
+            if type(value) not in _PLAIN_LEAVES
+            and not isinstance(value, Slot | Held | Carried | Tensor)
         ]
 
     def _pickled(self, value: Any) -> bytes:
@@ -595,9 +614,16 @@ class _Recorder(TorchFunctionMode):
         """Note the contexts around the forward."""
         self._grad, self._cast = torch.is_grad_enabled(), _autocast()
 
-    def finish(self, output: Any) -> Program:
-        """Return the program of a forward that has returned this."""
+    def finish(self, output: Any, at_first: dict[str, bytes]) -> Program:
+        """Return the program of a forward.
+
+        Args:
+            output: What it has returned.
+            at_first: The objects in which layers keep something, pickled as they were before.
+        """
         made, _, after = self._seen(output)
+        # Each stage keeps its own, so none of them is a result.
+        made = replaced(made, (Carried,), lambda _: None)
         self._refuse_foreign(made)
         return Program(
             inputs=len(self._inputs),
@@ -605,6 +631,7 @@ class _Recorder(TorchFunctionMode):
             output=made,
             after=tuple(sorted(after)),
             guards=tuple(self.guards),
+            carries=at_first,
         )
 
 
@@ -685,7 +712,7 @@ def _leaves_of(value: Any) -> list[Any]:
     def note(each: Any) -> None:
         if isinstance(each, dict):
             each = each.values()
-        elif dataclasses.is_dataclass(each) and not isinstance(each, type | Slot | Held):
+        elif dataclasses.is_dataclass(each) and not isinstance(each, type | Slot | Held | Carried):
             each = [getattr(each, f.name) for f in dataclasses.fields(each)]
         elif not isinstance(each, tuple | list):
             there.append(each)
@@ -703,7 +730,7 @@ def _without_foreign(made: Any) -> Any:
     def plain(each: Any) -> Any:
         return type(each)
 
-    kinds = tuple({type(v) for v in _leaves_of(made)} - _PLAIN_LEAVES - {Slot, Held})
+    kinds = tuple({type(v) for v in _leaves_of(made)} - _PLAIN_LEAVES - {Slot, Held, Carried})
     return replaced(made, kinds, plain) if kinds else made
 
 
@@ -728,7 +755,7 @@ class _Shaped(NamedTuple):
     views: list[tuple[Tensor, Tensor]]
 
 
-def _shapes_of(layer: nn.Module, given: Any) -> _Shaped:
+def _shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any]]) -> _Shaped:
     """Run a layer on the meta device.
 
     A layer that cannot run there, as it holds tensors in attributes or looks at values, is run on
@@ -737,13 +764,24 @@ def _shapes_of(layer: nn.Module, given: Any) -> _Shaped:
     Args:
         layer: The layer.
         given: Its arguments and keyword arguments.
+        carried: The objects in which it may keep something, by ``id``.
     """
+    kinds = tuple({type(value) for _, value in carried.values()})
+
+    def attempt(copy_of: Callable[[Tensor], Tensor]) -> _Shaped:
+        copies = {number: copy.deepcopy(value) for number, (_, value) in carried.items()}
+        mine = replaced(given, kinds, lambda each: copies.get(id(each), each)) if copies else given
+        shaped = _run_on(layer, mine, copy_of)
+        for number, changed in copies.items():
+            vars(carried[number][1]).update(vars(changed))
+        return shaped
+
     try:
         if torch.is_autocast_enabled("cpu"):  # which knows nothing of the meta device
-            return _run_on(layer, given, _valued)
-        return _run_on(layer, given, lambda tensor: tensor.detach().to("meta"))
+            return attempt(_valued)
+        return attempt(lambda tensor: tensor.detach().to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):
-        return _run_on(layer, given, _valued)
+        return attempt(_valued)
 
 
 def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -> _Shaped:

@@ -30,7 +30,13 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
     """
     match name:
         case CommandName.STATE:
-            return stage.state_dict()
+            return stage.state_dict(argument or 0)
+        case CommandName.KEEP:
+            stage.keep(**argument)
+        case CommandName.DROP:
+            stage.kept.drop(argument)
+        case CommandName.END_CACHE:
+            stage.caches.pop(argument, None)
         case CommandName.LOAD_STATE:
             stage.load_state(argument)
         case CommandName.OPTIMIZER:
@@ -39,7 +45,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             return stage.optimizer.state() if stage.optimizer else {}
         case CommandName.LOAD_OPTIMIZER_STATE:
             if stage.optimizer:
-                stage.optimizer.load_state(argument)
+                stage.optimizer.load_state(argument, keep_average=True)
         case CommandName.TRAINING:
             stage.set_mode(argument)
         case CommandName.LOAD:

@@ -135,6 +135,8 @@ class Hosted:
                     empty=head.empty,
                     program=head.program,
                     definition=head.definition,
+                    version=head.version,
+                    cache=head.cache,
                     fingerprint=head.fingerprint,
                     hyper=head.hyper,
                     totals=totals,

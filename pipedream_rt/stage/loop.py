@@ -453,12 +453,14 @@ class Loop:
         stage, inputs = hosted.stage, list(map(value_of, needed.messages))
         number, program = head.micro_batch, head.program
         made: list[Value] | float
-        with self._computing(hosted):
+        with self._computing(hosted), stage.kept.read(head.version):
             if head.mode is Mode.EVALUATE:
                 made = stage.evaluate(number, inputs, target_of(needed.target)[0], program)
             else:
                 training = head.mode is Mode.INFER_IN_TRAINING_MODE
-                made = stage.infer(number, inputs, training=training, program=program)
+                made = stage.infer(
+                    number, inputs, training=training, program=program, cache=head.cache
+                )
         hosted.send_on(needed.messages, made, stage.parameters.ledger.newest)
 
     def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:

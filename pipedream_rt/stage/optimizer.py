@@ -13,6 +13,7 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.plan import EVERY_STAGE
@@ -44,6 +45,7 @@ class OptimizerSpec:
         kwargs: Keyword arguments of the class.
         groups: The parameter groups of the whole model.
         attributes: Attributes that the optimizer gets after it was built.
+        average: The decay of the average of weights that is kept; None for no average.
     """
 
     optimizer_class: type[torch.optim.Optimizer]
@@ -51,6 +53,7 @@ class OptimizerSpec:
     kwargs: Hyper = field(default_factory=dict)
     groups: tuple[GroupSpec, ...] = ()
     attributes: Hyper = field(default_factory=dict)
+    average: float | None = None
 
 
 def pack_hyper(value: Any, name: str) -> Any:
@@ -155,6 +158,8 @@ class StageOptimizer:
         """Build the torch optimizer, if the stage has a parameter."""
         self._parameters = parameters
         self._stage = stage
+        self._decay = spec.average
+        self._average: dict[str, Tensor] = {}
         self._group_numbers: list[int] = []
         groups = []
         for number, group in enumerate(spec.groups):
@@ -194,13 +199,40 @@ class StageOptimizer:
             set_hyper(group, hyper[number])
             self._from_script[i].update(hyper[number])
         self.torch_optimizer.step()
+        if self._decay is not None:
+            self._take_into_average(self._decay)
+
+    def go_on_averaging(self, before: StageOptimizer) -> None:
+        """Go on with the average of the optimizer that the stage had before."""
+        if self._decay is not None:
+            self._average = before._average
+
+    @torch.no_grad()
+    def _take_into_average(self, decay: float) -> None:
+        """Move the average towards the weights, as `torch.optim.swa_utils.AveragedModel` does."""
+        if not self._average:
+            self._average = {n: p.detach().clone() for n, p in self._parameters.items()}
+            return
+        weights: Any = list(self._parameters.values())
+        get_ema_multi_avg_fn(decay)(list(self._average.values()), weights, None)
+
+    def average(self) -> dict[str, Tensor]:
+        """Return the average of the weights, by name; the weights themselves before any step.
+
+        Raises:
+            ConfigError: None is kept.
+        """
+        if self._decay is None:
+            raise ConfigError("no average of the weights is kept; give Pipeline average=0.999")
+        return self._average or {n: p.detach() for n, p in self._parameters.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer state by parameter name, and the optimizer's own state.
 
         The own state stands under names that begin with `EVERY_STAGE`: ``/group/0/STAGE`` has what
         the optimizer has changed in group 0, ``/attributes/STAGE`` its changed attributes, and
-        ``/state/STAGE`` its state under other keys than parameters, packed by `pack_hyper`.
+        ``/state/STAGE`` its state under other keys than parameters, packed by `pack_hyper`. The
+        average of a parameter stands beside its state, as `AVERAGE`.
 
         Raises:
             ConfigError: The optimizer has changed an attribute that cannot be packed, or keeps one
@@ -212,6 +244,8 @@ class StageOptimizer:
         found = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         attributes = _attributes_of(self.torch_optimizer)
         _refuse_one_tensor_twice([*found.values(), attributes])
+        for name, tensor in self._average.items():
+            found.setdefault(name, {})[AVERAGE] = tensor
         mine = {id(p) for p in self._parameters.values()}
         others = {key: value for key, value in state.items() if id(key) not in mine}
         if others:
@@ -246,23 +280,32 @@ class StageOptimizer:
         """The names of the parameters of the stage, by which its own state is found again."""
         return list(self._parameters)
 
-    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+    def load_state(self, state: dict[str, dict[str, Any]], *, keep_average: bool = False) -> None:
         """Replace the optimizer state.
 
         Args:
             state: The state by parameter name, of the whole model or of this stage alone, with
                 the own state of one or several stages.
+            keep_average: Whether the average of the weights stays where the state has none.
         """
         if self.torch_optimizer is None:
             return
+        averages = {
+            name: _like(parameter, state[name][AVERAGE])
+            for name, parameter in self._parameters.items()
+            if self._decay is not None and AVERAGE in state.get(name, ())
+        }
+        if averages or not keep_average:
+            self._average = averages
         # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
         # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
-            if name in state:
+            own = {key: value for key, value in state.get(name, {}).items() if key != AVERAGE}
+            if own or (name in state and not state[name]):
                 self.torch_optimizer.state[parameter] = {
                     key: _like(parameter, value) if isinstance(value, Tensor) else value
-                    for key, value in state[name].items()
+                    for key, value in own.items()
                 }
         self._load_own_state(state)
         # This call brings states of older versions of torch up to date.
@@ -401,6 +444,9 @@ def _refuse_one_tensor_twice(places: Iterable[Hyper]) -> None:
                     )
                 seen[id(value)] = name
 
+
+AVERAGE = "(average)"
+"""The key, beside the optimizer's state of a parameter, of the average of the parameter."""
 
 _OF = "/of"
 """The key, beside the own state of a stage's optimizer, of the names of the stage's parameters."""

@@ -23,7 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.program import SEQUENCE, Slot, Step, filled, put, slots_in
+from pipedream_rt.planning.program import (
+    NONE_CARRIED,
+    SEQUENCE,
+    Slot,
+    Step,
+    filled,
+    put,
+    slots_in,
+)
 from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.actions import Action, Kind
 from pipedream_rt.schedules.plan import LOSS_LAYER
@@ -31,6 +39,7 @@ from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffer
 from pipedream_rt.stage.clipping import Clipper
 from pipedream_rt.stage.evaluation import changes_modes, eval_mode
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
+from pipedream_rt.stage.kept import KeptVersions
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer, packed_extra
 from pipedream_rt.stage.parameters import VersionedParameters
 from pipedream_rt.stage.seeds import layer_seed
@@ -147,6 +156,8 @@ class Stage:
         steps: Number of updates whose step is done; some may be put off.
         clipper: Clips the gradients; None if they are not clipped.
         programs: What a forward does, by the number that micro-batches name.
+        kept: The kept versions.
+        caches: By number, the objects by name in which layers keep what the next micro-batch needs.
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
@@ -177,6 +188,8 @@ class Stage:
         }
         # The weights of the stage by the stage that owns them, its own first.
         self._by_owner = [(self.index, self.parameters), *self.borrowed.items()]
+        self.kept = KeptVersions(self.module)
+        self.caches: dict[int, dict[str, Any]] = {}
         self._buffers = ForwardBuffers(self.module)
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
@@ -356,13 +369,20 @@ class Stage:
         buffers = {name: self.module.get_buffer(name) for name in self._spec.shared}
         return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
 
-    def _run(self, program: int, values: dict[int, Any], number: int | str) -> list[Any]:
+    def _run(
+        self,
+        program: int,
+        values: dict[int, Any],
+        number: int | str,
+        carried: Mapping[str, Any] = NONE_CARRIED,
+    ) -> list[Any]:
         """Do the steps of a program, each with its own seed.
 
         Args:
             program: Number of the program.
             values: The values that came, by slot.
             number: Number of the micro-batch, for the seeds.
+            carried: The objects in which layers keep something, by name.
 
         Returns:
             What goes to each consumer; on the last stage the result of the forward.
@@ -375,7 +395,7 @@ class Stage:
                 result = call(values[only])
             else:
                 held = {name: self._held(name) for name in names}
-                args, kwargs = filled((step.args, step.kwargs), values, held)
+                args, kwargs = filled((step.args, step.kwargs), values, held, carried)
                 self.at = step, args[0] if len(args) == 1 and not kwargs else (*args, kwargs)
                 with step.around.entered():
                     result = call(*args, **kwargs)
@@ -706,7 +726,13 @@ class Stage:
             return float(self._loss(made[0], target).item())
 
     def infer(
-        self, number: int, inputs: Sequence[Value], *, training: bool = False, program: int = 0
+        self,
+        number: int,
+        inputs: Sequence[Value],
+        *,
+        training: bool = False,
+        program: int = 0,
+        cache: int = 0,
     ) -> list[Value]:
         """Run a forward for inference: newest weights, no gradient.
 
@@ -716,21 +742,68 @@ class Stage:
             training: Whether every module keeps the mode that it has in training, in which buffers
                 may change; else eval mode, which leaves the stage as it was.
             program: Number of the program to follow.
+            cache: Number of the cache that the layers use and fill; 0 for none.
 
         Returns:
             The value for each consumer; on the last stage the output alone.
         """
         mode = nullcontext() if training else eval_mode(self.module, self.parameters)
+        carried = self._cache(cache, program)
         with torch.no_grad(), mode, self._casting():
-            return list(map(_outgoing, self._pass(f"infer {number}", inputs, program)))
+            return list(map(_outgoing, self._pass(f"infer {number}", inputs, program, carried)))
 
-    def _pass(self, number: str, inputs: Sequence[Value], program: int) -> list[Any]:
+    def _cache(self, number: int, program: int) -> Mapping[str, Any]:
+        """Return the objects of a cache, which a program that carries some at first begins."""
+        if not number:
+            return NONE_CARRIED
+        if carries := self.programs[program].carries:
+            self.caches[number] = {name: cloudpickle.loads(data) for name, data in carries.items()}
+        return self.caches[number]
+
+    def _pass(
+        self,
+        number: str,
+        inputs: Sequence[Value],
+        program: int,
+        carried: Mapping[str, Any] = NONE_CARRIED,
+    ) -> list[Any]:
         """Do the steps of a program without gradient; see `_run`."""
         values: dict[int, Any] = {}
         for source, (structure, tensors, _) in zip(self._sources, inputs, strict=True):
             slots = self.programs[program].takes.get(source, ())
             _unpack(unflatten(structure, tensors), slots, values)
-        return self._run(program, values, number)
+        return self._run(program, values, number, carried)
+
+    def keep(self, number: int, average: bool, borrowed: Mapping[str, Tensor]) -> None:
+        """Keep a copy of the newest weights and of the buffers, or of the average of the weights.
+
+        Args:
+            number: Number of the kept version.
+            average: Whether to copy the average that the optimizer keeps in the place of weights.
+            borrowed: Averages of tied weights, by name in the unsplit model, of which those that
+                other stages own are taken.
+
+        Raises:
+            ConfigError: Layers change their weights when their mode is set.
+        """
+        if changes_modes(self.module):
+            raise ConfigError(
+                f"stage {self.index} has a layer that does something when its mode is set, such as "
+                "to merge an adapter into a weight; no version can be kept of it"
+            )
+        values: dict[int, Tensor] = {}
+        if average:
+            assert self.optimizer is not None
+            values = {id(self.parameters.named[n]): t for n, t in self.optimizer.average().items()}
+            for weights in self.borrowed.values():
+                local = {
+                    self._spec.tied[name]: tensor
+                    for name, tensor in borrowed.items()
+                    if name in self._spec.tied
+                }
+                values |= {id(p): local[n] for n, p in weights.named.items() if n in local}
+        trained = [p for _, weights in self._by_owner for p in weights.named.values()]
+        self.kept.keep(number, [*trained, *self.module.buffers()], values)
 
     def set_mode(self, training: bool) -> None:
         """Set every module to training or eval mode, as `nn.Module.train`.
@@ -768,17 +841,21 @@ class Stage:
         for weights in self.borrowed.values():
             weights.reset(lambda: None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, version: int = 0) -> dict[str, Any]:
         """Return the state dict of the stage, with the weights that it owns under all their keys.
 
         Weights that others own are left out.
+
+        Args:
+            version: Number of the kept version to return; 0 for the newest weights.
         """
         state = dict(self.module.state_dict(keep_vars=True))
         for name, others in self._spec.aliases.items():
             state.update(dict.fromkeys(others, state[name]))
         foreign = {id(p) for weights in self.borrowed.values() for p in weights.named.values()}
+        copies = self.kept.copies(version)
         return {
-            key: value.detach() if isinstance(value, Tensor) else value
+            key: copies.get(id(value), value).detach() if isinstance(value, Tensor) else value
             for key, value in state.items()
             if id(value) not in foreign
         }
@@ -851,7 +928,10 @@ class Stage:
     def set_optimizer(self, pickled: bytes) -> None:
         """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""
         spec: OptimizerSpec = cloudpickle.loads(pickled)
+        before = self.optimizer
         self.optimizer = StageOptimizer(spec, self.parameters.named, self.index)
+        if before is not None:
+            self.optimizer.go_on_averaging(before)
 
     def statistics(self) -> dict[str, int]:
         """Return the counters of this stage for `Pipeline.statistics`."""

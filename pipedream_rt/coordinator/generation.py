@@ -1,0 +1,164 @@
+"""Generation of tokens: the generation loop of transformers, whose forwards the stages do.
+
+The loop runs in the script, with everything that it knows of sampling. What it calls is a stand-in
+of the user's model: it has the model's class and configuration, but its forward goes through the
+pipeline. The caches of keys and values stay on the stages, where each layer finds its own; the
+cache that the loop sees has their shapes alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.coordinator.batches import Batch
+from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.forwards import Cache
+from pipedream_rt.errors import ConfigError
+
+_CACHE = "past_key_values"
+"""The keyword argument under which models of transformers take a cache."""
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class _Generation:
+    """The forwards of one call of `generate`.
+
+    Attributes:
+        feeder: Feeds them.
+        version: Number of the kept version that is read; 0 for the newest weights.
+        beside: What one item is drawn of after each forward.
+        number: Number of the cache on the stages.
+        positions: The positions of the forwards in the feed.
+    """
+
+    feeder: Feeder
+    version: int
+    beside: Iterator[Any]
+    number: int = field(default_factory=_numbers.__next__)
+    positions: list[int] = field(default_factory=list)
+
+    def forward(self, **kwargs: Any) -> Any:
+        """Run one forward of the model, as its own does."""
+        inputs = {name: value for name, value in kwargs.items() if value is not None}
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
+            # Without padding a mask says nothing, and its shape would differ in every forward.
+            del inputs["attention_mask"]
+        inputs.pop("return_dict", None)
+        value = inputs.pop(_CACHE, None)
+        if value is None or not inputs.get("use_cache", True):
+            output, position = self.feeder.generated(Batch((), inputs, None), self.version)
+        else:
+            self._refuse(value)
+            ids = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+            output, position = self.feeder.generated(
+                Batch((), inputs, None),
+                self.version,
+                Cache(_CACHE, value),
+                self.number,
+                ids.shape[1],
+            )
+            output[_CACHE] = value
+        self.positions.append(position)
+        with torch.enable_grad():  # the loop of transformers has turned gradients off
+            next(self.beside, None)
+        return output
+
+    def _refuse(self, cache: Any) -> None:
+        """Refuse a cache that was filled elsewhere, or is of another kind.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        if type(cache).__name__ != "DynamicCache":
+            raise ConfigError(
+                f"generate works with the DynamicCache of transformers, not {type(cache).__name__};"
+                " leave cache_implementation out"
+            )
+        if not self.positions and cache.get_seq_length():
+            raise ConfigError(
+                f"{_CACHE} holds what another model has computed, which the stages do not have; "
+                "give the whole text as input_ids"
+            )
+
+
+def generate(
+    feeder: Feeder,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    version: int,
+    beside: Iterator[Any],
+) -> Any:
+    """Generate tokens; see `Pipeline.generate`."""
+    _refuse_model(model)
+    if not version:
+        feeder.flush()
+    generation = _Generation(feeder, version, beside)
+    feeder.hold()
+    try:
+        return _stand_in(model, generation).generate(*args, **kwargs)
+    finally:
+        feeder.end_generation(generation.number, generation.positions)
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Refuse a model that does not generate as causal models of transformers do.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    config = getattr(model, "config", None)
+    if not (hasattr(model, "generate") and hasattr(model, "generation_config")):
+        raise ConfigError(
+            f"generate needs a causal model of transformers, not a {type(model).__name__}; with "
+            "another model call pipe(...) for each token"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} has an encoder, which generate would run by itself; load "
+            "pipe.state_dict() into a model of its class, and generate with that"
+        )
+
+
+def _stand_in(model: nn.Module, generation: _Generation) -> Any:
+    """Return an object with the class and configuration of a model, whose forward is another."""
+    cls: Any = type(model)
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        if input_ids is not None:
+            kwargs["input_ids"] = input_ids
+        return generation.forward(**kwargs)
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            "generate goes through the stages greedily or by sampling, with one sequence for each "
+            "text; give num_beams=1 and no assistant"
+        )
+
+    stand_in = copy.copy(model)
+    stand_in.generation_config = copy.deepcopy(model.generation_config)
+    stand_in.training = False
+    stand_in.__class__ = type(
+        cls.__name__,
+        (cls,),
+        {
+            "forward": forward,
+            "_beam_search": refused,
+            "_assisted_decoding": refused,
+            "device": torch.device("cpu"),
+            "__module__": cls.__module__,
+        },
+    )
+    return stand_in
