@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.fingerprints import Fingerprint
+    from pipedream_rt.coordinator.kept import KeptVersion
     from pipedream_rt.coordinator.options import Checkpoints, ScheduleOptions, Timeouts
     from pipedream_rt.coordinator.recovery import Restart
     from pipedream_rt.coordinator.results import PendingStep, StepResult
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
     from pipedream_rt.stage.clipping import Clip
+    from pipedream_rt.stage.scaling import LossScale
 
 __version__ = "0.1.0"
 
@@ -51,8 +53,10 @@ __all__ = [
     "Costs",
     "DistributedOptimizer",
     "Fingerprint",
+    "KeptVersion",
     "Kind",
     "LayerSpec",
+    "LossScale",
     "MessageTimeout",
     "NonFiniteLoss",
     "PeerLost",
@@ -89,7 +93,9 @@ _HOMES = {
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
     "Fingerprint": "pipedream_rt.coordinator.fingerprints",
     "Kind": "pipedream_rt.schedules",
+    "KeptVersion": "pipedream_rt.coordinator.kept",
     "LayerSpec": "pipedream_rt.planning.layer_spec",
+    "LossScale": "pipedream_rt.stage.scaling",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Plan": "pipedream_rt.schedules",

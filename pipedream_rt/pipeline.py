@@ -69,6 +69,7 @@ from pipedream_rt.coordinator.specs import (
     pickled_specs,
     recomputing,
     refuse_autocast,
+    scaling,
 )
 from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
@@ -84,6 +85,7 @@ from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.clipping import Clip
+from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
 from pipedream_rt.transport.base import Receive
 
@@ -137,6 +139,9 @@ class Pipeline:
             makes of its own after each update; None for none. See `keep_version`.
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
+        loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
+            None for not at all, or, with ``autocast=torch.float16``, for `LossScale` as it is. In
+            schedules that flush, ``2bw``, and with vertical sync.
         recompute: Whether stages compute their activations once more in the backward rather than
             keep them, or a list of those that do. Such a stage keeps the inputs of micro-batches in
             flight, and the activations of one. The bits are the same.
@@ -180,6 +185,7 @@ class Pipeline:
         clip: Clip | None = None,
         ema: float | None = None,
         autocast: torch.dtype | None = None,
+        loss_scale: LossScale | None = None,
         recompute: bool | Sequence[int] = False,
         on_nan: OnNan = "raise",
         checkpoint: CheckpointOption = None,
@@ -211,6 +217,7 @@ class Pipeline:
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
         again = recomputing(recompute, self.plan)
+        scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
@@ -233,6 +240,7 @@ class Pipeline:
             autocast=autocast,
             recompute=again,
             clip=clip,
+            scale=scale,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
         )
         # From here on there are workers, which an error ends.

@@ -11,7 +11,7 @@ from support.faults import kill
 from support.oracle import assert_same
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip, LayerSpec, Pipeline, ScheduleOptions
+from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale, Pipeline, ScheduleOptions
 from pipedream_rt.errors import ConfigError
 
 SGD = (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9})
@@ -42,13 +42,16 @@ CASES = {
     "resnet": Case(whole.ResNet, whole.images, F.cross_entropy),
     "unet": Case(whole.UNet, whole.maps, F.cross_entropy, ADAMW),
     "lstm": Case(whole.LanguageModel, whole.masked_sentences, whole.masked_loss, ADAMW),
+    "deep": Case(
+        whole.Deep, whole.points, F.mse_loss, (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+    ),
     "three uses": Case(
         whole.ThreeUses, lambda count: whole.sentences(count, words=11), whole.words_loss, ADAMW
     ),
 }
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[name for name in CASES if name != "deep"])
 def case(request):
     return CASES[request.param]
 
@@ -768,3 +771,114 @@ def test_a_decay_that_is_no_number_is_refused():
     for ema in (1.0, -0.1, "0.9", True):
         with pytest.raises(ConfigError, match="ema must be a number"):
             Pipeline([nn.Linear(1, 1)], ema=ema)
+
+
+# -- losses that are scaled -----------------------------------------------------------------------
+
+# So large that the first updates are skipped, and raised again after two that were not.
+SCALE = {"init_scale": 2.0**26, "growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.125}
+
+
+def scaled(model, data, loss_fn, make_optimizer, k, largest, reads=lambda update: update):
+    """The plain loop with torch's scaler, where each update reads an older version.
+
+    Returns the weights, the losses, and the numbers of the updates that were skipped.
+    """
+    optimizer = make_optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", **SCALE)
+    scaler.scale(torch.ones(()))  # which makes its scale
+    versions, scales, losses, skipped = [copy.deepcopy(model)], [scaler.get_scale()], [], []
+    for update, item in enumerate(data):
+        read, now = versions[reads(update)], scaler.get_scale()
+        read.zero_grad()
+        scale = scales[reads(update)]
+        for args, kwargs, target in whole.chunks(item, k):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = loss_fn(read(*args, **kwargs), target)
+            ((loss / k if k > 1 else loss) * torch.full((), scale)).backward()
+            losses.append(loss.item())
+        for mine, theirs in zip(model.parameters(), read.parameters(), strict=True):
+            mine.grad = theirs.grad
+        scaler.update(torch.full((), scale))  # the scale of the version that was read
+        scaler.unscale_(optimizer)
+        if largest is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), largest)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        if all(map(torch.equal, before, model.parameters())):
+            skipped.append(update)
+        scaler._scale.fill_(now)
+        scaler.update()
+        versions.append(copy.deepcopy(model))
+        scales.append(scaler.get_scale())
+    return model.state_dict(), losses, skipped
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("schedule", "k", "largest"), [("1f1b", 1, None), ("gpipe", 2, 0.05), ("2bw", 2, 0.05)]
+)
+def test_losses_are_scaled_as_by_torchs_scaler(schedule, k, largest, tmp_path):
+    case = CASES["deep"]
+    data, model = case.data(8), case.model()
+    torch.set_num_threads(1)
+    behind = 1 if schedule == "2bw" else 0
+    weights, losses, skipped = scaled(
+        model, data, case.loss, case.make_optimizer, k, largest, lambda u: max(0, u - behind)
+    )
+    assert 2 <= len(skipped) < 6
+    assert skipped[-1] > 3  # also after the scale has risen
+    options = {
+        "schedule": schedule, "micro_batches": k, "clip": largest and Clip(norm=largest),
+        "autocast": torch.float16, "loss_scale": LossScale(**SCALE),
+    }  # fmt: skip
+    for stages in (1, 3) if not behind else (2,):
+        with case.pipeline(stages=stages, **options) as pipe:
+            assert [loss for r in pipe.train_epoch(data[:5]) for loss in r.losses] == losses[
+                : 5 * k
+            ]
+            pipe.save(tmp_path / str(stages))
+        with case.pipeline(stages=stages, **options) as pipe:
+            pipe.load(tmp_path / str(stages))
+            assert [loss for r in pipe.train_epoch(data[5:]) for loss in r.losses] == losses[
+                5 * k :
+            ]
+            assert_same(pipe.state_dict(), weights)
+            counts = [each["updates_skipped"] for each in pipe.statistics()]
+            assert counts == [len(skipped)] * stages
+
+
+@pytest.mark.processes
+def test_scaled_losses_survive_a_worker_with_vertical_sync(tmp_path):
+    case = CASES["deep"]
+    data, found = case.data(10), []
+    for victim in (None, "worker-1"):
+        with case.pipeline(
+            stages=3, workers="local", autocast=torch.float16, loss_scale=LossScale(**SCALE),
+            schedule_options=ScheduleOptions(vertical_sync=True), max_restarts=1,
+            checkpoint=Checkpoints(tmp_path / str(victim), every=3),
+        ) as pipe:  # fmt: skip
+            losses = []
+            for result in pipe.train_epoch(data):
+                losses.append(result.loss)
+                if victim and result.step == 4:
+                    kill(pipe, victim)
+            skipped = pipe.statistics()[0]["updates_skipped"]
+            found.append((losses, skipped, pipe.state_dict()))
+    weights, losses, skipped = scaled(
+        case.model(), data, case.loss, case.make_optimizer, 1, None, lambda u: max(0, u - 2)
+    )
+    for mine in found:
+        assert mine[:2] == (losses, len(skipped))
+        assert_same(mine[2], weights)
+
+
+def test_scales_that_make_no_sense_are_refused():
+    case = CASES["deep"]
+    with pytest.raises(ConfigError, match="reads updates before all stages know whether they are"):
+        case.pipeline(stages=3, autocast=torch.float16)
+    for wrong in ({"init_scale": 0}, {"growth_factor": 1.0}, {"backoff_factor": 2.0}):
+        with pytest.raises(ConfigError, match=r"LossScale|growth_factor"):
+            LossScale(**wrong)
+    with pytest.raises(ConfigError, match="a parameter is float16"):
+        Pipeline([nn.Linear(2, 2).half()], loss_scale=LossScale(), schedule="1f1b")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
@@ -24,7 +25,8 @@ from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER
-from pipedream_rt.stage.clipping import Clip
+from pipedream_rt.stage.clipping import Clip, is_exact
+from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
@@ -37,11 +39,34 @@ def refuse_autocast(autocast: Any) -> None:
     """
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigError(f"autocast must be torch.bfloat16 or torch.float16, not {autocast!r}")
-    if autocast is torch.float16:
+
+
+def scaling(
+    scale: Any, autocast: Any, plan: Plan, parameters: Iterable[Tensor]
+) -> LossScale | None:
+    """Return how losses are scaled, of the argument ``loss_scale`` of `Pipeline`.
+
+    Raises:
+        ConfigError: It makes no sense, or updates are read before all stages can know whether they
+            are skipped.
+    """
+    if scale is None and autocast is torch.float16:
+        scale = LossScale()
+    if scale is None:
+        return None
+    require_instance("loss_scale", scale, LossScale)
+    if not is_exact(plan):
         raise ConfigError(
-            "autocast to float16 needs a scaled loss, or small gradients become zero, and losses "
-            "are not scaled; use torch.bfloat16"
+            f"losses are scaled, for float16 needs that, and {plan.name} reads updates before all "
+            "stages know whether they are skipped; use bfloat16, a schedule that flushes, or "
+            "schedule_options=ScheduleOptions(vertical_sync=True)"
         )
+    if any(p.dtype is torch.float16 for p in parameters):
+        raise ConfigError(
+            "a parameter is float16, whose gradients cannot be scaled back; keep parameters in "
+            "float32 and let autocast make float16 of them"
+        )
+    return scale  # type: ignore[no-any-return]
 
 
 def recomputing(recompute: Any, plan: Plan) -> frozenset[int]:
@@ -80,6 +105,7 @@ def pickled_specs(
     autocast: torch.dtype | None,
     recompute: Collection[int],
     clip: Clip | None,
+    scale: LossScale | None,
     programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[Tensor]:
     """Pickle the `StageSpec` of every stage.
@@ -95,6 +121,7 @@ def pickled_specs(
         autocast: As in `StageSpec`.
         recompute: The stages that compute activations again.
         clip: How gradients are clipped.
+        scale: How losses are scaled.
         programs: By stage, what a forward does, as in `StageSpec`.
 
     Returns:
@@ -127,6 +154,7 @@ def pickled_specs(
             autocast=autocast,
             recompute=stage in recompute,
             clip=clip,
+            scale=scale,
             numbers=_numbers(model, part),
             trace_spans=trace_spans,
             hooks=_hooks(part, plan),

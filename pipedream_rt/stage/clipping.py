@@ -1,5 +1,8 @@
 """Clipping gradients before an update: by value, by the norm of a stage, by that of the model.
 
+What all stages must agree on before an update is made here too: the total norm, and whether the
+update is skipped because a gradient is not finite, where losses are scaled (`scaling.py`).
+
 The norm of the model's gradients needs those of all stages. At its step, each stage measures the
 norm of each of its gradients and sends them, with those of the stages behind it, to the stage
 before. Stage 0 makes the total of them, in the order of the unsplit model, so that it has the bits
@@ -13,6 +16,7 @@ mini-batch whose total every stage knows by then, which depends on the plan and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +26,10 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.scaling import LossScale, Scaler
+
+_NOT_FINITE = -1
+"""The place, among the norms of gradients, of the number that is not zero if one is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,52 +84,75 @@ def delay(plan: Plan) -> int:
 
 
 class Clipper:
-    """The clipping of the gradients of one stage.
+    """The clipping of the gradients of one stage, and their scaling back.
 
     Args:
-        clip: How gradients are clipped.
+        clip: How gradients are clipped; None for not at all.
+        scale: How losses are scaled; None for not at all.
         plan: The plan of the pipeline.
         stage: Index of the stage.
         numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
 
     Attributes:
-        total: Whether the norm of all stages is needed.
+        scaler: The scales of losses; None if they are not scaled.
+        total: Whether something of all stages is needed.
         exact: Whether updates wait until it is known.
-        unsent: The totals that stage 0 has made and not sent yet, by update.
+        unsent: The totals that stage 0 has made and not sent yet, by update; infinite for an update
+            that is skipped.
     """
 
-    def __init__(self, clip: Clip, plan: Plan, stage: int, numbers: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        clip: Clip | None,
+        scale: LossScale | None,
+        plan: Plan,
+        stage: int,
+        numbers: Mapping[str, int],
+    ) -> None:
         """Know no total."""
         self._clip = clip
         self._numbers = numbers
         self._delay = delay(plan)
         self._totals: dict[int, float] = {}
-        self.total = clip.norm is not None and clip.over == "model" and plan.num_stages > 1
+        self.scaler = None if scale is None else Scaler(scale, plan)
+        of_model = clip is not None and clip.norm is not None and clip.over == "model"
+        self._norm = of_model and plan.num_stages > 1
+        self.total = self._norm or scale is not None
         self.exact = self.total and is_exact(plan)
         self.is_first = stage == 0
         self.unsent: dict[int, float] = {}
 
     def measure(
-        self, gradients: Mapping[str, Tensor | None], behind: Mapping[int, Tensor]
+        self, update: int, gradients: Mapping[str, Tensor | None], behind: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         """Return the norms of gradients, by the places of their parameters in the model.
 
         Args:
-            gradients: The gradients of the stage, by name; None where there is none.
+            update: Number of the update.
+            gradients: The gradients of the stage, by name; None where there is none. If losses are
+                scaled, they are divided by the scale, in place.
             behind: The norms of the stages behind it.
         """
-        norms = {
-            self._numbers[name]: torch.linalg.vector_norm(gradient, self._clip.norm_type)
-            for name, gradient in gradients.items()
-            if gradient is not None
-        }
-        return {**norms, **behind}
+        norms = dict(behind)
+        if self.scaler is not None:
+            finite = self.scaler.unscale(gradients.values(), update)
+            norms[_NOT_FINITE] = behind.get(_NOT_FINITE, torch.zeros(())) + (not finite)
+        if self._norm:
+            assert self._clip is not None
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    norm = torch.linalg.vector_norm(gradient, self._clip.norm_type)
+                    norms[self._numbers[name]] = norm
+        return norms
 
     def add_up(self, update: int, norms: Mapping[int, Tensor]) -> None:
         """Make the total of an update, on stage 0."""
-        ordered = [norms[number] for number in sorted(norms)]
+        ordered = [norms[number] for number in sorted(norms) if number != _NOT_FINITE]
         total = 0.0
-        if ordered:
+        if _NOT_FINITE in norms and norms[_NOT_FINITE].item():
+            total = math.inf
+        elif ordered:
+            assert self._clip is not None
             total = torch.linalg.vector_norm(torch.stack(ordered), self._clip.norm_type).item()
         self.unsent[update] = total
         self.learn({update: total})
@@ -129,6 +160,9 @@ class Clipper:
     def learn(self, totals: Mapping[int, float]) -> None:
         """Note totals, by update, and forget those that no update needs any more."""
         self._totals.update(totals)
+        if self.scaler is not None:
+            for update, total in sorted(totals.items()):
+                self.scaler.learn(update, math.isfinite(total))
         for update in [u for u in self._totals if u < max(self._totals) - 2 * self._delay - 2]:
             del self._totals[update]
 
@@ -140,6 +174,15 @@ class Clipper:
         """Return the totals that later updates may need, for a checkpoint."""
         return dict(self._totals)
 
+    @property
+    def skipped(self) -> int:
+        """The number of updates that were skipped so far."""
+        return 0 if self.scaler is None else self.scaler.skipped
+
+    def skips(self, update: int) -> bool:
+        """Whether an update is skipped, because a gradient of some stage is not finite."""
+        return self.scaler is not None and self.scaler.skips(update)
+
     def clip(self, update: int, parameters: list[nn.Parameter]) -> None:
         """Clip the gradients of parameters for an update.
 
@@ -148,14 +191,14 @@ class Clipper:
             parameters: The parameters of the stage; those without a gradient are left out.
         """
         found = [p for p in parameters if p.grad is not None]
-        if not found:
+        if not found or self._clip is None:
             return
         if self._clip.value is not None:
             nn.utils.clip_grad_value_(found, self._clip.value, foreach=False)
             return
         assert self._clip.norm is not None
         known = self._totals.get(update if self.exact else update - self._delay)
-        if not self.total or known is None:
+        if not self._norm or known is None:
             total = nn.utils.get_total_norm(
                 [p.grad for p in found if p.grad is not None], self._clip.norm_type, foreach=False
             )

@@ -326,7 +326,7 @@ class Loop:
         if stage.clipper is not None and stage.clipper.total:
             behind = hosted.norms_in([self._take(key) for key in hosted.norms_due(update)])
             with self._computing(hosted):
-                norms = stage.measure(behind)
+                norms = stage.measure(update, behind)
                 if stage.clipper.is_first:
                     stage.clipper.add_up(update, norms)
             hosted.send_norms(update, norms)

@@ -31,7 +31,8 @@ from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
 from pipedream_rt.stage.stage import Stage
 
 _TOTALS = f"{EVERY_STAGE}norms/0"
-"""The name, among the state of optimizers, of the total norms that later updates are clipped by."""
+"""The name, among the state of optimizers, of the total norms that later updates are clipped by,
+and of the scales of losses."""
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -155,6 +156,8 @@ class StageSaver:
         if clipper is not None and clipper.is_first and clipper.totals():
             totals = [[update, total] for update, total in sorted(clipper.totals().items())]
             optimizer[_TOTALS] = {"totals": totals}
+            if clipper.scaler is not None:
+                optimizer[_TOTALS]["scales"] = clipper.scaler.state()
         state = StageState(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
@@ -268,8 +271,10 @@ def restore_stage(
     if stage.optimizer is not None and with_optimizer:
         stage.optimizer.load_state(state.optimizer)
     if stage.clipper is not None:
-        saved = plain.get(_TOTALS, {}).get("totals", [])
-        totals = {update: total for update, total in saved if update < step}
+        saved = plain.get(_TOTALS, {})
+        if stage.clipper.scaler is not None:
+            stage.clipper.scaler.load(saved.get("scales", []), step)
+        totals = {update: total for update, total in saved.get("totals", []) if update < step}
         if totals:
             stage.clipper.learn(totals)
     return whole

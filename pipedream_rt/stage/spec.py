@@ -13,6 +13,7 @@ from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.clipping import Clip
+from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.settings import Settings, settings_now
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
@@ -68,6 +69,7 @@ class StageSpec:
         on_nan: What the stage does about a training loss that is NaN or infinite.
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
         clip: How gradients are clipped; None for not at all.
+        scale: How losses are scaled; None for not at all.
         numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
         recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
@@ -90,6 +92,7 @@ class StageSpec:
     blueprint: Blueprint = field(default_factory=Blueprint)
     autocast: torch.dtype | None = None
     clip: Clip | None = None
+    scale: LossScale | None = None
     numbers: dict[str, int] = field(default_factory=dict)
     recompute: bool = False
     trace_spans: int = 0

@@ -197,8 +197,8 @@ class Stage:
         self.next_forward = self.ended = self.steps = 0
         self._put_off: deque[_PutOff] = deque()
         self.clipper: Clipper | None = None
-        if spec.clip is not None:
-            self.clipper = Clipper(spec.clip, self.plan, self.index, spec.numbers)
+        if spec.clip is not None or spec.scale is not None:
+            self.clipper = Clipper(spec.clip, spec.scale, self.plan, self.index, spec.numbers)
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
 
@@ -278,7 +278,11 @@ class Stage:
             return list(map(_outgoing, made))
         reported = float(loss.item())
         self._check_finite(reported, micro_batch)
-        flight.outputs = [[loss * share if share != 1.0 else loss]]
+        weighted = loss * share if share != 1.0 else loss
+        if self.clipper is not None and self.clipper.scaler is not None:
+            update = micro_batch // self.plan.per_update
+            weighted = self.clipper.scaler.scaled(weighted, update)
+        flight.outputs = [[weighted]]
         return reported
 
     def _enter(
@@ -687,16 +691,18 @@ class Stage:
 
         def apply() -> None:
             if self.clipper is not None:
+                if self.clipper.skips(update):
+                    return
                 self.clipper.clip(update, list(self.parameters.named.values()))
             optimizer.step(hyper)
 
         next_read = self.plan.reads(self.index, self.next_forward)
         self.parameters.step_with(gradients, next_read, apply)
 
-    def measure(self, behind: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def measure(self, update: int, behind: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the norms of the pending gradients, for the total; see `Clipper.measure`."""
         assert self.clipper is not None
-        return self.clipper.measure(self.parameters.pending, behind)
+        return self.clipper.measure(update, self.parameters.pending, behind)
 
     # -- evaluation and inference -------------------------------------------------------------
 
@@ -939,6 +945,7 @@ class Stage:
         return {
             "stage": self.index,
             "updates": ledger.newest,
+            "updates_skipped": self.clipper.skipped if self.clipper else 0,
             "versions_kept": len(ledger.kept),
             "versions_kept_most": ledger.kept_most,
             "buffers_allocated": self.parameters.allocated,

@@ -929,6 +929,7 @@ def test_statistics():
     assert stage.statistics() == {
         "stage": 0,
         "updates": 4,
+        "updates_skipped": 0,
         "versions_kept": 3,
         "versions_kept_most": 3,
         "buffers_allocated": 3,

@@ -140,6 +140,20 @@ class LanguageModel(nn.Module):
         return {"scores": self.head(x), "keep": keep}
 
 
+class Deep(nn.Module):
+    """Linear layers with a residual, in which autocast uses each weight once."""
+
+    def __init__(self, width=6, depth=5):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x).float()
+
+
 class ThreeUses(nn.Module):
     """One weight on three stages: twice in the middle one, as it is in the last."""
 
@@ -188,6 +202,11 @@ def sentences(count, words=23, lengths=(5, 7)):
     torch.manual_seed(3)
     shapes = [(4, lengths[i % len(lengths)]) for i in range(count)]
     return [(torch.randint(words, s), torch.randint(words, s)) for s in shapes]
+
+
+def points(count):
+    torch.manual_seed(4)
+    return [(torch.randn(4, 6), torch.randn(4, 3)) for _ in range(count)]
 
 
 def masked_sentences(count):

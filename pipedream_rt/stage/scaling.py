@@ -1,0 +1,151 @@
+"""Scaling losses, so that small gradients in float16 do not become zero.
+
+It does what `torch.amp.GradScaler` does: the loss is multiplied by a scale before the backward, and
+gradients are divided by it before the update. If one of them is not finite then, no stage applies
+the update, and the scale falls; after many updates without that, it rises.
+
+Whether an update is skipped is known when all stages have measured their gradients, as the total
+norm for clipping is (`clipping.py`), and it travels with that. So scales are numbered like weight
+versions: the scale of version v is the one after v updates, and a micro-batch is scaled by that of
+the version which the first micro-batch of its update reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """How losses are scaled, with the arguments of `torch.amp.GradScaler`.
+
+    Attributes:
+        init_scale: The scale at first.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` updates in a row
+            that were not skipped.
+        backoff_factor: What it is multiplied by after an update that was skipped.
+        growth_interval: See ``growth_factor``.
+
+    Raises:
+        ConfigError: A value makes no sense.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{name} of LossScale must be a positive number, not {value!r}")
+        if self.growth_factor <= 1 or self.backoff_factor >= 1:
+            raise ConfigError("growth_factor must be more than 1, and backoff_factor less than 1")
+
+
+class Scaler:
+    """The scales of one stage. All stages come to the same ones.
+
+    Args:
+        scale: How losses are scaled.
+        plan: The plan of the pipeline.
+    """
+
+    def __init__(self, scale: LossScale, plan: Plan) -> None:
+        """Begin with the first scale, as that of version 0."""
+        self._given = scale
+        self._plan = plan
+        # By version: the scale, the updates since it changed last, and those skipped so far.
+        self._states: dict[int, tuple[float, int, int]] = {0: (_single(scale.init_scale), 0, 0)}
+
+    @property
+    def skipped(self) -> int:
+        """The number of updates that were skipped so far."""
+        return self._states[max(self._states)][2]
+
+    def of_update(self, update: int) -> float:
+        """Return the scale of the losses of an update."""
+        plan = self._plan
+        version = plan.reads(plan.num_stages - 1, update * plan.per_update)
+        # After weights were loaded, the first forwards read a later version than the plan says.
+        known = min(self._states)
+        return self._states[max(version, known)][0]
+
+    def scaled(self, loss: Tensor, update: int) -> Tensor:
+        """Return a loss times the scale."""
+        return loss * torch.full((), self.of_update(update))
+
+    @torch.no_grad()
+    def unscale(self, gradients: Iterable[Tensor | None], update: int) -> bool:
+        """Divide the gradients of an update by its scale, in place.
+
+        Returns:
+            Whether all of them are finite.
+        """
+        inverse = torch.full((), self.of_update(update)).double().reciprocal().float()
+        found = torch.zeros(())
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            if gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                by_dtype.setdefault(values.dtype, []).append(values)
+        for alike in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+        return not found.item()
+
+    def learn(self, update: int, finite: bool) -> None:
+        """Note whether the gradients of an update were finite, which makes the next scale.
+
+        Args:
+            update: Number of the update. What is known already is not noted again.
+            finite: Whether they were, on all stages.
+        """
+        newest = max(self._states)
+        if update < newest:
+            return
+        scale, since, skipped = self._states[newest]
+        given = self._given
+        if not finite:
+            state = (_single(scale * given.backoff_factor), 0, skipped + 1)
+        elif since + 1 == given.growth_interval:
+            state = (_single(scale * given.growth_factor), 0, skipped)
+        else:
+            state = (scale, since + 1, skipped)
+        self._states[update + 1] = state
+        oldest = update - 2 * self._plan.in_flight(0) - 2
+        for version in [v for v in self._states if v < oldest]:
+            del self._states[version]
+
+    def skips(self, update: int) -> bool:
+        """Whether an update, of which `learn` was told, is skipped."""
+        return self._states[update + 1][2] > self._states[update][2]
+
+    def state(self) -> list[list[Any]]:
+        """Return what `load` takes, for a checkpoint."""
+        return [[version, *state] for version, state in sorted(self._states.items())]
+
+    def load(self, saved: list[list[Any]], step: int) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            saved: What `state` returned.
+            step: The number of updates after which the checkpoint was made.
+        """
+        states = {v: (scale, since, skipped) for v, scale, since, skipped in saved if v <= step}
+        if states:
+            self._states = states
+
+
+def _single(scale: float) -> float:
+    """Return a scale as float32 has it; infinity where it becomes too large, as in torch."""
+    return float(torch.tensor(scale, dtype=torch.float32))
