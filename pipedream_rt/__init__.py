@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipedream_rt.checkpoint.pretrained import without_values
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.fingerprints import Fingerprint
     from pipedream_rt.coordinator.kept import KeptVersion
@@ -83,6 +84,7 @@ __all__ = [
     "check",
     "plan_for",
     "simulate",
+    "without_values",
 ]
 
 _HOMES = {
@@ -109,6 +111,7 @@ _HOMES = {
     "check": "pipedream_rt.schedules",
     "plan_for": "pipedream_rt.schedules",
     "simulate": "pipedream_rt.simulation",
+    "without_values": "pipedream_rt.checkpoint.pretrained",
 }
 
 

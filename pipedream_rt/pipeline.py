@@ -112,6 +112,9 @@ class Pipeline:
         example: A mini-batch as the loader yields it, the input alone, or a ``DataLoader``, whose
             first item is taken: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.
+        weights: A folder from which each worker reads the weights of its stages, as
+            ``save_pretrained`` and `save` write it. The model then needs none; see
+            `without_values`. None for the weights that the model has.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples;
             it runs on the last stage. If it is an ``nn.Module``, its parameters are trained with
             the model's, see `loss_module`. None for inference alone, or if the model computes its
@@ -173,6 +176,7 @@ class Pipeline:
         *,
         stages: Stages = 1,
         example: Any = None,
+        weights: str | os.PathLike[str] | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerArgument = None,
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
@@ -209,6 +213,7 @@ class Pipeline:
         require_decay(ema)
         refuse_autocast(autocast)
         self._model = UnsplitModel(model, loss_fn)
+        pretrained = self._model.pretrained(weights)
         own = loss_fn is None and optimizer is not None and self._model.sequence is None
         loss_fn = own_loss if own else loss_fn
         forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
@@ -241,6 +246,7 @@ class Pipeline:
             recompute=again,
             clip=clip,
             scale=scale,
+            pretrained=pretrained,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
         )
         # From here on there are workers, which an error ends.

@@ -6,7 +6,7 @@ from support import whole
 from support.faults import kill
 from support.oracle import assert_same
 
-from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt import Checkpoints, Pipeline, without_values
 from pipedream_rt.errors import ConfigError
 
 tqdm = pytest.importorskip("tqdm").tqdm
@@ -275,6 +275,33 @@ def test_without_labels_there_is_no_loss_of_its_own():
         assert pipe.evaluate(data) == pytest.approx(
             made("llama").eval()(**data[0]).logits.mean().item()
         )
+
+
+# -- weights from a folder -----------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["gpt2", "t5"], indirect=True)
+def test_each_worker_reads_its_part_of_a_folder(name, tmp_path):
+    """The model has no values in the script; the files are shards; tied weights are there once."""
+    data = MODELS[name][1]()
+    plain = made(name)
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    losses = plainly(plain, data)
+    with without_values():
+        model = type(plain)(plain.config)
+    assert all(p.is_meta for p in model.parameters())
+    with opened(model, data, stages=3, workers="local", weights=tmp_path, max_restarts=1) as pipe:
+        found = []
+        for result in pipe.train_epoch(data):
+            found.append(result.loss)
+            if result.step == 1:
+                kill(pipe, "worker-2")
+        assert found == losses
+        assert len(pipe.restarts) == 1
+        back = pipe.module()
+        assert_same(back.state_dict(), plain.state_dict())
+        assert back.get_output_embeddings().weight is back.get_input_embeddings().weight
 
 
 # -- generation ---------------------------------------------------------------------------------

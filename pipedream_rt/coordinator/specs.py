@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.checkpoint.pretrained import Pretrained
 from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.errors import ConfigError
@@ -106,6 +107,7 @@ def pickled_specs(
     recompute: Collection[int],
     clip: Clip | None,
     scale: LossScale | None,
+    pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[Tensor]:
     """Pickle the `StageSpec` of every stage.
@@ -122,6 +124,7 @@ def pickled_specs(
         recompute: The stages that compute activations again.
         clip: How gradients are clipped.
         scale: How losses are scaled.
+        pretrained: Where the workers read weights; None for nowhere.
         programs: By stage, what a forward does, as in `StageSpec`.
 
     Returns:
@@ -155,6 +158,7 @@ def pickled_specs(
             recompute=stage in recompute,
             clip=clip,
             scale=scale,
+            pretrained=pretrained,
             numbers=_numbers(model, part),
             trace_spans=trace_spans,
             hooks=_hooks(part, plan),

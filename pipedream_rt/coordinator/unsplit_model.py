@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor, nn
 
+from pipedream_rt.checkpoint.pretrained import (
+    Pretrained,
+    find_pretrained,
+    give_values,
+    refuse_no_values,
+)
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
     Layers,
@@ -84,6 +93,22 @@ class UnsplitModel:
         """The parameters of the model and of the loss, by all of their names."""
         of_loss = self._loss.named_parameters(prefix=LOSS_LAYER) if self._loss is not None else ()
         return dict(self.whole.named_parameters(remove_duplicate=False)) | dict(of_loss)
+
+    def pretrained(self, folder: str | os.PathLike[str] | None) -> Pretrained | None:
+        """Return where the weights of the model are that workers read.
+
+        Args:
+            folder: The folder; None if they have their values here.
+
+        Raises:
+            ConfigError: The folder has not the weights of this model, or there are none anywhere.
+        """
+        if folder is not None:
+            return find_pretrained(Path(folder).absolute(), self.whole)
+        built = [m for n, m in (self.sequence or {}).items() if n in self.blueprint.specs]
+        spared = {id(t) for m in built for t in (*m.parameters(), *m.buffers())}
+        refuse_no_values(self.whole, spared)
+        return None
 
     def part(self, names: Sequence[str]) -> nn.Module:
         """Return a module of a part of the model, with the model's own layers and tensors.
@@ -178,6 +203,7 @@ class UnsplitModel:
         given = self._model
         as_given = isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList)
         whole = _copy_of(given if as_given else self.whole)
+        give_values(whole, lambda t: torch.empty_like(t, device="cpu") if t.is_meta else None)
         whole.load_state_dict(state_dict)
         return whole
 

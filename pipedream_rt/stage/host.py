@@ -134,9 +134,8 @@ class StageHost:
             message = self.inbox.take(key, Deadline(self._timeout))
             start, spec = _spec_of(message)
             apply_settings(spec.settings)
-            if spec.blueprint.specs:
-                with self._computing():  # layers that are built draw from the process's generator
-                    spec.build()
+            with self._computing():  # layers that are built draw from the process's generator
+                spec.build()
             self._stages[index] = _begun(Stage(spec), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
         options = LoopOptions(

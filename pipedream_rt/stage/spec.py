@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.checkpoint.pretrained import Pretrained
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.schedules import Plan
@@ -66,6 +67,7 @@ class StageSpec:
         plan: The plan of the pipeline.
         seed: The seed of the pipeline, for `layer_seed`.
         blueprint: The list of layers from which the worker builds those that have no values yet.
+        pretrained: Where the worker reads weights; None if it reads none.
         on_nan: What the stage does about a training loss that is NaN or infinite.
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
         clip: How gradients are clipped; None for not at all.
@@ -90,6 +92,7 @@ class StageSpec:
     on_nan: OnNan
     programs: tuple[StageProgram, ...] = ()
     blueprint: Blueprint = field(default_factory=Blueprint)
+    pretrained: Pretrained | None = None
     autocast: torch.dtype | None = None
     clip: Clip | None = None
     scale: LossScale | None = None
@@ -103,8 +106,14 @@ class StageSpec:
     settings: Settings = field(default_factory=settings_now)
 
     def build(self) -> None:
-        """Put layers with values in the place of those that the blueprint has."""
+        """Put layers with values in the place of those that the blueprint has, and read weights.
+
+        Raises:
+            CheckpointError: Weights cannot be read.
+        """
         names = [n for n in self.layers._modules if n in self.blueprint.specs]
         for name, layer in self.blueprint.build(names).items() if names else ():
             layer.train(self.layers.training)
             self.layers._modules[name] = layer
+        if self.pretrained is not None:
+            self.pretrained.fill(self.layers)

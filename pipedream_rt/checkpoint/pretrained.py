@@ -1,0 +1,280 @@
+"""Weights from a folder of safetensors, of which each worker reads those of its stages alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from pipedream_rt.checkpoint.layout import INDEX
+from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.schema import printable
+
+_log = logging.getLogger(__name__)
+
+_SINGLE = "model.safetensors"
+"""The name of the file of a folder whose weights are in one."""
+
+_MOST_HEADER = 100_000_000
+"""The size in bytes up to which the header of a file is believed, as in safetensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """Where the weights of a model are.
+
+    Attributes:
+        folder: The folder.
+        places: By name in the unsplit model, the file of a weight or buffer, and its key there.
+        headers: By file, a digest of the list of what is in it, and its size in bytes.
+    """
+
+    folder: str
+    places: dict[str, tuple[str, str]]
+    headers: dict[str, tuple[bytes, int]]
+
+    @torch.no_grad()
+    def fill(self, part: nn.Module) -> None:
+        """Read the weights and buffers of a part of the model.
+
+        Args:
+            part: The part, in which everything has the name that it has in the model.
+
+        Raises:
+            CheckpointError: A file is not the one that the script has seen, or cannot be read.
+            ConfigError: Its list of contents cannot be read.
+        """
+        by_file: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in _named(part):
+            if name in self.places:
+                by_file.setdefault(self.places[name][0], {})[name] = tensor
+        values: dict[int, Tensor] = {}
+        for file, named in sorted(by_file.items()):
+            path = Path(self.folder) / file
+            if _header_of(path)[1] != self.headers[file]:
+                raise CheckpointError(
+                    f"{path} is not the file that the script has seen at its start; all workers "
+                    "must see the same files, as long as the run goes on"
+                )
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    for name, tensor in named.items():
+                        if id(tensor) not in values:
+                            read = opened.get_tensor(self.places[name][1])
+                            # A copy, since it may lie in the file, and in the layout of the model.
+                            like = torch.empty_like(tensor, device="cpu")
+                            values[id(tensor)] = like.copy_(read)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        give_values(part, lambda tensor: values.get(id(tensor)))
+
+
+def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
+    """Find the weights of a model in a folder, as `transformers` and `Pipeline.save` write them.
+
+    Only the lists of what is in the files are read.
+
+    Args:
+        folder: A folder with ``model.safetensors``, or with parts of it and their index.
+        model: The unsplit model, whose tensors need no values.
+
+    Raises:
+        ConfigError: The folder has no weights, lacks one of the model's, or has one of another
+            shape.
+    """
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    headers = {}
+    for file in _files_in(folder):
+        entries, headers[file] = _header_of(folder / file)
+        for key, shape in entries.items():
+            shapes[key] = (file, shape)
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in _named(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    hidden = {name for name, _ in _named(model)} - {*model.state_dict()}
+    prefix = getattr(model, "base_model_prefix", "")
+    places: dict[str, tuple[str, str]] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for each, all_names in names.items():
+        there = [k for n in all_names for k in _keys_of(n, prefix) if k in shapes]
+        if not there:
+            if tensors[each].is_meta or (
+                isinstance(tensors[each], nn.Parameter) and all_names[0] not in hidden
+            ):
+                missing.append(all_names[0])
+            continue
+        key = there[0]
+        file, shape = shapes[key]
+        if shape != tuple(tensors[each].shape):
+            wrong.append(f"{key} has the shape {shape}, the model {tuple(tensors[each].shape)}")
+        places.update(dict.fromkeys(all_names, (file, key)))
+    if wrong or missing:
+        what = [*wrong, *(f"there is no {name}" for name in missing)]
+        raise ConfigError(
+            f"the weights in {folder} are not those of this model: {'; '.join(what[:5])}"
+            f"{'; ...' if len(what) > 5 else ''}. It has {printable(', '.join([*shapes][:5]))}, ..."
+            + _advice(missing, hidden)
+        )
+    unused = shapes.keys() - {key for _, key in places.values()}
+    if unused:
+        _log.warning("%s has %d weights that the model does not have", folder, len(unused))
+    return Pretrained(str(folder), places, headers)
+
+
+def _advice(missing: Collection[str], hidden: Collection[str]) -> str:
+    """Return what to do about buffers that have no values and are in no state dict."""
+    if not any(name in hidden for name in missing):
+        return ""
+    return (
+        ". A buffer that is in no state dict must have values: build the model in "
+        "pipedream_rt.without_values() rather than on the meta device"
+    )
+
+
+def _keys_of(name: str, prefix: str) -> Iterator[str]:
+    """Yield the keys under which a weight may be: with the prefix of the base model or without."""
+    yield name
+    if prefix:
+        yield f"{prefix}.{name}"
+        if name.startswith(f"{prefix}."):
+            yield name.removeprefix(f"{prefix}.")
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the names of the files with weights in a folder.
+
+    Raises:
+        ConfigError: There are none, or the index makes no sense.
+    """
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        files = sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has neither {_SINGLE} nor {INDEX}, so there are no weights to read; it must "
+            "be a folder that save_pretrained or pipe.save has written"
+        ) from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{folder / INDEX} cannot be used: {printable(repr(error))}") from error
+    for file in files:
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
+            raise ConfigError(f"{folder / INDEX} names the file {printable(repr(file), 100)}")
+    return files
+
+
+def _header_of(path: Path) -> tuple[dict[str, tuple[int, ...]], tuple[bytes, int]]:
+    """Return the shapes of what is in a file, by key; and what tells the file from another.
+
+    Raises:
+        ConfigError: It cannot be read, or is no file of safetensors.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MOST_HEADER:
+                raise ValueError(f"a header of {size} bytes")
+            header = file.read(size)
+            entries: dict[str, Any] = json.loads(header)
+            shapes = {
+                key: tuple(map(int, entry["shape"]))
+                for key, entry in entries.items()
+                if key != "__metadata__"
+            }
+            digest = blake2b(header, digest_size=16).digest()
+            return shapes, (digest, path.stat().st_size)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {printable(repr(error))}") from error
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module under all of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None]) -> None:
+    """Put values into the parameters and buffers of a module; what was one tensor stays one.
+
+    Args:
+        module: The module.
+        value_for: Returns the value of a tensor; None to leave it as it is.
+    """
+    made: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for slots in (owner._parameters, owner._buffers):
+            entries: Mapping[str, Tensor | None] = dict(slots)
+            for name, tensor in entries.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    value = value_for(tensor)
+                    made[id(tensor)] = tensor if value is None else _like(tensor, value)
+                slots[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a tensor of the class of another one, with its attributes."""
+    made = Tensor._make_subclass(type(tensor), value, tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    return made
+
+
+def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
+    """Refuse a model with a tensor on the meta device.
+
+    Args:
+        model: The unsplit model.
+        spared: The ``id`` of each tensor that a worker will make.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, tensor in _named(model):
+        if tensor.is_meta and id(tensor) not in spared:
+            raise ConfigError(
+                f"{name} is on the meta device, where it has no values; give weights=, the folder "
+                "from which the workers read them, or a model with values"
+            )
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Build modules whose parameters have shapes and no values, while the body runs.
+
+    They are on the meta device, so a model of any size fits into memory; buffers have their values.
+    `Pipeline` takes such a model with ``weights=``, a folder of which each worker reads its part::
+
+        with pipedream_rt.without_values():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        pipe = Pipeline(model, weights=folder, stages=8, ...)
+    """
+    before = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = _like(param, param.detach().to("meta"))  # type: ignore[assignment]
+        before(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = before  # type: ignore[method-assign]

@@ -1,0 +1,165 @@
+"""Weights that workers read from a folder of safetensors."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from support.oracle import assert_same
+from torch import nn
+
+from pipedream_rt import Pipeline, StageFailed, without_values
+from pipedream_rt.checkpoint.pretrained import find_pretrained
+from pipedream_rt.errors import ConfigError, PipelineError
+
+SGD = (torch.optim.SGD, {"lr": 0.1})
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer that is in no state dict, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.gain = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("halved", torch.full((4,), 0.5), persistent=False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight * self.gain * self.halved)
+
+
+def model(values=True):
+    torch.manual_seed(0)
+    if values:
+        return nn.Sequential(nn.Linear(4, 4), Scaled(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with without_values():
+        return model()
+
+
+def data(count=3):
+    torch.manual_seed(1)
+    return [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(count)]
+
+
+def saved(folder, state, shards=1):
+    """Write a state dict as a folder of one file, or of several with an index."""
+    folder.mkdir(exist_ok=True)
+    if shards == 1:
+        save_file(state, folder / "model.safetensors")
+        return folder
+    index = {}
+    for i in range(shards):
+        name = f"model-{i}.safetensors"
+        part = dict(list(state.items())[i::shards])
+        save_file(part, folder / name)
+        index |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def opened(module, **kwargs):
+    kwargs = {"stages": 2, "workers": "in-process", "schedule": "1f1b", **kwargs}
+    return Pipeline(module, loss_fn=F.mse_loss, optimizer=SGD, **kwargs)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("values", [False, True])
+def test_the_weights_are_those_of_the_folder(tmp_path, shards, values):
+    plain = model()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(0.25)
+    folder = saved(tmp_path / "weights", plain.state_dict(), shards)
+    with opened(plain) as pipe:
+        losses = [r.loss for r in pipe.train_epoch(data())]
+        expected = pipe.state_dict()
+    with opened(model(values), weights=folder) as pipe:
+        assert [r.loss for r in pipe.train_epoch(data())] == losses
+        assert_same(pipe.state_dict(), expected)
+        copy = pipe.module()
+        assert not any(p.is_meta for p in copy.parameters())
+        assert not copy[1].gain.requires_grad
+        assert_same(copy.state_dict(), expected)
+
+
+@pytest.mark.threads
+def test_a_checkpoint_of_ours_is_such_a_folder_and_another_dtype_is_cast(tmp_path):
+    with opened(model()) as pipe:
+        list(pipe.train_epoch(data()))
+        folder = pipe.save(tmp_path)
+        expected = pipe.state_dict()
+    with opened(model(values=False), weights=folder, stages=3) as pipe:
+        assert_same(pipe.state_dict(), expected)
+    state = {k: v.double() if v.is_floating_point() else v for k, v in expected.items()}
+    with opened(model(values=False), weights=saved(tmp_path / "double", state)) as pipe:
+        assert_same(pipe.state_dict(), expected)
+
+
+def test_a_prefix_of_the_base_model_may_be_there_or_not(tmp_path):
+    whole = nn.Module()
+    whole.base = nn.Linear(2, 2)
+    whole.base_model_prefix = "base"
+    folder = saved(tmp_path / "a", whole.base.state_dict())
+    assert find_pretrained(folder, whole).places["base.weight"][1] == "weight"
+    whole.base.base_model_prefix = "base"
+    folder = saved(tmp_path / "b", whole.state_dict())
+    assert find_pretrained(folder, whole.base).places["weight"][1] == "base.weight"
+
+
+def without(state, name):
+    return {key: value for key, value in state.items() if key != name}
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path):
+    state = model().state_dict()
+    cases = {
+        "there is no 3.bias": without(state, "3.bias"),
+        r"3.bias has the shape \(3,\), the model \(2,\)": {**state, "3.bias": torch.ones(3)},
+        r"there is no 1.gain": without(state, "1.gain"),
+    }
+    for number, (text, kept) in enumerate(cases.items()):
+        with pytest.raises(ConfigError, match=text):
+            opened(model(values=False), weights=saved(tmp_path / str(number), kept))
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        opened(model(), weights=tmp_path)
+    with pytest.raises(ConfigError, match="give weights=, the folder"):
+        opened(model(values=False))
+    with torch.device("meta"):
+        bare = model()
+    with pytest.raises(
+        ConfigError, match=r"no 1.halved.*build the model in pipedream_rt.without_v"
+    ):
+        opened(bare, weights=saved(tmp_path / "bare", state))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.safetensors").write_bytes(b"nothing of this kind")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        opened(model(), weights=tmp_path / "bad")
+    for wrong in (
+        "{",
+        "[]",
+        '{"weight_map": {"a": "../a.safetensors"}}',
+        '{"weight_map": {"a": 1}}',
+    ):
+        (tmp_path / "index").mkdir(exist_ok=True)
+        (tmp_path / "index" / "model.safetensors.index.json").write_text(wrong)
+        with pytest.raises(ConfigError, match=r"cannot be used|names the file"):
+            opened(model(), weights=tmp_path / "index")
+
+
+@pytest.mark.threads
+def test_a_file_that_was_changed_since_the_start_is_refused(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "weights", model().state_dict())
+    find = find_pretrained
+
+    def found(*args):
+        there = find(*args)
+        state = load_file(folder / "model.safetensors")
+        saved(folder, {**state, "more": torch.ones(1)})
+        return there
+
+    monkeypatch.setattr("pipedream_rt.coordinator.unsplit_model.find_pretrained", found)
+    with pytest.raises((StageFailed, PipelineError), match="is not the file that the script has"):
+        opened(model(values=False), weights=folder)
