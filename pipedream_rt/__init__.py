@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipedream_rt.checkpoint.pretrained import without_values
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.fingerprints import Fingerprint
     from pipedream_rt.coordinator.kept import KeptVersion
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.pipeline import Pipeline
     from pipedream_rt.planning.layer_spec import LayerSpec
+    from pipedream_rt.planning.pretrained import without_values
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
     from pipedream_rt.stage.clipping import Clip
@@ -111,7 +111,7 @@ _HOMES = {
     "check": "pipedream_rt.schedules",
     "plan_for": "pipedream_rt.schedules",
     "simulate": "pipedream_rt.simulation",
-    "without_values": "pipedream_rt.checkpoint.pretrained",
+    "without_values": "pipedream_rt.planning.pretrained",
 }
 
 

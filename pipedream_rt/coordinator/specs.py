@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.checkpoint.pretrained import Pretrained
 from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.errors import ConfigError
@@ -23,6 +22,7 @@ from pipedream_rt.planning import (
     why_unpicklable,
 )
 from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER

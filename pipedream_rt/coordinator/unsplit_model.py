@@ -12,12 +12,6 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.checkpoint.pretrained import (
-    Pretrained,
-    find_pretrained,
-    give_values,
-    refuse_no_values,
-)
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
     Layers,
@@ -28,6 +22,12 @@ from pipedream_rt.planning import (
     refuse_unfit_layers,
 )
 from pipedream_rt.planning.layer_spec import Blueprint
+from pipedream_rt.planning.pretrained import (
+    Pretrained,
+    find_pretrained,
+    give_values,
+    refuse_no_values,
+)
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.checkpoint.pretrained import Pretrained
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
+from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.scaling import LossScale

@@ -10,8 +10,8 @@ from support.oracle import assert_same
 from torch import nn
 
 from pipedream_rt import Pipeline, StageFailed, without_values
-from pipedream_rt.checkpoint.pretrained import find_pretrained
 from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.planning.pretrained import find_pretrained
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 
