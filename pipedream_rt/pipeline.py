@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ from pipedream_rt.coordinator.references import References
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.specs import (
+    compiling,
     pickled_specs,
     recomputing,
     refuse_autocast,
@@ -80,7 +81,7 @@ from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.planning import refuse_loss, refuse_unfit_plan, ties_of
+from pipedream_rt.planning import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
@@ -148,6 +149,8 @@ class Pipeline:
         recompute: Whether stages compute their activations once more in the backward rather than
             keep them, or a list of those that do. Such a stage keeps the inputs of micro-batches in
             flight, and the activations of one. The bits are the same.
+        compile: Whether each worker compiles its layers, one by one, with `torch.compile`; or a
+            dict with the arguments of it.
         on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
             ``"ignore"`` it.
         checkpoint: The folder for checkpoints, or `Checkpoints`, which also says when to make them.
@@ -191,6 +194,7 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         loss_scale: LossScale | None = None,
         recompute: bool | Sequence[int] = False,
+        compile: bool | dict[str, Any] = False,
         on_nan: OnNan = "raise",
         checkpoint: CheckpointOption = None,
         max_restarts: int | None = None,
@@ -222,6 +226,7 @@ class Pipeline:
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
         again = recomputing(recompute, self.plan)
+        compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
@@ -244,6 +249,7 @@ class Pipeline:
             trace_spans=spans,
             autocast=autocast,
             recompute=again,
+            compile=compiled,
             clip=clip,
             scale=scale,
             pretrained=pretrained,
@@ -698,6 +704,39 @@ class Pipeline:
         """
         statistics: list[dict[str, int]] = self._group.command(CommandName.STATISTICS)
         return statistics
+
+    def on_stages(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function with the module of every stage, on its worker. Flushes the pipe.
+
+        To look at gradients or activations while the stages train, register hooks on the model's
+        layers or parameters before it is given to `Pipeline`; they go along::
+
+            pipe.on_stages(lambda module: sum(p.norm() for p in module.parameters()).item())
+
+        Args:
+            function: Called as ``function(module, *args, **kwargs)``, without gradient. In the
+                module everything has the name that it has in the unsplit model. What the function
+                does to the module is done again in a recovery, but is in no checkpoint.
+            *args: Further arguments.
+            **kwargs: Keyword arguments.
+
+        Returns:
+            What it has returned, by stage: tensors, plain values, and containers of these.
+
+        Raises:
+            ConfigError: The function raised, returned something else, or changed weights of which
+                there are older versions or copies. The pipeline goes on.
+        """
+        self.flush()
+        try:
+            data = dumps((function, args, kwargs))[0]
+        except Exception as error:  # a foreign class may raise anything when pickled
+            raise ConfigError(f"the function cannot be sent to the stages: {error}") from error
+        found = self._group.command(CommandName.CALL, data)
+        for stage, (went_well, result) in enumerate(found):
+            if not went_well:
+                raise ConfigError(f"the function raised on stage {stage}: {result}")
+        return [result for _, result in found]
 
     def explain(self, *, program: bool = False) -> str:
         """Describe the split, the versions and the memory, as a table of text.

@@ -2,10 +2,12 @@
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from support import whole
 from support.faults import kill
 from support.oracle import assert_same
@@ -432,8 +434,58 @@ def test_rules_that_make_no_sense_are_refused(rules, words):
 @pytest.mark.parametrize("compiled", [torch.compile, lambda model: model.compile() or model])
 def test_a_model_that_is_compiled_as_a_whole_is_refused(compiled):
     case = CASES["unet"]
-    with pytest.raises(ConfigError, match=r"is compiled as a whole.* compile its layers"):
+    with pytest.raises(ConfigError, match=r"is compiled as a whole.* compiles its layers"):
         Pipeline(compiled(case.model()), stages=2, example=case.data(1)[0], loss_fn=case.loss)
+
+
+compiled_graphs = []
+
+
+def eagerly(graph, inputs):
+    """A backend of torch.compile that changes nothing."""
+    compiled_graphs.append(graph)
+    return graph.forward
+
+
+@pytest.mark.threads
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, in compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_layers_are_compiled_on_their_workers_once_for_all_versions(name):
+    case = CASES[name]
+    data, found = case.data(6), []
+    for options in ({}, {"compile": {"backend": eagerly}}):
+        compiled_graphs.clear()
+        with case.pipeline(stages=3, schedule="async-1f1b", **options) as pipe:
+            found.append(([r.loss for r in pipe.train_epoch(data)], pipe.state_dict()))
+        torch._dynamo.reset()
+    assert 4 < len(compiled_graphs) <= 40
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    layers = [torch.compile(layer, backend=eagerly) for layer in three_layers()]
+    losses = []
+    for each in (layers, three_layers()):
+        with Pipeline(
+            each, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="in-process"
+        ) as pipe:
+            losses.append([r.loss for r in pipe.train_epoch(whole.points(4))])
+    assert losses[0] == losses[1]
+    torch._dynamo.reset()
+
+
+def three_layers():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, in compile
+def test_a_layer_that_was_compiled_in_place_is_refused():
+    layers = three_layers()
+    layers[0].compile()
+    with pytest.raises(ConfigError, match=r"was compiled in place, .* give the model as it was"):
+        Pipeline(layers, stages=2)
+    with pytest.raises(ConfigError, match="compile must be True, False or a dict"):
+        Pipeline(three_layers(), stages=2, compile="max-autotune")
 
 
 @pytest.mark.threads
@@ -882,3 +934,113 @@ def test_scales_that_make_no_sense_are_refused():
             LossScale(**wrong)
     with pytest.raises(ConfigError, match="a parameter is float16"):
         Pipeline([nn.Linear(2, 2).half()], loss_scale=LossScale(), schedule="1f1b")
+
+
+# -- code of the user's on a stage ----------------------------------------------------------------
+
+
+def scaled_by(module, factor, only=""):
+    for name, parameter in module.named_parameters():
+        if name.startswith(only):
+            parameter.mul_(factor)
+    return {name: parameter.norm() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.processes
+def test_a_function_is_called_on_every_stage(tmp_path):
+    """With the names of the unsplit model; what it changes is changed again after a recovery."""
+    case = CASES["deep"]
+    data, found = case.data(6), []
+    for victim in (None, "worker-1"):
+        with case.pipeline(stages=2, schedule="1f1b", workers="local", max_restarts=1) as pipe:
+            losses = [r.loss for r in pipe.train_epoch(data[:2])]
+            norms = pipe.on_stages(scaled_by, 0.5, only="layers.")
+            named = {name: norm for of_stage in norms for name, norm in of_stage.items()}
+            assert [*named] == [name for name, _ in case.model().named_parameters()]
+            assert all(torch.equal(v.norm(), named[k]) for k, v in pipe.state_dict().items())
+            if victim:
+                kill(pipe, victim)
+            losses += [r.loss for r in pipe.train_epoch(data[2:])]
+            assert len(pipe.restarts) == (victim is not None)
+            found.append((losses, pipe.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.threads
+def test_a_function_on_a_stage_that_goes_wrong_does_not_end_the_pipeline():
+    case = CASES["lstm"]
+    data = case.data(4)
+    changed = "the function changed the parameter 'embed.weight'"
+    with case.pipeline(stages=3) as pipe:
+        before = pipe.state_dict()
+        with pytest.raises(ConfigError, match="raised on stage 0: ZeroDivisionError"):
+            pipe.on_stages(lambda module: 1 // 0)
+        with pytest.raises(ConfigError, match=r"raised on stage 0: .*cannot"):
+            pipe.on_stages(lambda module: module)
+        with pytest.raises(ConfigError, match=changed):
+            pipe.on_stages(scaled_by, 2.0)
+        with pytest.raises(ConfigError, match="cannot be sent to the stages"):
+            pipe.on_stages(print, threading.Lock())
+        assert_same(pipe.state_dict(), before)
+        assert pipe.on_stages(lambda module: len([*module.parameters()])) == [1, 4, 7]
+        assert len(list(pipe.train_epoch(data))) == 4
+
+
+# -- adapters -------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained addition of low rank."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_adapters():
+    model = CASES["deep"].model()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = Adapted(layer)
+    model.head.requires_grad_(False)
+    return model
+
+
+@pytest.mark.threads
+def test_of_a_model_with_adapters_only_these_have_versions(tmp_path):
+    """Versions, optimizer state and averages are those of the adapters; the bits are plain."""
+    case = CASES["deep"]
+    data = case.data(6)
+    torch.set_num_threads(1)
+    weights, losses = whole.plainly(with_adapters(), data, case.loss, case.make_optimizer)
+    options = {"example": data[0], "loss_fn": case.loss, "optimizer": case.optimizer,
+               "stages": 3, "workers": "in-process", "ema": 0.9}  # fmt: skip
+    with Pipeline(with_adapters(), schedule="1f1b", **options) as pipe:
+        assert [r.loss for r in pipe.train_epoch(data)] == losses
+        assert_same(pipe.state_dict(), weights)
+    with Pipeline(with_adapters(), schedule="async-1f1b", **options) as pipe:
+        list(pipe.train_epoch(data))
+        folder = pipe.save(tmp_path)
+    for kind in ("versions", "optimizer"):
+        keys = [key for path in folder.glob(f"{kind}-*") for key in load_file(path)]
+        assert keys
+        assert all(".down." in key or ".up." in key for key in keys), kind
+
+
+# -- accumulation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.threads
+def test_gradients_are_accumulated_over_micro_batches_as_in_the_plain_loop():
+    case = CASES["deep"]
+    data = case.data(4)
+    torch.set_num_threads(1)
+    weights, losses = whole.plainly(case.model(), data, case.loss, case.make_optimizer, k=4)
+    with case.pipeline(stages=3, schedule="1f1b", micro_batches=4) as pipe:
+        assert [loss for r in pipe.train_epoch(data) for loss in r.losses] == losses
+        assert_same(pipe.state_dict(), weights)

@@ -70,6 +70,27 @@ def scaling(
     return scale  # type: ignore[no-any-return]
 
 
+def compiling(compile: Any, modules: Iterable[nn.Module]) -> dict[str, Any] | None:
+    """Return the arguments with which layers are compiled, of the argument ``compile``.
+
+    Raises:
+        ConfigError: It makes no sense; or a module was compiled in place, which pickling undoes.
+    """
+    if not isinstance(compile, bool | dict):
+        raise ConfigError(
+            f"compile must be True, False or a dict of arguments of torch.compile, not {compile!r}"
+        )
+    for name, module in (each for whole in modules for each in whole.named_modules()):
+        if module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"{name or type(module).__name__} was compiled in place, by its method compile(), "
+                "and would come to a worker as it was before; give the model as it was, and "
+                "compile=True, or compile=dict(...) with the arguments: then each worker compiles "
+                "its layers"
+            )
+    return dict(compile) if isinstance(compile, dict) else ({} if compile else None)
+
+
 def recomputing(recompute: Any, plan: Plan) -> frozenset[int]:
     """Return the stages that compute activations again, of the argument ``recompute``.
 
@@ -105,6 +126,7 @@ def pickled_specs(
     trace_spans: int,
     autocast: torch.dtype | None,
     recompute: Collection[int],
+    compile: dict[str, Any] | None,
     clip: Clip | None,
     scale: LossScale | None,
     pretrained: Pretrained | None,
@@ -122,6 +144,7 @@ def pickled_specs(
         trace_spans: The number of spans that each worker keeps, as in `StageSpec`.
         autocast: As in `StageSpec`.
         recompute: The stages that compute activations again.
+        compile: The arguments with which layers are compiled; None to compile none.
         clip: How gradients are clipped.
         scale: How losses are scaled.
         pretrained: Where the workers read weights; None for nowhere.
@@ -142,7 +165,9 @@ def pickled_specs(
     settings = settings_now()
     for stage, names in enumerate(plan.layers):
         part, loss = parts[stage], loss_fn if stage in plan.exits else None
-        modules = {name: module for name in names if (module := module_named(part, name))}
+        modules = {
+            name: module for name in names if (module := module_named(part, name)) is not None
+        }
         if isinstance(loss, nn.Module):
             part.add_module(LOSS_LAYER, loss)
         spec = StageSpec(
@@ -156,6 +181,7 @@ def pickled_specs(
             blueprint=dataclasses.replace(model.blueprint, seed=seed),
             autocast=autocast,
             recompute=stage in recompute,
+            compile=compile,
             clip=clip,
             scale=scale,
             pretrained=pretrained,

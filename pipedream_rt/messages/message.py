@@ -59,6 +59,7 @@ class CommandName(Enum):
     KEEP = "keep"
     DROP = "drop"
     END_CACHE = "end-cache"
+    CALL = "call"
 
     @property
     def leaves_no_trace(self) -> bool:

@@ -35,6 +35,8 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             stage.keep(**argument)
         case CommandName.DROP:
             stage.kept.drop(argument)
+        case CommandName.CALL:
+            return stage.call(argument)
         case CommandName.END_CACHE:
             stage.caches.pop(argument, None)
         case CommandName.LOAD_STATE:

@@ -174,7 +174,7 @@ class VersionedParameters:
         version = self._versions[self.ledger.pinned(micro_batch)]
         for i, (leaf, buffer) in enumerate(zip(version.leaves, version.buffers, strict=True)):
             moved = leaf.data_ptr() != buffer.data_ptr()
-            if moved or (before is not None and not _same(buffer, before[i])):
+            if moved or (before is not None and not same(buffer, before[i])):
                 raise ConfigError(
                     f"stage {self._stage}: the forward changed the parameter {self._names[i]!r} "
                     + ("by assigning its .data" if moved else "in place")
@@ -389,6 +389,6 @@ class VersionedParameters:
         return self._version_over([torch.empty_like(b) for b in like.buffers])
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values, where NaN is the same as NaN."""
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

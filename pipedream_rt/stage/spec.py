@@ -73,6 +73,7 @@ class StageSpec:
         clip: How gradients are clipped; None for not at all.
         scale: How losses are scaled; None for not at all.
         numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
+        compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         hooks: The hooks on parameters of the stage.
@@ -97,6 +98,7 @@ class StageSpec:
     clip: Clip | None = None
     scale: LossScale | None = None
     numbers: dict[str, int] = field(default_factory=dict)
+    compile: dict[str, Any] | None = None
     recompute: bool = False
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()
@@ -106,7 +108,7 @@ class StageSpec:
     settings: Settings = field(default_factory=settings_now)
 
     def build(self) -> None:
-        """Put layers with values in the place of those that the blueprint has, and read weights.
+        """Build layers, read weights, and compile, so that the layers are as the stage needs them.
 
         Raises:
             CheckpointError: Weights cannot be read.
@@ -117,3 +119,10 @@ class StageSpec:
             self.layers._modules[name] = layer
         if self.pretrained is not None:
             self.pretrained.fill(self.layers)
+        if self.compile is not None:
+            for name in self.plan.layers[self.stage]:
+                try:
+                    layer = self.layers.get_submodule(name)
+                except AttributeError:  # a parameter or a buffer beside the layers
+                    continue
+                layer.compile(**self.compile)

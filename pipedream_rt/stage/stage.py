@@ -41,7 +41,7 @@ from pipedream_rt.stage.evaluation import changes_modes, eval_mode
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.kept import KeptVersions
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer, packed_extra
-from pipedream_rt.stage.parameters import VersionedParameters
+from pipedream_rt.stage.parameters import VersionedParameters, same
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
@@ -820,15 +820,54 @@ class Stage:
         if not changes_modes(self.module):
             self.module.train(training)
             return
-        before = [p.detach().clone() for p in self.parameters.named.values()]
-        self.module.train(training)
-        after = self.parameters.named.items()
-        changed = [n for (n, p), b in zip(after, before, strict=True) if not torch.equal(p, b)]
-        if changed and not self.plan.flushes:
+        with self._refusing_changes("to set the mode"):
+            self.module.train(training)
+
+    def call(self, pickled: bytes) -> tuple[bool, Any]:
+        """Call a function of the user's with the module of the stage.
+
+        Args:
+            pickled: The function and its further arguments, pickled.
+
+        Returns:
+            Whether it went well; and what it returned, or the text of its error.
+        """
+        function, args, kwargs = cloudpickle.loads(pickled)
+        try:
+            with self._refusing_changes("the function"):
+                result = function(self.module, *args, **kwargs)
+            flatten(result)  # what cannot be sent is an error of the function too
+        except Exception as error:  # the function may raise anything
+            return False, f"{type(error).__name__}: {error}"
+        return True, result
+
+    @contextmanager
+    def _refusing_changes(self, what: str) -> Iterator[None]:
+        """Refuse that the body changes weights which others have in older versions, or copies of.
+
+        Args:
+            what: What the body does, for the message.
+
+        Raises:
+            ConfigError: It has; the weights are again as they were.
+        """
+        tied = {self._spec.tied[tie.name] for tie in self.plan.ties if self.index in tie.stages}
+        own = {
+            name: (parameter, parameter.detach().clone())
+            for _, weights in self._by_owner
+            for name, parameter in weights.named.items()
+            if name in tied or not self.plan.flushes
+        }
+        yield
+        changed = [name for name, (p, before) in own.items() if not same(p, before)]
+        for name in changed:
+            parameter, before = own[name]
+            parameter.data.copy_(before)
+        if changed:
             raise ConfigError(
-                f"stage {self.index}: to set the mode changed the parameter {changed[0]!r}; in an "
-                "asynchronous schedule the older versions of it, which micro-batches to come read, "
-                "would not change with it. evaluate and pipe(x) switch modes by themselves"
+                f"stage {self.index}: {what} changed the parameter {changed[0]!r}, and the older "
+                "versions of it, which micro-batches to come read, or its copies on other stages "
+                "would not change with it. Use load_state_dict"
             )
 
     # -- state --------------------------------------------------------------------------------
