@@ -1,5 +1,9 @@
 """Models of Hugging Face's transformers, as they are, on several stages."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from support import whole
@@ -302,6 +306,18 @@ def test_each_worker_reads_its_part_of_a_folder(name, tmp_path):
         back = pipe.module()
         assert_same(back.state_dict(), plain.state_dict())
         assert back.get_output_embeddings().weight is back.get_input_embeddings().weight
+
+
+@pytest.mark.processes
+def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path):
+    script = Path(__file__).parent.parent / "examples" / "finetune_transformers.py"
+    small = ["--stages=3", "--layers=3", "--width=32", "--steps=4", "--micro-batches=2"]
+    for more in ([], ["--weights", tmp_path / "one"]):
+        out = ["--workers=in-process", "--out", tmp_path / "one"]
+        command = [sys.executable, script, *small, *out, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("loaded by transformers: True\n"), done.stdout
 
 
 # -- generation ---------------------------------------------------------------------------------
