@@ -114,6 +114,7 @@ def host_stage(
         _PATIENCE * timeout,
         threads,
         announce=lambda action: control.send({"type": "doing", "action": action}),
+        own_process=True,
     )
     for stage in stages:
         transport.open(stage, host.inbox.put, host.inbox.close)

@@ -21,6 +21,7 @@ from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.plan import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
+from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of
 from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.settings import apply_settings
@@ -42,6 +43,7 @@ class StageHost:
         threads: Number of threads for torch's own parallel loops.
         computing: Makes a context that is entered around every computation.
         announce: Called with each action before it is done, as far as the `Start` message asks.
+        own_process: Whether nothing else runs in this process.
 
     Attributes:
         worker: Index of the worker.
@@ -59,6 +61,7 @@ class StageHost:
         threads: int,
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
         announce: Callable[[str], None] = lambda action: None,
+        own_process: bool = False,
     ) -> None:
         """Build no stage yet."""
         self.worker = worker
@@ -73,6 +76,7 @@ class StageHost:
         self._threads = threads
         self._computing = computing
         self._announce = announce
+        self._own_process = own_process
         self._generation = generation
 
     def serve(self) -> None:
@@ -136,6 +140,8 @@ class StageHost:
             apply_settings(spec.settings)
             with self._computing():  # layers that are built draw from the process's generator
                 spec.build()
+            if spec.recompute and self._own_process:
+                give_memory_back_at_once()
             self._stages[index] = _begun(Stage(spec), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
         options = LoopOptions(

@@ -94,24 +94,22 @@ class SplitBackward:
     The caller seeds the random generator with the same seed before each half.
 
     Args:
-        outputs: The output tensors that require a gradient.
-        gradients: The gradient of each output; None stands for 1, the gradient of a scalar.
+        outputs: Where the backward starts: the outputs that require a gradient.
+        gradients: The gradient of each output.
         inputs: The nodes at which the gradients of the stage's inputs are caught.
         weights: The autograd leaves of the weights.
     """
 
     def __init__(
         self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
+        outputs: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
         inputs: Sequence[Node],
         weights: Sequence[Tensor],
     ) -> None:
         """Find the path, and whether the graph can be cut."""
-        self._roots = [torch.autograd.graph.get_gradient_edge(o) for o in outputs]
-        self._gradients = [
-            torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)
-        ]
+        self._roots = list(outputs)
+        self._gradients = list(gradients)
         self._inputs = set(inputs)
         self._weights = weights
         self._found: list[Tensor | None] = []

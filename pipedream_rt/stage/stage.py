@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
@@ -90,8 +90,9 @@ class _InFlight:
         caught: By input, and by tensor of it that asked for a gradient: a list to which autograd
             appends that gradient.
         entrances: The autograd nodes at which the gradients are caught.
-        outputs: By consumer, the tensors for it that require a gradient; on the stage that computes
-            the loss, the weighted loss.
+        outputs: By consumer, where the backward begins for the tensors sent to it that require a
+            gradient, without their values; on the stage that computes the loss, for the loss.
+        unit: The gradient of the loss, which is one, on the stage that computes it.
         split: The backward whose first half is done; None before that, and if there is nothing to
             derive.
     """
@@ -99,7 +100,8 @@ class _InFlight:
     hyper: list[Hyper]
     caught: list[list[list[Tensor]]] = field(default_factory=list)
     entrances: list[Node] = field(default_factory=list)
-    outputs: list[list[Tensor]] = field(default_factory=list)
+    outputs: list[list[GradientEdge]] = field(default_factory=list)
+    unit: Tensor | None = None
     split: SplitBackward | None = None
 
 
@@ -274,7 +276,9 @@ class Stage:
                 made = self._run(program, values, micro_batch)
             loss = None if target is None else self._loss(made[0], target)
         if loss is None:
-            flight.outputs = [[t for t in flatten(v)[1] if t.requires_grad] for v in made]
+            flight.outputs = [
+                [get_gradient_edge(t) for t in flatten(v)[1] if t.requires_grad] for v in made
+            ]
             return list(map(_outgoing, made))
         reported = float(loss.item())
         self._check_finite(reported, micro_batch)
@@ -282,7 +286,8 @@ class Stage:
         if self.clipper is not None and self.clipper.scaler is not None:
             update = micro_batch // self.plan.per_update
             weighted = self.clipper.scaler.scaled(weighted, update)
-        flight.outputs = [[weighted]]
+        if weighted.requires_grad:
+            flight.outputs, flight.unit = [[get_gradient_edge(weighted)]], torch.ones_like(weighted)
         return reported
 
     def _enter(
@@ -514,7 +519,7 @@ class Stage:
             # another, as in the unsplit model: from the last use to the first.
             for name, share in shares.items():
                 weights, local = self._tied(name)
-                outputs.append(weights.leaf(local, micro_batch))
+                outputs.append(get_gradient_edge(weights.leaf(local, micro_batch)))
                 given.append(share)
         with self._accumulating(micro_batch):
             self._seed(micro_batch, "backward")
@@ -1063,15 +1068,16 @@ def _outgoing(output: Any) -> Value:
     )
 
 
-def _to_derive(flight: _InFlight, gradients: Sequence[Gradients]) -> tuple[list[Tensor], Gradients]:
-    """Return the tensors that a backward starts from, and their gradients.
+def _to_derive(
+    flight: _InFlight, gradients: Sequence[Gradients]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Return where a backward starts, and the gradients there.
 
     These are the outputs of which a consumer sent a gradient, once for each such consumer; or the
-    loss, without a gradient.
+    loss.
     """
-    if not gradients:
-        loss = [output for outputs in flight.outputs for output in outputs]
-        return loss, [None] * len(loss)
+    if flight.unit is not None:
+        return [*flight.outputs[0]], [flight.unit]
     pairs = [
         (output, gradient)
         for outputs, of_consumer in zip(flight.outputs, gradients)

@@ -52,7 +52,10 @@ class Graph:
         self.gradients = [torch.randn_like(o) if o.dim() else None for o in self.outputs]
 
     def split(self):
-        return SplitBackward(self.outputs, self.gradients, self.entrances, self.weights)
+        edges = [torch.autograd.graph.get_gradient_edge(o) for o in self.outputs]
+        pairs = zip(self.gradients, self.outputs, strict=True)
+        gradients = [torch.ones_like(o) if g is None else g for g, o in pairs]
+        return SplitBackward(edges, gradients, self.entrances, self.weights)
 
     def caught(self):
         assert all(len(caught) <= 1 for caught in self._caught)
