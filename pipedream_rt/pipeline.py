@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Cluster, Fail, Reference
-from pipedream_rt.cluster.fork_server import ForkServer
-from pipedream_rt.cluster.launch import Workers, start_cluster
+from pipedream_rt.cluster.fork_server import ForkServer, installed_modules
+from pipedream_rt.cluster.launch import Workers, start_cluster, starts_here
 from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.distributed_optimizer import (
@@ -239,24 +240,29 @@ class Pipeline:
         resume = resume_option(kept)
         traced, self._trace_path = trace_option(trace)
         spans = SPANS_KEPT if traced else 0
-        specs = pickled_specs(
-            self._model,
-            self.plan,
-            parts,
-            loss_fn=loss_fn,
-            seed=seed,
-            on_nan=on_nan,
-            trace_spans=spans,
-            autocast=autocast,
-            recompute=again,
-            compile=compiled,
-            clip=clip,
-            scale=scale,
-            pretrained=pretrained,
-            programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
-        )
+        forks = ForkServer(installed_modules([*self._model.whole.modules(), loss_fn]))
+        with ExitStack() as undo:
+            undo.callback(forks.close)
+            if starts_here(workers):
+                forks.prepare()  # it imports while the stages are pickled
+            specs = pickled_specs(
+                self._model,
+                self.plan,
+                parts,
+                loss_fn=loss_fn,
+                seed=seed,
+                on_nan=on_nan,
+                trace_spans=spans,
+                autocast=autocast,
+                recompute=again,
+                compile=compiled,
+                clip=clip,
+                scale=scale,
+                pretrained=pretrained,
+                programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
+            )
+            undo.pop_all()
         # From here on there are workers, which an error ends.
-        forks = ForkServer()
         start = functools.partial(
             _start, workers=workers, plan=self.plan, timeouts=timeouts, threads=threads, forks=forks
         )

@@ -63,6 +63,6 @@ def shared_fork_server():
     server = Shared()
     server._start()  # before the first test, which would count it as left behind
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda: server)
+        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda imports=(): server)
         yield
     ForkServer.close(server)

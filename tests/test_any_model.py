@@ -47,6 +47,9 @@ CASES = {
     "deep": Case(
         whole.Deep, whole.points, F.mse_loss, (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
     ),
+    "decoder": Case(
+        whole.Decoder, lambda count: whole.sentences(count, words=17), whole.words_loss, ADAMW
+    ),
     "three uses": Case(
         whole.ThreeUses, lambda count: whole.sentences(count, words=11), whole.words_loss, ADAMW
     ),

@@ -22,6 +22,12 @@ def test_on_threads(row):
     judge(row, "in-process")
 
 
+@pytest.mark.threads
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_given_whole(row):
+    judge(row, "in-process", whole=True)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_on_processes(row, shared_fork_server):

@@ -12,9 +12,10 @@ import random
 import select
 import signal
 import socket
+import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import msgpack
@@ -27,16 +28,25 @@ RunWorker = Callable[[socket.socket, str, int], int]
 """``run(control, name, threads)`` is the life of a worker and returns its exit code."""
 
 
-def serve_forks(connection: socket.socket, run: RunWorker) -> None:
+def serve_forks(connection: socket.socket, run: RunWorker, imports: Sequence[str] = ()) -> None:
     """Fork a worker for each request, and report each that ends, until the other end closes.
 
     Args:
         connection: Connection to the coordinator's process.
         run: The life of a worker, which each child runs.
+        imports: Names of installed modules that the workers will need.
     """
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
     import_module("torch._dynamo")  # which torch does for the first optimizer that is built
+    threads = _threads()
+    for name in imports:
+        with contextlib.suppress(Exception):  # a foreign module may raise anything
+            import_module(name)
+    if _threads() > threads:
+        # A child of a process with threads may wait for a lock for ever: begin again without them.
+        command = [sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd"]
+        os.execv(sys.executable, [*command, str(connection.fileno())])
 
     # The threads of NumPy's library of linear algebra only wait, and it handles forks itself.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
@@ -68,6 +78,11 @@ def serve_forks(connection: socket.socket, run: RunWorker) -> None:
             pidfd = os.pidfd_open(pid)
             socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
             os.close(pidfd)
+
+
+def _threads() -> int:
+    """Return the number of threads of this process."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
 
 def _report_ends(connection: socket.socket) -> None:

@@ -1,9 +1,10 @@
 """Local worker processes, forked by a process that has imported torch already.
 
 Importing torch costs each worker more than a second of processor time, and again in every recovery.
-The fork server imports it once. It computes nothing, so that the state of a worker that it forks
-equals that of a fresh process. It lives as long as the pipeline. Workers are its children, so it is
-the fork server that reports how they ended.
+The fork server imports it once, and so it does with the installed modules of which the model is
+made: those of transformers take longer than torch. It computes nothing, so that the state of a
+worker that it forks equals that of a fresh process. It lives as long as the pipeline. Workers are
+its children, so it is the fork server that reports how they ended.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import msgpack
@@ -104,16 +107,27 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """Forks workers. Its process starts with the first request, and again if it has died."""
+    """Forks workers. Its process starts with the first request, and again if it has died.
 
-    def __init__(self) -> None:
+    Args:
+        imports: Names of installed modules that the workers will need.
+    """
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
         """Start no process yet."""
+        self._imports = imports
         self._answered = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
         self._life = Lifecycle("the fork server")
+
+    def prepare(self) -> None:
+        """Start the process before it is needed, so that it imports while the caller goes on."""
+        with self._lock:
+            if self._connection is None:
+                self._start()
 
     def fork(self, name: str, threads: int, control: socket.socket) -> ForkedWorker:
         """Fork a worker.
@@ -152,7 +166,10 @@ class ForkServer:
         with theirs:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd", str(fd)],
+                [
+                    *(sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd", str(fd)),
+                    *(f"--import={name}" for name in self._imports),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(fd,),
                 start_new_session=True,
@@ -211,7 +228,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server; the coordinator tells its workers to end. Idempotent."""
         self._life.begin_closing()
-        self._end()
+        self._end(at_once=not self._answered)  # it may still be importing
         self._life.close()
 
     def _end(self, *, at_once: bool = False) -> None:
@@ -228,3 +245,16 @@ class ForkServer:
                 self._process.kill()
             end_processes([self._process], Deadline(_EXIT_TIMEOUT))
             self._process = None
+
+
+def installed_modules(objects: Iterable[object]) -> list[str]:
+    """Return the names of the installed modules in which the classes of objects are.
+
+    Modules of the user's own are left out, which may do anything when they are imported; and torch,
+    which is imported in any case.
+    """
+    roots = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
+    names = {type(each).__module__ for each in objects}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    ours = ("torch.", "pipedream_rt.")
+    return sorted(n for n, f in files.items() if f.startswith(roots) and not n.startswith(ours))

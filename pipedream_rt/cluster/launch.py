@@ -87,15 +87,19 @@ def start_cluster(
     if callable(workers):
         return workers(plan, **common)
     common.update(start_timeout=start_timeout, heartbeat=heartbeat, forks=forks)
-    if workers == "local":
-        return _start_local(plan, common)
-    if workers is not None:
+    if workers is not None and workers != "local":
         return _await_at(workers, plan, common)
+    if starts_here(workers):
+        return _start_local(plan, common)
     if LISTEN_FD in os.environ:
         return _await_workers_of_run(plan, common)
-    if under_torchrun():
-        return start_under_torchrun(plan, common)
-    return _start_local(plan, common)
+    return start_under_torchrun(plan, common)
+
+
+def starts_here(workers: Workers) -> bool:
+    """Whether `start_cluster` will start worker processes on this machine by itself."""
+    elsewhere = LISTEN_FD in os.environ or under_torchrun()
+    return workers == "local" or (workers is None and not elsewhere)
 
 
 def _start_local(plan: Plan, common: dict[str, Any]) -> Cluster:

@@ -9,7 +9,6 @@ messages that the coordinator has already taken, so the caller notices nothing b
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
 import os
@@ -46,6 +45,7 @@ from pipedream_rt.messages.message import (
     Send,
     Start,
     Target,
+    digest_of,
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, EdgeKind, Plan
@@ -103,7 +103,7 @@ class WorkerGroup:
     Args:
         plan: The plan of the pipeline.
         start: Starts the workers of a generation.
-        specs: The pickled `StageSpec` of every stage.
+        specs: The pickled `StageSpec` of every stage, as `pickled_specs` returns them.
         forwards: What the forwards of the model do.
         timeout: How long to wait for a message that is sure to come.
         failures: Decides whether to recover from a failure.
@@ -127,7 +127,7 @@ class WorkerGroup:
         self,
         plan: Plan,
         start: StartCluster,
-        specs: list[Tensor],
+        specs: list[tuple[Tensor, ...]],
         forwards: Forwards,
         timeout: timedelta,
         failures: Failures,
@@ -139,7 +139,7 @@ class WorkerGroup:
         self._start_cluster = start
         self._specs = specs
         self._forwards = forwards
-        self._digests = [hashlib.sha256(spec.numpy().data).digest() for spec in specs]
+        self._digests = [digest_of(spec) for spec in specs]
         self._timeout = timeout
         self._failures = failures
         self._optimizer = b""
@@ -532,6 +532,6 @@ class WorkerGroup:
                 announced=self.next_micro_batch,
                 definitions=list(self._forwards.definitions),
             )
-            self._send(edge.target, 0, start, (spec,))
+            self._send(edge.target, 0, start, spec)
         for edge in self.plan.edges(EdgeKind.READY):
             self._wait(Key(edge, generation))

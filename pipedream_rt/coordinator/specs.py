@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -131,7 +132,7 @@ def pickled_specs(
     scale: LossScale | None,
     pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
-) -> list[Tensor]:
+) -> list[tuple[Tensor, ...]]:
     """Pickle the `StageSpec` of every stage.
 
     Args:
@@ -151,7 +152,8 @@ def pickled_specs(
         programs: By stage, what a forward does, as in `StageSpec`.
 
     Returns:
-        One tensor of bytes for each stage.
+        For each stage a tensor of bytes, and one for the memory of each of its tensors. They share
+        nothing with the model.
 
     Raises:
         ConfigError: A layer or the loss function does not pickle, or takes a weight of another
@@ -204,15 +206,23 @@ def pickled_specs(
             *((f"the hook of {hook.parameter}", hook.call) for hook in spec.hooks),
         ]
         try:
-            data, tensors = dumps(spec)
+            buffers: list[pickle.PickleBuffer] = []
+            data, tensors = dumps(spec, buffers.append)
         except Exception as error:  # a foreign class may raise anything when pickled
             raise ConfigError(_unpicklable(pieces, error)) from error
         if foreign(tensors, owners, stage):
             raise ConfigError(_takes_along(pieces, owners, stage))
         if alias(tensors, weights):
             raise ConfigError(_lies_over(pieces, weights))
-        pickled.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        pickled.append(tuple(_copied(each) for each in (data, *(b.raw() for b in buffers))))
     return pickled
+
+
+def _copied(data: Any) -> Tensor:
+    """Return a tensor of bytes with a copy of some."""
+    made = torch.empty(len(data), dtype=torch.uint8)
+    made.numpy().data[:] = data
+    return made
 
 
 def _owners(parts: Sequence[nn.Module]) -> dict[int, tuple[set[int], str]]:

@@ -8,7 +8,8 @@ between the same two micro-batches, whatever the timing, and it need not be give
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -84,11 +85,11 @@ _ONLY_LOOK = {
 class Start:
     """Coordinator to stage, as the first message: how to build the stage.
 
-    The one tensor of the message holds the pickled `StageSpec`. In a later generation the stage
-    also loads a checkpoint and goes on from there.
+    The first tensor of the message holds the pickled `StageSpec`, the others the memory of tensors
+    in it. In a later generation the stage also loads a checkpoint and goes on from there.
 
     Attributes:
-        digest: The SHA-256 of the pickled specification, because a transport need not authenticate
+        digest: The SHA-256 of these (see `digest_of`), because a transport need not authenticate
             tensors.
         optimizer: The pickled `OptimizerSpec`; empty if a command will bring it.
         training: The mode to set all modules to (`Module.train`); None to leave it as it is.
@@ -324,6 +325,16 @@ Payload: TypeAlias = (
     | Saved
     | Failed
 )
+
+
+def digest_of(tensors: Sequence[Tensor]) -> bytes:
+    """Return the SHA-256 of tensors of bytes, each with its length before it."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        data = tensor.numpy().data
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.digest()
 
 
 Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]

@@ -544,6 +544,11 @@ class _Recorder(TorchFunctionMode):
         self.drew = False
         try:
             result, changed, moved, views = _shapes_of(layer, (args, kwargs), self._carried)
+        except _NotDense as error:
+            raise _refusal(
+                f"layer {name!r} returns a {error} tensor, which cannot pass between stages; "
+                "return a dense one (to_dense, or to_padded_tensor)"
+            ) from None
         except Exception as error:
             raise ConfigError(
                 f"layer {name!r} ({type(layer).__name__}), called at {where}, does not take what "
@@ -739,6 +744,10 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class _NotDense(Exception):
+    """A layer has returned a tensor that is not dense; the text says of which kind."""
+
+
 class _Shaped(NamedTuple):
     """What a layer has made of tensors without values.
 
@@ -779,9 +788,27 @@ def _shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, An
     try:
         if torch.is_autocast_enabled("cpu"):  # which knows nothing of the meta device
             return attempt(_valued)
-        return attempt(lambda tensor: tensor.detach().to("meta"))
+        with _without_autocast():
+            return attempt(lambda tensor: tensor.detach().to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):
         return attempt(_valued)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Raise an error where the body turns autocast on, which does nothing on the meta device."""
+    before = torch.autocast.__enter__
+
+    def enter(self: Any) -> None:
+        if self._enabled:
+            raise NotImplementedError("autocast on the meta device")
+        before(self)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = before  # type: ignore[method-assign]
 
 
 def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -> _Shaped:
@@ -800,6 +827,9 @@ def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -
     before = {id(made): _version_of(made) for _, made in copies.values()}
     with torch.no_grad():
         result = functional_call(layer, {**weights, **buffers}, args, kwargs)
+    for each in _tensors_in(result):
+        if each.is_nested or each.layout is not torch.strided:
+            raise _NotDense("nested" if each.is_nested else "sparse")
     back = {id(made): tensor for tensor, made in taken}
 
     def zeros(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ come by a module in a tuple or in a closure, or by a hook that looks at another 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import cloudpickle
@@ -16,17 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from pipedream_rt.messages.wire import bytes_of, sendable
+
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     """A pickler that notes tensors, and can pickle modules with parametrizations.
 
     Args:
         file: What is written to.
+        take: Takes the memory of each tensor; None to write it to the file.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, take: Take | None = None) -> None:
         """Note nothing yet."""
-        super().__init__(file)
+        super().__init__(file, buffer_callback=take)
         self.tensors: dict[int, Range] = {}
         self._data_to_come: set[Range] = set()
 
@@ -43,7 +47,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         self.tensors[id(value)] = where
 
     def reducer_override(self, value: Any) -> Any:
-        """Take a module with parametrizations apart, whose class is made at run time."""
+        """Take a module with parametrizations apart, whose class is made at run time.
+
+        And write tensors as their memory: torch's own way copies it five times.
+        """
+        if type(value) is Tensor and _is_plain(value):
+            memory = pickle.PickleBuffer(bytes_of(value))
+            return _tensor_over, (memory, value.dtype, tuple(value.shape), value.stride())
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             cls = parametrize.type_before_parametrizations(value)
             return (
@@ -55,6 +65,34 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
                 (_set_state),
             )
         return super().reducer_override(value)
+
+
+Take: TypeAlias = Callable[[pickle.PickleBuffer], None]
+"""Takes the memory of a tensor, which `pickle` then does not write."""
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but values in memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+        and not (tensor.is_quantized or tensor.is_inference())
+        and sendable(tensor).data_ptr() == tensor.data_ptr()
+    )
+
+
+def _tensor_over(
+    memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """Return a tensor over memory, or over a copy of it where it cannot be changed."""
+    view = memoryview(memory)
+    if not view.nbytes:
+        return torch.empty(0, dtype=dtype).as_strided(tuple(shape), tuple(stride))
+    raw = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).as_strided(tuple(shape), tuple(stride))
 
 
 def _state_of(cls: Any, module: nn.Module) -> dict[str, Any]:
@@ -94,14 +132,19 @@ def range_of(tensor: Tensor) -> Range:
     return start, start + (reach + 1) * tensor.element_size()
 
 
-def dumps(value: object) -> tuple[bytes, dict[int, Range]]:
+def dumps(value: object, take: Take | None = None) -> tuple[bytes, dict[int, Range]]:
     """Pickle a value for a worker.
+
+    Args:
+        value: The value.
+        take: Takes the memory of each tensor in it, to be given to `cloudpickle.loads` as
+            ``buffers``, in order; None to have it among the bytes.
 
     Returns:
         The bytes, which `cloudpickle.loads` reads; and where every tensor in it lies, by ``id``.
     """
     with io.BytesIO() as file:
-        pickler = _Pickler(file)
+        pickler = _Pickler(file, take)
         pickler.dump(value)
         return file.getvalue(), pickler.tensors
 

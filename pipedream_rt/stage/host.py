@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
 from pipedream_rt.messages.inbox import Inbox
-from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start
+from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.plan import name_of_worker
@@ -136,7 +135,7 @@ class StageHost:
             self._doing.stage = index
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
             message = self.inbox.take(key, Deadline(self._timeout))
-            start, spec = _spec_of(message)
+            start, spec = _spec_of(message, self._own_process)
             apply_settings(spec.settings)
             with self._computing():  # layers that are built draw from the process's generator
                 spec.build()
@@ -185,19 +184,27 @@ class StageHost:
         self._send_of(index)(COORDINATOR, 0, failed, ())
 
 
-def _spec_of(message: Message) -> tuple[Start, StageSpec]:
+def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
     """Return the `Start` of a stage and its specification, which its digest authenticates.
+
+    Args:
+        message: The message.
+        own_process: Whether nobody else has the tensors of the message.
 
     Raises:
         TransportError: The specification is not the one that the coordinator sent.
     """
-    start, data = message.payload, message.tensors[0].numpy().data
+    start, (data, *buffers) = message.payload, message.tensors
     assert isinstance(start, Start)
-    if hashlib.sha256(data).digest() != start.digest:
+    if digest_of(message.tensors) != start.digest:
         raise TransportError(
             f"the specification of stage {message.to} was changed on its way from the coordinator"
         )
-    spec: StageSpec = cloudpickle.loads(data)
+    if not own_process:  # the coordinator keeps them for recoveries
+        buffers = [buffer.clone() for buffer in buffers]
+    spec: StageSpec = cloudpickle.loads(
+        data.numpy().data, buffers=[buffer.numpy().data for buffer in buffers]
+    )
     return start, spec
 
 

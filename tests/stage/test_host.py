@@ -1,6 +1,5 @@
 """A worker's stages on the calling thread: from their start messages to their end."""
 
-import hashlib
 import os
 import threading
 from datetime import timedelta
@@ -22,6 +21,7 @@ from pipedream_rt.messages.message import (
     Ready,
     Start,
     Target,
+    digest_of,
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, plan_named
@@ -108,8 +108,8 @@ def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, **changes
     optimizer = OptimizerSpec(
         optimizer_class=torch.optim.SGD, kwargs={"lr": 0.5}, groups=(GroupSpec(names=names),)
     )
-    defaults = {"digest": hashlib.sha256(data).digest(), "optimizer": cloudpickle.dumps(optimizer)}
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    defaults = {"digest": digest_of([tensor]), "optimizer": cloudpickle.dumps(optimizer)}
     return message(Start(**{**defaults, **changes}), stage, 0, (tensor,))
 
 

@@ -1169,7 +1169,38 @@ ROWS = all_rows()
 # -- judging ----------------------------------------------------------------------------------
 
 
-def train_in_pipeline(row, workers):
+class Whole(nn.Module):
+    """A model that is no sequence for a pipeline, with the layers of one."""
+
+    def __init__(self, sequence):
+        super().__init__()
+        self.training = sequence.training
+        for name, layer in sequence._modules.items():
+            self.add_module(name, layer)
+        # So that random numbers are seeded for the same layers as in a sequence.
+        self._no_split_modules = [type(layer).__name__ for layer in sequence._modules.values()]
+
+    def forward(self, x):
+        for layer in self._modules.values():
+            x = layer(x)
+        return x
+
+
+OF_WHOLE = {
+    "layers-nn.DataParallel": "The stateless API can't be used with nn.DataParallel",
+    "weights-torch.jit.script": "is a module of torch.jit, which keeps its weights where",
+    "values between stages-a set": "must be Tensor, not set",
+    "values between stages-a sparse tensor": "returns a sparse tensor, which cannot pass",
+    "values between stages-a nested tensor": "returns a nested tensor, which cannot pass",
+    "values between stages-a function": "must be Tensor, not builtin_function_or_method",
+    "mini-batches-a dict alone": "does not take the example .* unexpected keyword argument 'a'",
+    "mini-batches-a layer that takes two arguments": "missing 1 required positional argument",
+}
+"""The words with which a model given whole is refused, by name of the row, where they are others
+than those for a sequence."""
+
+
+def train_in_pipeline(row, workers, whole=False):
     """Train as `train_plainly` does, with a pipeline; return losses, weights and the loss."""
     from contextlib import nullcontext
 
@@ -1177,10 +1208,13 @@ def train_in_pipeline(row, workers):
 
     model, points, data, loss_fn = row.make()
     options = {k: v for k, v in row.options.items() if k not in ("around", "within")}
+    defaults = {"schedule": "1f1b", "schedule_options": ScheduleOptions(credits=1)}
+    if whole:
+        points = [list(model._modules)[p] if isinstance(p, int) else p for p in points]
+        model, defaults["example"] = Whole(model), data[0]
     parameters = list(model.parameters())
     if isinstance(loss_fn, nn.Module):
         parameters += loss_fn.parameters()
-    defaults = {"schedule": "1f1b", "schedule_options": ScheduleOptions(credits=1)}
     with Pipeline(
         model, stages=points, loss_fn=loss_fn, optimizer=row.optimizer(parameters),
         workers=workers, **{**defaults, **options},
@@ -1194,7 +1228,7 @@ def train_in_pipeline(row, workers):
         return losses, pipe.state_dict(), loss
 
 
-def judge(row, workers):
+def judge(row, workers, whole=False):
     """Compare a pipeline with plain PyTorch; raises AssertionError where they differ."""
     import contextlib
 
@@ -1204,16 +1238,17 @@ def judge(row, workers):
 
     around = row.options.get("around", contextlib.nullcontext)
     with around():
-        if row.refused:
+        refused = OF_WHOLE.get(row.name, row.refused) if whole else row.refused
+        if refused:
             with pytest.raises((PipelineError, Exception)) as caught:
-                train_in_pipeline(row, workers)
+                train_in_pipeline(row, workers, whole)
             text = str(caught.value)
             assert isinstance(caught.value, PipelineError), repr(caught.value)
-            assert re.search(row.refused, text, re.DOTALL), text
+            assert re.search(refused, text, re.DOTALL), text
             return
         model, _, data, loss_fn = row.make()
         losses = train_plainly(model, data, loss_fn, row.optimizer, script=row.script)
-        found, weights, found_loss = train_in_pipeline(row, workers)
+        found, weights, found_loss = train_in_pipeline(row, workers, whole)
         assert [math.isfinite(loss) for loss in losses] == [True] * len(losses), losses
         assert found == losses
         same(weights, model.state_dict())
@@ -1237,24 +1272,30 @@ def page():
         "",
         "<!-- Made by `python -m support.compatibility` in the folder `tests`. -->",
         "",
-        "What a script may write, and what a pipeline does with it. Each row is a test, on threads",
-        "and on processes. **Same** means: the losses and the weights of a training are those of",
-        "plain PyTorch, bit for bit, with the schedule `1f1b`. **Refused** means: `ConfigError`,",
-        "or `StageFailed` for what only a forward shows, with these words, before anything is",
-        "trained otherwise than it was written.",
+        "What a script may write, and what a pipeline does with it. Each row is tested with a",
+        "sequence, on threads and on processes, and with a model given whole, whose forward is",
+        "recorded. **Same** means: the losses and the weights of a training are those of plain",
+        "PyTorch, bit for bit, with the schedule `1f1b`, given in both ways. **Refused** means:",
+        "`ConfigError`, or `StageFailed` for what only a forward shows, with these words, before",
+        "anything is trained otherwise than it was written.",
     ]
     for group in dict.fromkeys(row.group for row in ROWS):
         rows = [row for row in ROWS if row.group == group]
         same_rows = [
-            f"`{row.what}`" if "." in row.what else row.what for row in rows if not row.refused
+            f"`{row.what}`" if "." in row.what else row.what
+            for row in rows
+            if not (row.refused or row.name in OF_WHOLE)
         ]
         lines += ["", f"## {group[0].upper()}{group[1:]}", ""]
         if same_rows:
             lines += [f"Same: {'; '.join(same_rows)}."]
-        refused = [row for row in rows if row.refused]
+        refused = [row for row in rows if row.refused or row.name in OF_WHOLE]
         if refused:
-            lines += ["", "| Refused | With the words |", "|---|---|"]
-            lines += [f"| {row.what} | {_words(row.refused)} |" for row in refused]
+            lines += ["", "| Refused | In a sequence | In a model given whole |", "|---|---|---|"]
+        for row in refused:
+            alike = "the same words" if row.refused else "same"
+            whole = _words(OF_WHOLE[row.name]) if row.name in OF_WHOLE else alike
+            lines.append(f"| {row.what} | {_words(row.refused) or 'same'} | {whole} |")
     lines += ["", "## Not in the table", "", "| Class of `torch.nn` | Why |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in NOT_LAYERS.items()]
     return "\n".join(lines) + "\n"

@@ -140,6 +140,32 @@ class LanguageModel(nn.Module):
         return {"scores": self.head(x), "keep": keep}
 
 
+class Decoder(nn.Module):
+    """As in the documentation of torch.distributed.pipelining: modules that may be None, a dict of
+    layers, and a value that is given to a layer twice."""
+
+    def __init__(self, words=17, width=8, depth=3):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(words, width)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): nn.TransformerDecoderLayer(width, 2, 2 * width, batch_first=True)
+                for i in range(depth)
+            }
+        )
+        for layer in self.layers.values():  # no modules, so tests cannot turn them off
+            layer.self_attn.dropout = layer.multihead_attn.dropout = 0.0
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, words)
+
+    def forward(self, tokens):
+        h = self.tok_embeddings(tokens) if self.tok_embeddings else tokens
+        for layer in self.layers.values():
+            h = layer(h, h)
+        h = self.norm(h) if self.norm else h
+        return self.output(h).clone() if self.output else h
+
+
 class Deep(nn.Module):
     """Linear layers with a residual, in which autocast uses each weight once."""
 
