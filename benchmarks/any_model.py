@@ -1,7 +1,12 @@
 """What models given whole cost: their start, and the memory of activations computed again.
 
 ``start`` builds a GPT-2 with 124 million parameters of random weights, and opens a pipeline over
-it: its forward is recorded, cut, and its parts are sent to the workers.
+it: its forward is recorded, cut, and its parts are sent to the workers. Of that time, what a fresh
+process needs to import torch and transformers is measured by itself.
+
+``memory`` opens a pipeline over layers that workers build (`LayerSpec`), and over a model whose
+weights they read from a folder, and compares the peak memory of the script and of the workers with
+that of the same pipeline over tiny layers.
 
 ``recompute`` trains a deep pipeline twice, with activations kept and with activations computed
 again, and compares the peak memory of the first stage with the formula: m micro-batches in flight
@@ -14,7 +19,11 @@ Prints a line of text, or with --json one JSON line.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import LayerSpec, Pipeline, without_values
+from pipedream_rt.stage.memory import peak_memory_bytes
 
 
 def _print(found: dict[str, Any], text: str, as_json: bool) -> None:
@@ -55,9 +65,59 @@ def start(workers: int, as_json: bool) -> None:
         optimizer=(torch.optim.SGD, {"lr": 0.1}),
     ):
         open_s = time.perf_counter() - began
-    found = {"workers": workers, "build_s": build_s, "open_s": open_s, "ratio": open_s / build_s}
+    began = time.perf_counter()
+    modules = "import torch._dynamo, transformers.models.gpt2.modeling_gpt2"
+    subprocess.run([sys.executable, "-c", modules], check=True)
+    found = {
+        "workers": workers, "build_s": build_s, "open_s": open_s, "ratio": open_s / build_s,
+        "import_s": time.perf_counter() - began,
+    }  # fmt: skip
     text = f"built in {build_s:.2f} s, opened on {workers} workers in {open_s:.2f} s"
-    _print(found, f"{text}: {found['ratio']:.2f} times", as_json)
+    text += f": {found['ratio']:.2f} times; imports alone take {found['import_s']:.2f} s"
+    _print(found, text, as_json)
+
+
+def _peaks(model: Any, **options: Any) -> list[int]:
+    """Open a pipeline; return the peak memory of the script and of each worker in bytes."""
+    with Pipeline(model, stages=4, **options) as pipe:
+        workers = [each["peak_memory_bytes"] for each in pipe.statistics()]
+        return [peak_memory_bytes(), *workers]
+
+
+@main.command()
+@click.option("--width", default=2048, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
+def memory(width: int, as_json: bool) -> None:
+    """Compare the memory of a model that is nowhere whole with the size of its parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Written by another process, whose memory does not count.
+        script = (
+            "import torch, sys; from safetensors.torch import save_file\n"
+            "w, folder = int(sys.argv[1]), sys.argv[2]\n"
+            "save_file({f'{i}.weight': torch.randn(w, w) for i in range(16)}, folder)"
+        )
+        path = Path(folder) / "model.safetensors"
+        subprocess.run([sys.executable, "-c", script, str(width), str(path)], check=True)
+        tiny = _peaks([LayerSpec(nn.Linear, 2, 2, bias=False) for _ in range(16)])
+        built = _peaks([LayerSpec(nn.Linear, width, width, bias=False) for _ in range(16)])
+        with without_values():
+            model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(16)])
+        read = _peaks(model, weights=folder)
+    layer = width * width * 4
+    found: dict[str, Any] = {"layer": layer, "part": 4 * layer}
+    for name, peaks in (("built", built), ("read", read)):
+        more = [a - b for a, b in zip(peaks, tiny, strict=True)]
+        found[f"{name}_script"], found[f"{name}_worker"] = more[0], max(more[1:])
+    text = "; ".join(
+        f"{name}: {found[f'{name}_script'] / 2**20:.0f} MiB more in the script, "
+        f"{found[f'{name}_worker'] / 2**20:.0f} in a worker"
+        for name in ("built", "read")
+    )
+    _print(
+        found,
+        f"a part has {4 * layer / 2**20:.0f} MiB, a layer {layer / 2**20:.0f}; {text}",
+        as_json,
+    )
 
 
 def _peak(samples: int, width: int, depth: int, stages: int, recompute: bool) -> int:

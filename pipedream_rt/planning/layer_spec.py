@@ -109,11 +109,14 @@ class Blueprint:
                 _put_parameter(layers[name], own, _parameter_of(layers[holder], rest, other))
         return layers
 
-    def build(self, wanted: Sequence[str]) -> dict[str, nn.Module]:
+    def build(
+        self, wanted: Sequence[str], dropped: Callable[[], None] = lambda: None
+    ) -> dict[str, nn.Module]:
         """Build some of the layers, with the values that they have if all are built.
 
         Args:
             wanted: Their names.
+            dropped: Called when a layer was built that is not wanted, and is gone.
         """
         torch.manual_seed(self.seed)
         left, built = set(wanted) & self.specs.keys(), {}
@@ -134,6 +137,9 @@ class Blueprint:
             if name in left:
                 left.remove(name)
                 built[name] = layer
+            del layer  # before the next one is built
+            if name not in built:
+                dropped()
         return built
 
 

@@ -66,13 +66,13 @@ class Pretrained:
                     "must see the same files, as long as the run goes on"
                 )
             try:
-                with safe_open(path, framework="pt") as opened:
-                    for name, tensor in named.items():
-                        if id(tensor) not in values:
-                            read = opened.get_tensor(self.places[name][1])
-                            # A copy, since it may lie in the file, and in the layout of the model.
-                            like = torch.empty_like(tensor, device="cpu")
-                            values[id(tensor)] = like.copy_(read)
+                for name, tensor in named.items():
+                    if id(tensor) not in values:
+                        # In the layout of the model. What is open is mapped into memory, so the
+                        # file is opened for each tensor: only one is there twice.
+                        like = torch.empty_like(tensor, device="cpu")
+                        with safe_open(path, framework="pt") as opened:
+                            values[id(tensor)] = like.copy_(opened.get_tensor(self.places[name][1]))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
         give_values(part, lambda tensor: values.get(id(tensor)))

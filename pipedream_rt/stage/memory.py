@@ -23,6 +23,12 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def give_free_memory_back() -> None:
+    """Let what is free now go back to the kernel."""
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def give_memory_back_at_once() -> None:
     """Let large blocks go back to the kernel when they are freed, for the rest of this process.
 

@@ -14,6 +14,7 @@ from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.clipping import Clip
+from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.settings import Settings, settings_now
 
@@ -114,7 +115,8 @@ class StageSpec:
             CheckpointError: Weights cannot be read.
         """
         names = [n for n in self.layers._modules if n in self.blueprint.specs]
-        for name, layer in self.blueprint.build(names).items() if names else ():
+        built = self.blueprint.build(names, give_free_memory_back) if names else {}
+        for name, layer in built.items():
             layer.train(self.layers.training)
             self.layers._modules[name] = layer
         if self.pretrained is not None:
