@@ -87,6 +87,7 @@ from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.clipping import Clip
+from pipedream_rt.stage.evaluation import changes_modes
 from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
 from pipedream_rt.transport.base import Receive
@@ -503,6 +504,11 @@ class Pipeline:
         """
         if ema and not self._averages:
             raise ConfigError("no average of the weights is made; give Pipeline ema=0.999")
+        if any(changes_modes(module) for module in self._model.modules.values()):
+            raise ConfigError(
+                "the model has a layer that does something when its mode is set, such as to merge "
+                "an adapter into a weight, so no version of its weights can be kept and read"
+            )
         return KeptVersion(self._lease, self._feeder, average=ema)
 
     def _number_of(self, version: KeptVersion | None) -> int:

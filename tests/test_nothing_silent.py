@@ -95,6 +95,7 @@ LOOKS = {
     "explain": lambda pipe: pipe.explain(),
     "optimizer state": lambda pipe: pipe.optimizer.state_dict(),
     "the mode it has": lambda pipe: pipe.train(),
+    "a function on the stages": lambda pipe: pipe.on_stages(repr),
     "repr": repr,
 }
 
@@ -122,6 +123,37 @@ def test_looking_changes_nothing(workers, schedule, look):
     assert calm[0] == looked[0]
     assert_same(looked[1], calm[1])
     assert_same(looked[2], calm[2])
+
+
+def kept(pipe, data):
+    with pipe.keep_version() as version:
+        pipe.evaluate(data, version=version)
+        list(pipe.predict([x for x, _ in data], version=version))
+        pipe.module(version=version)
+
+
+@pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b"])
+def test_to_keep_a_version_changes_nothing(workers, schedule):
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        with Pipeline(
+            model, stages=2, loss_fn=F.mse_loss, schedule=schedule, workers=workers, ema=0.9,
+            optimizer=(torch.optim.Adam, {}),
+        ) as pipe:  # fmt: skip
+            losses = []
+            for result in pipe.train_epoch(regression(8)):
+                losses.append(result.loss)
+                if looks and result.step in (2, 5):
+                    kept(pipe, regression(2))
+            found.append((losses, pipe.fingerprint().digest))
+    assert found[0] == found[1]
+    with (
+        Pipeline([Adapter(), nn.Linear(8, 8)], stages=2, workers=workers) as pipe,
+        pytest.raises(ConfigError, match="does something when its mode is set"),
+    ):
+        pipe.keep_version()
 
 
 def test_inference_in_training_mode_moves_statistics_only_when_told(workers):

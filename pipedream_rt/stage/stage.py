@@ -793,15 +793,7 @@ class Stage:
             average: Whether to copy the average that the optimizer keeps in the place of weights.
             borrowed: Averages of tied weights, by name in the unsplit model, of which those that
                 other stages own are taken.
-
-        Raises:
-            ConfigError: Layers change their weights when their mode is set.
         """
-        if changes_modes(self.module):
-            raise ConfigError(
-                f"stage {self.index} has a layer that does something when its mode is set, such as "
-                "to merge an adapter into a weight; no version can be kept of it"
-            )
         values: dict[int, Tensor] = {}
         if average:
             assert self.optimizer is not None
