@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import cloudpickle
 import msgpack
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import MicroBatch, Mode
 from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
+from pipedream_rt.planning import dumps
 from pipedream_rt.planning.cut import Cut, StageProgram, Ways, cut
 from pipedream_rt.planning.program import NONE_CARRIED, Program
 from pipedream_rt.planning.record import record
@@ -301,7 +301,7 @@ class RecordedForwards:
     def _new(self, key: bytes, program: Program) -> tuple[int, bytes]:
         """Add a program that stages do not have yet; return its number and its definition."""
         number = self._add(key, program)
-        definition = cloudpickle.dumps(self.cuts[number].stages)
+        definition = dumps(self.cuts[number].stages)[0]
         self.definitions.append(definition)
         return number, definition
 
@@ -328,8 +328,8 @@ class RecordedForwards:
         )
         if before:
             program = dataclasses.replace(program, carries={})
-        mine = cloudpickle.dumps(program)
-        same = [entry for entry in there if cloudpickle.dumps(entry[1]) == mine]
+        mine = dumps(program)[0]
+        same = [entry for entry in there if dumps(entry[1])[0] == mine]
         if same and same[0] is there[-1]:
             self._for_all_lengths.add(key)
         else:

@@ -269,8 +269,8 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
         items = [replaced(item, kinds, by) for item in value]
         if all(new is old for new, old in zip(items, value)) or cls is torch.Size:
             return value
-        if hasattr(value, "_fields"):
-            return cls(*items)
+        if hasattr(cls, "_make"):  # a named tuple, whose own constructor may look at tensors
+            return cls._make(items)
         return cls(items)
     if cls is slice:
         return slice(*(replaced(part, kinds, by) for part in (value.start, value.stop, value.step)))

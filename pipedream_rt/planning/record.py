@@ -60,6 +60,9 @@ _OF_SHAPE = {"size", "numel", "nelement", "__len__", "shape", "nbytes", "stride"
 _CHANGING = {"batch_norm", "instance_norm", "__setitem__", "embedding", "embedding_bag"}
 """Functions that change what they are given and whose names do not say so by a ``_`` at the end."""
 
+_SIZING = {"_pack_padded_sequence"}
+"""Functions whose result has a shape that depends on values, though torch does not tag them so."""
+
 _FACTS = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
     "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
@@ -348,7 +351,7 @@ class _Recorder(TorchFunctionMode):
             for t, before in zip(tensors, versions, strict=True)
             if _version_of(copies.get(id(t), t)) != before
         ]
-        depends |= _SIZED if self.sized else 0
+        depends |= _SIZED if self.sized or name in _SIZING else 0
         results = _tensors_in(result)
         if not results and not changed and name not in _EFFECTS:
             self._reads(func, name, given, depends | (_DRAWN if self.drew else 0), after, result)

@@ -54,6 +54,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if type(value) is Tensor and _is_plain(value):
             memory = pickle.PickleBuffer(bytes_of(value))
             return _tensor_over, (memory, value.dtype, tuple(value.shape), value.stride())
+        if isinstance(value, tuple) and hasattr(type(value), "_make"):
+            # A named tuple, whose own constructor may look at tensors, where a program has numbers.
+            return _named_tuple, (type(value), tuple(value))
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             cls = parametrize.type_before_parametrizations(value)
             return (
@@ -69,6 +72,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
 Take: TypeAlias = Callable[[pickle.PickleBuffer], None]
 """Takes the memory of a tensor, which `pickle` then does not write."""
+
+
+def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
+    """Return a named tuple."""
+    return cls._make(items)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import rnn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.cut import cut, find_layers, first_layer
@@ -207,6 +208,49 @@ def test_inputs_that_do_not_fit_are_refused():
         recorded(Base(), torch.randn(3, 5))
     with pytest.raises(ConfigError, match="forward of the model, a Base, does not take"):
         recorded(Base(), X, X)
+
+
+class Packed(nn.Module):
+    """Packs sequences outside of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.lower = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True)
+        packed, _ = self.lower(packed)
+        return rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+
+def test_packed_sequences_must_stay_in_one_layer():
+    """Their shape depends on values, which pad_packed_sequence reads."""
+    with pytest.raises(ConfigError, match=r"test_record.*size\(\) reads values that layers"):
+        recorded(Packed(), torch.randn(2, 3, 4), torch.tensor([3, 2]))
+
+
+@pytest.mark.parametrize("layout", ["sparse", "nested"])
+def test_what_is_not_dense_cannot_pass_between_layers(layout):
+    class Makes(nn.Module):
+        def forward(self, x):
+            return x.to_sparse() if layout == "sparse" else torch.nested.nested_tensor([x, x[:1]])
+
+    model = Base()
+    model.a = Makes()
+    with pytest.raises(ConfigError, match=f"layer 'a' returns a {layout} tensor, which cannot"):
+        recorded(model, X)
+
+
+def test_a_layer_that_turns_autocast_on_is_recorded_with_its_dtype():
+    class Cast(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x)
+
+    model = Base()
+    model.a = Cast(4, 4)
+    assert [kind[1] for kind in recorded(model, X).steps[0].kinds] == [torch.bfloat16]
 
 
 class Makes(nn.Module):
