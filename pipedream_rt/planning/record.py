@@ -371,6 +371,11 @@ class _Recorder(TorchFunctionMode):
         """
         if not depends:
             return
+        if "nested_tensor" in name:
+            raise _refusal(
+                "a nested tensor is made, as nn.TransformerEncoder does in eval mode where a mask "
+                "leaves something out; build it with enable_nested_tensor=False"
+            )
         if depends & (_LAYERS | _DRAWN):
             of = "layers have computed" if depends & _LAYERS else "were drawn at random"
             raise _refusal(

@@ -242,6 +242,24 @@ def test_what_is_not_dense_cannot_pass_between_layers(layout):
         recorded(model, X)
 
 
+def test_an_encoder_that_makes_nested_tensors_is_told_what_to_do():
+    class Encoder(nn.Module):
+        def __init__(self, **kwargs):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, **kwargs)
+
+        def forward(self, x, mask):
+            return self.encoder(x, src_key_padding_mask=mask)
+
+    x, mask = torch.randn(2, 3, 4), torch.tensor([[False, False, True], [False, False, False]])
+    assert recorded(Encoder(), x, mask).layers() == ["encoder.layers.0", "encoder.layers.1"]
+    with pytest.raises(ConfigError, match="build it with enable_nested_tensor=False"):
+        recorded(Encoder(), x, mask, training=False, grad=False)
+    calm = Encoder(enable_nested_tensor=False)
+    assert len(recorded(calm, x, mask, training=False, grad=False).layers()) == 2
+
+
 def test_a_layer_that_turns_autocast_on_is_recorded_with_its_dtype():
     class Cast(nn.Linear):
         def forward(self, x):
