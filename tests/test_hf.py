@@ -202,7 +202,18 @@ def test_asynchronous_training_equals_the_oracle(name):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["gpt2", "t5"], indirect=True)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "t5",
+        *(
+            pytest.param(each, marks=pytest.mark.stress)
+            for each in ("llama", "qwen", "bert", "vit")
+        ),
+    ],
+    indirect=True,
+)
 def test_it_survives_a_worker_and_goes_back_into_the_plain_model(name, tmp_path):
     data = MODELS[name][1]() * 2
     plain = made(name)
