@@ -71,6 +71,7 @@ from pipedream_rt.coordinator.specs import (
     pickled_specs,
     recomputing,
     refuse_autocast,
+    refuse_norms,
     scaling,
 )
 from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
@@ -230,6 +231,7 @@ class Pipeline:
         again = recomputing(recompute, self.plan)
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
+        refuse_norms(self.plan, clip, scale)
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from support import whole
 from support.faults import kill
 from support.oracle import assert_same
+from support.written import RisingSteps
 from torch import nn
 
 from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale, Pipeline, ScheduleOptions
@@ -303,6 +304,33 @@ def test_clipping_is_that_of_the_plain_loop(case, how, schedule):
             found += [r.loss for r in pipe.train_epoch(data[2:])]
             assert found == losses
             assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("scaled", [False, True])
+def test_norms_pass_through_workers_with_several_stages(scaled):
+    """Worker 0 has the stages 0 and 2; a total norm goes from the last stage to the first."""
+    case = CASES["deep"]
+    data = case.data(4)
+    torch.set_num_threads(1)
+    weights, losses = whole.plainly(
+        case.model(), data, case.loss, case.make_optimizer, k=2,
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05),
+    )  # fmt: skip
+    options = {"stages": 4, "micro_batches": 2, "clip": Clip(norm=0.05)}
+    if scaled:  # without float16 it changes no bit, since the scale is a power of two
+        options["loss_scale"] = LossScale(init_scale=1024.0)
+    with case.pipeline(schedule="interleaved-1f1b", **options) as pipe:
+        assert pipe.plan.workers == 2
+        assert [loss for r in pipe.train_epoch(data) for loss in r.losses] == losses
+        assert_same(pipe.state_dict(), weights)
+    options["schedule_options"] = ScheduleOptions(stages_per_worker=2)
+    with pytest.raises(ConfigError, match=r"wait for ever at 0:S0 .* from its last stage to its f"):
+        case.pipeline(schedule=RisingSteps(), **options)
+    del options["clip"], options["stages"]
+    if not scaled:
+        with case.pipeline(schedule=RisingSteps(), stages=4, **options) as pipe:
+            assert len(list(pipe.train_epoch(data))) == 4
 
 
 @pytest.mark.threads

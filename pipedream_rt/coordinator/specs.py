@@ -26,6 +26,7 @@ from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules.execution import Execution
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.clipping import Clip, is_exact
 from pipedream_rt.stage.scaling import LossScale
@@ -69,6 +70,27 @@ def scaling(
             "float32 and let autocast make float16 of them"
         )
     return scale  # type: ignore[no-any-return]
+
+
+def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None:
+    """Refuse a schedule in which stages wait in a circle for the norms of each other's gradients.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    of_model = clip is not None and clip.norm is not None and clip.over == "model"
+    if not of_model and scale is None:
+        return
+    execution = Execution(plan, 4 * plan.per_update * plan.num_stages, norms=True)
+    for _ in execution:
+        pass
+    if execution.waiting:
+        worker, action = execution.waiting[0]
+        raise ConfigError(
+            f"with the schedule {plan.name}, {plan.name_of(worker)} would wait for ever at "
+            f"{action} for the norms of the gradients of later stages, by which they are clipped "
+            "or skipped; a worker must do the steps of an update from its last stage to its first"
+        )
 
 
 def compiling(compile: Any, modules: Iterable[nn.Module]) -> dict[str, Any] | None:

@@ -93,6 +93,8 @@ class Execution:
         flushes: The micro-batches before which the pipe is flushed, multiples of k.
         credits: The number of mini-batches that the coordinator injects before it waits for the
             first loss; None for no limit.
+        norms: Whether the step of a stage waits for that of the stage behind it, which sends the
+            norms of its gradients.
 
     Attributes:
         waiting: After the iteration, each worker that waits for ever, with its next action.
@@ -105,9 +107,11 @@ class Execution:
         *,
         flushes: Sequence[int] = (),
         credits: int | None = None,
+        norms: bool = False,
     ) -> None:
         """Execute no action yet."""
         self._plan = plan
+        self._norms = norms
         bounds = list(pairwise((0, *flushes, micro_batches)))
         self._orders = [
             chain(*[plan.order(worker, a, b) for a, b in bounds]) for worker in range(plan.workers)
@@ -120,6 +124,8 @@ class Execution:
         plan, orders = self._plan, self._orders
         forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
+        behind = [(stage + 1,) for stage in range(plan.num_stages - 1)]
+        down = _Progress((*behind, ())) if self._norms else None
         only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
         unpaid = set(plan.entries) if self._credits else set()
         held: list[Action | None] = [None] * plan.workers
@@ -135,6 +141,8 @@ class Execution:
                     way = onward
                 elif kind is backward or kind is input_half:
                     way = back
+                elif kind is Kind.STEP and down is not None:
+                    way = down
                 else:
                     yield worker, stage, action
                     continue

@@ -197,7 +197,7 @@ class Interleaved1F1B:
                 if i >= warm_up:
                     m, chunk = place(i - warm_up)
                     yield backward(first + m, stages[v - 1 - chunk])
-            for stage in stages:
+            for stage in reversed(stages):  # so that norms can go from the last stage to the first
                 yield step(first // k, stage)
 
     def in_flight(self, stage: int, shape: Shape) -> int:

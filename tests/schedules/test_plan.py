@@ -257,7 +257,7 @@ def test_an_order_ends_with_the_last_micro_batch():
     assert drawn(CHAIN, 0, 0, 2) == "F0 F1 B0 B1 S0"
     assert drawn(CHAIN, 0, 2, 4) == "F2 F3 B2 B3 S1"
     assert drawn(CHAIN, 0, 2, 2) == ""
-    assert drawn(INTERLEAVED, 1, 0, 2) == "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 1:S0 3:S0"
+    assert drawn(INTERLEAVED, 1, 0, 2) == "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 3:S0 1:S0"
     endless = plan_named("async-1f1b", num_stages=2).order(0)
     assert " ".join(str(next(endless)) for _ in range(6)) == "F0 F1 B0 S0 F2 B1"
 

@@ -436,7 +436,7 @@ def test_two_stages_on_one_worker_take_turns_as_their_order_says(seed):
     """Worker 0 of 2: stages 0 and 2 of 4."""
     plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
     assert " ".join(map(str, plan.order(0, 0, 2))) == (
-        "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1 0:S0 2:S0"
+        "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1 2:S0 0:S0"
     )
     worker = Worker(plan, 0)
     worker.put(

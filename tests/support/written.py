@@ -18,3 +18,17 @@ class LaterBackward:
                     yield Action(Kind.BACKWARD, first + i - ahead)
             yield Action(Kind.STEP, first // k)
             first += k
+
+
+class RisingSteps:
+    """A schedule for stages 0 and 2, and 1 and 3, of two workers, that does lower steps first."""
+
+    def order(self, worker, shape, start):
+        stages = shape.stages_of(worker)
+        update = start // shape.per_update
+        while True:
+            every = range(update * shape.per_update, (update + 1) * shape.per_update)
+            yield from (Action(Kind.FORWARD, m, s) for s in stages for m in every)
+            yield from (Action(Kind.BACKWARD, m, s) for s in reversed(stages) for m in every)
+            yield from (Action(Kind.STEP, update, s) for s in stages)
+            update += 1
