@@ -290,6 +290,7 @@ class Pipeline:
             names = parameter_names(self._model, parts)
             self._references = References(self._lease, self._feeder, self._model, names, ema)
             self._averages = ema is not None and grouped is not None
+            self._changes_modes = any(map(changes_modes, parts))
             self._checkpointer = Checkpointer(self._group, kept)
             preemption = Preemption(kept.grace) if kept is not None and makes_checkpoints else None
             self._run_state = RunState(
@@ -506,7 +507,7 @@ class Pipeline:
         """
         if ema and not self._averages:
             raise ConfigError("no average of the weights is made; give Pipeline ema=0.999")
-        if any(changes_modes(module) for module in self._model.modules.values()):
+        if self._changes_modes:
             raise ConfigError(
                 "the model has a layer that does something when its mode is set, such as to merge "
                 "an adapter into a weight, so no version of its weights can be kept and read"

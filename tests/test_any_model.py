@@ -850,6 +850,63 @@ def test_the_average_of_the_weights_is_that_of_torch(name, tmp_path):
     assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
+class Moving(nn.Module):
+    """Keeps a mean in a buffer, which it changes in place or replaces; and a frozen weight."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.layer, self.replaces = nn.Linear(6, 6), replaces
+        self.gain = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                if self.replaces:
+                    self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+                else:
+                    self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return torch.tanh(self.layer(x - self.mean.clone()) * self.gain)
+
+
+def doubled(module):
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.mul_(2.0)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize(("schedule", "k"), [("1f1b", 2), ("async-1f1b", 1)])
+def test_a_kept_version_has_buffers_and_frozen_weights_of_its_own(schedule, k, replaces):
+    torch.manual_seed(0)
+    layers = [Moving(replaces) for _ in range(4)] + [nn.Linear(6, 3)]
+    data = whole.points(6)
+    with Pipeline(
+        layers, stages=2, loss_fn=F.mse_loss, optimizer=SGD, schedule=schedule, micro_batches=k,
+        workers="in-process",
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(data[:3]))
+        weights, loss = pipe.state_dict(), pipe.evaluate(data)
+        with pipe.keep_version() as version:
+            list(pipe.train_epoch(data[3:]))
+            pipe.on_stages(doubled)
+            assert_same(pipe.state_dict(version=version), weights)
+            assert pipe.evaluate(data, version=version) == loss
+        assert not torch.equal(pipe.state_dict()["0.mean"], weights["0.mean"])
+
+
+def test_two_buffers_over_one_memory_are_refused():
+    class Two(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("all", torch.zeros(4))
+            self.register_buffer("first", self.all[:2])
+
+    with pytest.raises(ConfigError, match=r"0.first and 0.all are two tensors over the same mem"):
+        Pipeline([Two(), nn.Linear(2, 2)], stages=2)
+
+
 def test_a_decay_that_is_no_number_is_refused():
     for ema in (1.0, -0.1, "0.9", True):
         with pytest.raises(ConfigError, match="ema must be a number"):
@@ -998,6 +1055,29 @@ def test_a_function_is_called_on_every_stage(tmp_path):
     assert_same(found[0][1], found[1][1])
 
 
+def another_weight(module):
+    for each in module.modules():
+        if isinstance(each, nn.Embedding):
+            each.weight = nn.Parameter(torch.zeros_like(each.weight))
+
+
+def another_module(module):
+    module._modules.update({name: copy.deepcopy(m) for name, m in module._modules.items()})
+
+
+def other_data(module):
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 2
+
+
+replacing = {
+    another_weight: "weight",
+    another_module: "embed",
+    other_data: "embed.weight",
+    lambda module: module.requires_grad_(False) and None: "embed.weight",
+}
+
+
 @pytest.mark.threads
 def test_a_function_on_a_stage_that_goes_wrong_does_not_end_the_pipeline():
     case = CASES["lstm"]
@@ -1013,6 +1093,9 @@ def test_a_function_on_a_stage_that_goes_wrong_does_not_end_the_pipeline():
             pipe.on_stages(scaled_by, 2.0)
         with pytest.raises(ConfigError, match="cannot be sent to the stages"):
             pipe.on_stages(print, threading.Lock())
+        for function, name in replacing.items():
+            with pytest.raises(ConfigError, match=f"replaced '{name}'"):
+                pipe.on_stages(function)
         assert_same(pipe.state_dict(), before)
         assert pipe.on_stages(lambda module: len([*module.parameters()])) == [1, 4, 7]
         assert len(list(pipe.train_epoch(data))) == 4

@@ -404,6 +404,65 @@ def test_a_kept_version_generates_while_training_goes_on_and_a_worker_dies(tmp_p
     assert_same(again[2][1], average[1])
 
 
+class LooksAtLength(transformers.LlamaForCausalLM):
+    """Its way depends on the number of tokens in the cache, with a threshold of its own."""
+
+    def forward(self, input_ids=None, past_key_values=None, position_ids=None, **kwargs):
+        kwargs.pop("attention_mask", None)
+        output = super().forward(input_ids, None, position_ids, past_key_values, **kwargs)
+        if past_key_values is not None and past_key_values.get_seq_length() > 11:
+            output.logits = output.logits.flip(-1)
+        return output
+
+
+class OwnWeights(transformers.LlamaForCausalLM):
+    """Computes the embeddings before a forward."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        inputs["inputs_embeds"] = self.model.embed_tokens(inputs.pop("input_ids"))
+        return inputs
+
+
+def of_class(cls):
+    torch.manual_seed(0)
+    return cls(transformers.LlamaConfig(**SMALL, num_key_value_heads=1, initializer_range=0.3))
+
+
+@pytest.mark.threads
+def test_classes_of_ones_own_generate_as_they_are_or_are_refused():
+    options = {"stages": 3, "loss_fn": squares, "example": {"input_ids": PROMPT}}
+    plain = of_class(LooksAtLength).eval()
+    with opened(of_class(LooksAtLength), [PROMPT], **options) as pipe:
+        for _ in range(2):
+            assert torch.equal(pipe.generate(PROMPT, **NEW), plain.generate(PROMPT, **NEW))
+    with opened(of_class(OwnWeights), [PROMPT], **options) as pipe:
+        with pytest.raises(ConfigError, match="computes with the weights of the script's model"):
+            pipe.generate(PROMPT, **NEW)
+        assert pipe(input_ids=PROMPT).logits.shape == (2, 5, 64)
+
+
+@pytest.mark.threads
+def test_two_caches_at_a_time_and_errors_on_the_way_leave_the_pipeline_usable():
+    def stop(ids, scores, **kwargs):
+        raise ZeroDivisionError
+
+    plain = of_class(transformers.LlamaForCausalLM).eval()
+    options = {"stages": 3, "loss_fn": squares, "example": {"input_ids": PROMPT}}
+    with opened(of_class(transformers.LlamaForCausalLM), [PROMPT], **options) as pipe:
+        with pytest.raises(ZeroDivisionError):
+            pipe.generate(PROMPT, stopping_criteria=[stop], **NEW)
+        with pytest.raises(ConfigError, match="has the tokens 0 to 63, and is given 64"):
+            pipe.generate(PROMPT + 4, **NEW)
+        with pytest.raises(ConfigError, match="output_attentions is not available"):
+            pipe.generate(PROMPT, output_attentions=True, return_dict_in_generate=True, **NEW)
+        guided = {
+            **NEW,
+            "guidance_scale": 1.5,
+        }  # a second text beside each, with a cache of its own
+        assert torch.equal(pipe.generate(PROMPT, **guided), plain.generate(PROMPT, **guided))
+
+
 @pytest.mark.threads
 def test_what_generation_does_not_do_is_refused():
     data = MODELS["llama"][1]()

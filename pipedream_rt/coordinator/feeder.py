@@ -404,15 +404,16 @@ class Feeder:
         """Let recoveries make what is made from now on again, until `end_generation`."""
         self._group.log.hold()
 
-    def end_generation(self, cache: int, positions: Iterable[int]) -> None:
+    def end_generation(self, caches: Iterable[int], positions: Iterable[int]) -> None:
         """Forget the forwards of a generation, and the caches that they have filled.
 
         Args:
-            cache: Number of the caches.
+            caches: Numbers of the caches.
             positions: The positions of the forwards.
         """
-        if not self._group.life.is_over:
-            self._group.command(CommandName.END_CACHE, cache)
+        for cache in caches:
+            if not self._group.life.is_over:
+                self._group.command(CommandName.END_CACHE, cache)
         for position in positions:
             self._group.log.forget(position)
         self._group.log.release()

@@ -21,10 +21,16 @@ from torch import Tensor, nn
 from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.forwards import Cache
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, PipelineError
 
 _CACHE = "past_key_values"
 """The keyword argument under which models of transformers take a cache."""
+
+_OWN_WEIGHTS = (
+    "the model's own generate, or what it prepares for a forward, computes with the weights of the "
+    "script's model, which are not those of the stages; load pipe.state_dict() into a model of its "
+    "class, and generate with that"
+)
 
 _numbers = itertools.count(1)
 
@@ -37,14 +43,16 @@ class _Generation:
         feeder: Feeds them.
         version: Number of the kept version that is read; 0 for the newest weights.
         beside: What one item is drawn of after each forward.
-        number: Number of the cache on the stages.
+        tokens: The number of tokens that the model knows; None if that is not known.
+        caches: By ``id`` of a cache here, the cache, and the number of those on the stages.
         positions: The positions of the forwards in the feed.
     """
 
     feeder: Feeder
     version: int
     beside: Iterator[Any]
-    number: int = field(default_factory=_numbers.__next__)
+    tokens: int | None = None
+    caches: dict[int, tuple[Any, int]] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
 
     def forward(self, **kwargs: Any) -> Any:
@@ -55,17 +63,22 @@ class _Generation:
             # Without padding a mask says nothing, and its shape would differ in every forward.
             del inputs["attention_mask"]
         inputs.pop("return_dict", None)
+        self._refuse_inputs(inputs)
         value = inputs.pop(_CACHE, None)
+        if value is None and inputs.get("use_cache") and self.caches:
+            # A model may give its cache up and begin another one.
+            value = type(next(iter(self.caches.values()))[0])()
         if value is None or not inputs.get("use_cache", True):
+            inputs["use_cache"] = False
             output, position = self.feeder.generated(Batch((), inputs, None), self.version)
         else:
-            self._refuse(value)
+            number = self._number_of(value)
             ids = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
             output, position = self.feeder.generated(
                 Batch((), inputs, None),
                 self.version,
                 Cache(_CACHE, value),
-                self.number,
+                number,
                 ids.shape[1],
             )
             output[_CACHE] = value
@@ -74,22 +87,47 @@ class _Generation:
             next(self.beside, None)
         return output
 
-    def _refuse(self, cache: Any) -> None:
-        """Refuse a cache that was filled elsewhere, or is of another kind.
+    def _refuse_inputs(self, inputs: dict[str, Any]) -> None:
+        """Refuse inputs that no stage can take, or outputs that none gives.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: There is one.
         """
-        if type(cache).__name__ != "DynamicCache":
+        for name in ("output_attentions", "output_hidden_states"):
+            if inputs.get(name):
+                raise ConfigError(f"{name} is not available: the stages give the scores alone")
+        if any(isinstance(value, Tensor) and value.is_meta for value in inputs.values()):
+            raise ConfigError(_OWN_WEIGHTS)
+        ids = inputs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.numel() and self.tokens is not None:
+            low, high = ids.aminmax()
+            if int(low) < 0 or int(high) >= self.tokens:
+                raise ConfigError(
+                    f"the model has the tokens 0 to {self.tokens - 1}, and is given {int(high)}"
+                    if int(low) >= 0
+                    else f"the model is given the token {int(low)}"
+                )
+
+    def _number_of(self, cache: Any) -> int:
+        """Return the number of the caches on the stages that belong to a cache here.
+
+        Raises:
+            ConfigError: It was filled elsewhere, or is of another kind.
+        """
+        if id(cache) in self.caches:
+            return self.caches[id(cache)][1]
+        if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
             raise ConfigError(
-                f"generate works with the DynamicCache of transformers, not {type(cache).__name__};"
-                " leave cache_implementation out"
+                f"generate works with the DynamicCache of transformers as it is by default, not "
+                f"with this {type(cache).__name__}; leave cache_implementation out"
             )
-        if not self.positions and cache.get_seq_length():
+        if cache.get_seq_length():
             raise ConfigError(
                 f"{_CACHE} holds what another model has computed, which the stages do not have; "
                 "give the whole text as input_ids"
             )
+        self.caches[id(cache)] = cache, next(_numbers)
+        return self.caches[id(cache)][1]
 
 
 def generate(
@@ -104,12 +142,20 @@ def generate(
     _refuse_model(model)
     if not version:
         feeder.flush()
-    generation = _Generation(feeder, version, beside)
+    config: Any = model.config
+    tokens = getattr(config.get_text_config(), "vocab_size", None)
+    generation = _Generation(feeder, version, beside, tokens if isinstance(tokens, int) else None)
+    stand_in = _stand_in(model, generation)
     feeder.hold()
     try:
-        return _stand_in(model, generation).generate(*args, **kwargs)
+        return stand_in.generate(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error) and not isinstance(error, PipelineError):
+            raise ConfigError(_OWN_WEIGHTS) from error
+        raise
     finally:
-        feeder.end_generation(generation.number, generation.positions)
+        numbers = [number for _, number in generation.caches.values()]
+        feeder.end_generation(numbers, generation.positions)
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -147,7 +193,9 @@ def _stand_in(model: nn.Module, generation: _Generation) -> Any:
             "text; give num_beams=1 and no assistant"
         )
 
-    stand_in = copy.copy(model)
+    # Its modules have no values, so that nothing computes with weights of the script's model.
+    tensors = (*model.parameters(), *model.buffers())
+    stand_in = copy.deepcopy(model, {id(t): t.detach().to("meta") for t in tensors})
     stand_in.generation_config = copy.deepcopy(model.generation_config)
     stand_in.training = False
     stand_in.__class__ = type(

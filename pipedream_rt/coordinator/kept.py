@@ -54,8 +54,8 @@ class KeptVersion:
             raise ConfigError(f"the version of step {self.step} was dropped; keep another one")
         if self._lease.group.loads != self._loads:
             raise ConfigError(
-                f"the version of step {self.step} is from before other weights were loaded, which "
-                "frozen ones are not copied for; keep another one"
+                f"the version of step {self.step} is from before other weights were loaded, to "
+                "which a recovery could not go back; keep another one"
             )
         return self._number
 

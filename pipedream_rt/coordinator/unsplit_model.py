@@ -104,6 +104,8 @@ class UnsplitModel:
             ConfigError: The folder has not the weights of this model, or there are none anywhere.
         """
         if folder is not None:
+            if not isinstance(folder, str | os.PathLike) or not str(folder):
+                raise ConfigError(f"weights must be a folder, not {folder!r}")
             return find_pretrained(Path(folder).absolute(), self.whole)
         built = [m for n, m in (self.sequence or {}).items() if n in self.blueprint.specs]
         spared = {id(t) for m in built for t in (*m.parameters(), *m.buffers())}

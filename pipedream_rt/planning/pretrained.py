@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,12 @@ _SINGLE = "model.safetensors"
 
 _MOST_HEADER = 100_000_000
 """The size in bytes up to which the header of a file is believed, as in safetensors."""
+
+
+_UNREADABLE = (
+    OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError,
+)  # fmt: skip
+"""Errors of files that make no sense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +118,12 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
     for each, all_names in names.items():
         there = [k for n in all_names for k in _keys_of(n, prefix) if k in shapes]
         if not there:
-            if tensors[each].is_meta or (
-                isinstance(tensors[each], nn.Parameter) and all_names[0] not in hidden
-            ):
+            may_lack = any(
+                re.search(pattern, name)
+                for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+                for name in all_names
+            )
+            if tensors[each].is_meta or not (may_lack or all_names[0] in hidden):
                 missing.append(all_names[0])
             continue
         key = there[0]
@@ -136,7 +147,10 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
 def _advice(missing: Collection[str], hidden: Collection[str]) -> str:
     """Return what to do about buffers that have no values and are in no state dict."""
     if not any(name in hidden for name in missing):
-        return ""
+        return (
+            ". If transformers has written the folder, it may use other keys in it than the model "
+            "has, as for experts; then give the model with its weights, or a folder of pipe.save"
+        )
     return (
         ". A buffer that is in no state dict must have values: build the model in "
         "pipedream_rt.without_values() rather than on the meta device"
@@ -168,7 +182,7 @@ def _files_in(folder: Path) -> list[str]:
             f"{folder} has neither {_SINGLE} nor {INDEX}, so there are no weights to read; it must "
             "be a folder that save_pretrained or pipe.save has written"
         ) from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{folder / INDEX} cannot be used: {printable(repr(error))}") from error
     for file in files:
         if (
@@ -194,13 +208,13 @@ def _header_of(path: Path) -> tuple[dict[str, tuple[int, ...]], tuple[bytes, int
             header = file.read(size)
             entries: dict[str, Any] = json.loads(header)
             shapes = {
-                key: tuple(map(int, entry["shape"]))
+                key: tuple(map(operator.index, entry["shape"]))
                 for key, entry in entries.items()
                 if key != "__metadata__"
             }
             digest = blake2b(header, digest_size=16).digest()
             return shapes, (digest, path.stat().st_size)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path} cannot be read: {printable(repr(error))}") from error
 
 

@@ -49,7 +49,7 @@ def _refuse_overlaps(layers: Layers) -> None:
     """Refuse two tensors that share memory: a change of one would have to change the other.
 
     Raises:
-        ConfigError: Two do, of which one is a parameter.
+        ConfigError: Two do.
     """
     ranges = {}
     for name, layer in layers.items():
@@ -57,17 +57,17 @@ def _refuse_overlaps(layers: Layers) -> None:
             start, end = range_of(tensor)
             if end:
                 ranges[id(tensor)] = (start, end, key, tensor)
-    last_end, last, trained, last_tensor = 0, "", False, torch.empty(0)
+    last_end, last, last_tensor = 0, "", torch.empty(0)
     for start, end, name, tensor in sorted(ranges.values(), key=lambda r: r[:2]):
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if start < last_end and (trained or is_parameter) and _overlap(tensor, last_tensor):
+        if start < last_end and _overlap(tensor, last_tensor):
             raise ConfigError(
-                f"{last} and {name} are two tensors over the same memory, so a step of one would "
+                f"{last} and {name} are two tensors over the same memory, so a change of one would "
                 "change the other; on stages each would go its own way. To tie weights, use one "
-                "Parameter in both places (b.weight = a.weight)"
+                "Parameter in both places (b.weight = a.weight); give each buffer its own memory "
+                "(clone), or make the view in forward"
             )
         if end > last_end:
-            last_end, last, trained, last_tensor = end, name, is_parameter, tensor
+            last_end, last, last_tensor = end, name, tensor
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

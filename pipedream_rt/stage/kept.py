@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from pipedream_rt.errors import ConfigError
 
 
 class KeptVersions:
-    """The kept versions of one stage: copies, which training does not change.
+    """The kept versions of one stage: copies, which nothing changes.
 
     Args:
         module: The module of the stage.
@@ -21,38 +21,44 @@ class KeptVersions:
     def __init__(self, module: nn.Module) -> None:
         """Keep nothing yet."""
         self._module = module
-        self._versions: dict[int, dict[int, Tensor]] = {}
+        self._versions: dict[int, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def keep(self, number: int, tensors: Iterable[Tensor], values: Mapping[int, Tensor]) -> None:
-        """Copy weights and buffers.
+    def keep(self, number: int, values: Mapping[int, Tensor]) -> None:
+        """Copy all weights and buffers.
 
         Args:
             number: Number of the version.
-            tensors: The weights and buffers.
             values: What to copy in the place of some of them, by ``id``.
         """
-        self._versions[number] = copies = {}
-        for tensor in tensors:
-            copy = torch.empty_like(tensor).copy_(values.get(id(tensor), tensor))
-            made = Tensor._make_subclass(type(tensor), copy, False)
-            vars(made).update(vars(tensor))
-            copies[id(tensor)] = made
+        made: dict[int, Tensor] = {}
+        copies = self._versions[number] = {}
+        # By name, since a forward may put another buffer into the place of one.
+        for name, tensor in self._named():
+            if id(tensor) not in made:
+                copy = torch.empty_like(tensor).copy_(values.get(id(tensor), tensor))
+                made[id(tensor)] = Tensor._make_subclass(type(tensor), copy, False)
+                vars(made[id(tensor)]).update(vars(tensor))
+            copies[name] = made[id(tensor)]
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers under all of their names."""
+        yield from self._module.named_parameters(remove_duplicate=False)
+        yield from self._module.named_buffers(remove_duplicate=False)
 
     def drop(self, number: int) -> None:
         """Forget a version."""
         self._versions.pop(number, None)
 
-    def copies(self, number: int) -> Mapping[int, Tensor]:
-        """Return the copies of a version, by ``id`` of the weight or the buffer.
+    def copies(self, number: int) -> Mapping[str, Tensor]:
+        """Return the copies of a version, by name; none for number 0.
 
         Raises:
             ConfigError: It is not kept.
         """
         if number and number not in self._versions:
-            raise ConfigError(
-                f"version {number} is not kept; the versions kept are {[*self._versions]}"
-            )
+            there = ", ".join(map(str, self._versions))
+            raise ConfigError(f"version {number} is not kept; those kept are {there or 'none'}")
         return self._versions.get(number, {})
 
     @contextmanager
@@ -62,18 +68,15 @@ class KeptVersions:
         Args:
             number: Number of the version; 0 for the newest weights.
         """
-        copies = self.copies(number)
-        before = [
-            (slots, name, tensor)
-            for owner in (self._module.modules() if copies else ())
-            for slots in (owner._parameters, owner._buffers)
-            for name, tensor in slots.items()
-            if tensor is not None and id(tensor) in copies
-        ]
+        before = []
+        for name, copy in self.copies(number).items():
+            path, _, short = name.rpartition(".")
+            owner = self._module.get_submodule(path)
+            slots = owner._parameters if short in owner._parameters else owner._buffers
+            before.append((slots, short, slots.get(short)))
+            slots[short] = copy  # type: ignore[assignment]  # in the place of a Parameter
         try:
-            for slots, name, tensor in before:
-                slots[name] = copies[id(tensor)]  # type: ignore[assignment]  # in a Parameter's place
             yield
         finally:
-            for slots, name, tensor in before:
-                slots[name] = tensor  # type: ignore[assignment]
+            for slots, short, tensor in before:
+                slots[short] = tensor  # type: ignore[assignment]

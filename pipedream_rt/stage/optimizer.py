@@ -223,7 +223,7 @@ class StageOptimizer:
             ConfigError: None is kept.
         """
         if self._decay is None:
-            raise ConfigError("no average of the weights is kept; give Pipeline average=0.999")
+            raise ConfigError("no average of the weights is kept; give Pipeline ema=0.999")
         return self._average or {n: p.detach() for n, p in self._parameters.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:

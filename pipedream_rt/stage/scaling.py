@@ -12,6 +12,7 @@ the version which the first micro-batch of its update reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,8 @@ class Scaler:
         if not finite:
             state = (_single(scale * given.backoff_factor), 0, skipped + 1)
         elif since + 1 == given.growth_interval:
-            state = (_single(scale * given.growth_factor), 0, skipped)
+            grown = _single(scale * given.growth_factor)
+            state = (grown if math.isfinite(grown) else scale, 0, skipped)
         else:
             state = (scale, since + 1, skipped)
         self._states[update + 1] = state
@@ -147,5 +149,5 @@ class Scaler:
 
 
 def _single(scale: float) -> float:
-    """Return a scale as float32 has it; infinity where it becomes too large, as in torch."""
+    """Return a scale as float32 has it."""
     return float(torch.tensor(scale, dtype=torch.float32))

@@ -805,8 +805,7 @@ class Stage:
                     if name in self._spec.tied
                 }
                 values |= {id(p): local[n] for n, p in weights.named.items() if n in local}
-        trained = [p for _, weights in self._by_owner for p in weights.named.values()]
-        self.kept.keep(number, [*trained, *self.module.buffers()], values)
+        self.kept.keep(number, values)
 
     def set_mode(self, training: bool) -> None:
         """Set every module to training or eval mode, as `nn.Module.train`.
@@ -831,12 +830,46 @@ class Stage:
         """
         function, args, kwargs = cloudpickle.loads(pickled)
         try:
-            with self._refusing_changes("the function"):
+            with self._refusing_changes("the function"), self._refusing_others():
                 result = function(self.module, *args, **kwargs)
             flatten(result)  # what cannot be sent is an error of the function too
         except Exception as error:  # the function may raise anything
             return False, f"{type(error).__name__}: {error}"
         return True, result
+
+    @contextmanager
+    def _refusing_others(self) -> Iterator[None]:
+        """Refuse that the body puts other modules or parameters, or other data, into the module.
+
+        Raises:
+            ConfigError: It has; the module is again as it was.
+        """
+        places: list[tuple[Any, dict[str, Any]]] = [
+            (slots, dict(slots))
+            for owner in self.module.modules()
+            for slots in (owner._modules, owner._parameters)
+        ]
+        before = [(n, p, p.data, p.requires_grad) for n, p in self.module.named_parameters()]
+        yield
+        wrong = [
+            name
+            for slots, entries in places
+            for name in {**slots, **entries}
+            if slots.get(name) is not entries.get(name)
+        ]
+        for slots, entries in places:
+            slots.clear()
+            slots.update(entries)
+        for name, parameter, data, trained in before:
+            if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != trained:
+                wrong.append(name)
+                parameter.data = data
+                parameter.requires_grad_(trained)
+        if wrong:
+            raise ConfigError(
+                f"stage {self.index}: the function replaced {wrong[0]!r}, its data or its "
+                "requires_grad, of which the stage would not know; change values in place"
+            )
 
     @contextmanager
     def _refusing_changes(self, what: str) -> Iterator[None]:
@@ -891,16 +924,16 @@ class Stage:
         Args:
             version: Number of the kept version to return; 0 for the newest weights.
         """
-        state = dict(self.module.state_dict(keep_vars=True))
-        for name, others in self._spec.aliases.items():
-            state.update(dict.fromkeys(others, state[name]))
-        foreign = {id(p) for weights in self.borrowed.values() for p in weights.named.values()}
         copies = self.kept.copies(version)
-        return {
-            key: copies.get(id(value), value).detach() if isinstance(value, Tensor) else value
-            for key, value in state.items()
+        foreign = {id(p) for weights in self.borrowed.values() for p in weights.named.values()}
+        state = {
+            key: copies.get(key, value).detach() if isinstance(value, Tensor) else value
+            for key, value in self.module.state_dict(keep_vars=True).items()
             if id(value) not in foreign
         }
+        for name, others in self._spec.aliases.items():
+            state.update(dict.fromkeys(others, state[name]))
+        return state
 
     def older(self) -> dict[int, dict[str, Tensor]]:
         """Return the versions of the stage's own weights but the newest, under all their keys."""

@@ -119,6 +119,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
         "there is no 3.bias": without(state, "3.bias"),
         r"3.bias has the shape \(3,\), the model \(2,\)": {**state, "3.bias": torch.ones(3)},
         r"there is no 1.gain": without(state, "1.gain"),
+        r"there is no 2.running_mean": without(state, "2.running_mean"),
     }
     for number, (text, kept) in enumerate(cases.items()):
         with pytest.raises(ConfigError, match=text):
@@ -133,6 +134,16 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
         ConfigError, match=r"no 1.halved.*build the model in pipedream_rt.without_v"
     ):
         opened(bare, weights=saved(tmp_path / "bare", state))
+    for wrong in (5, ""):
+        with pytest.raises(ConfigError, match="weights must be a folder"):
+            opened(model(), weights=wrong)
+    header = b'{"0.weight": {"dtype": "F32", "shape": [1e999, 4], "data_offsets": [0, 4]}}'
+    for data in (b"[" * 100_000, header):
+        (tmp_path / "odd").mkdir(exist_ok=True)
+        path = tmp_path / "odd" / "model.safetensors"
+        path.write_bytes(len(data).to_bytes(8, "little") + data)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            opened(model(), weights=tmp_path / "odd")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "model.safetensors").write_bytes(b"nothing of this kind")
     with pytest.raises(ConfigError, match="cannot be read"):
