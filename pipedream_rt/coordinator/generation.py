@@ -43,7 +43,7 @@ class _Generation:
         feeder: Feeds them.
         version: Number of the kept version that is read; 0 for the newest weights.
         beside: What one item is drawn of after each forward.
-        tokens: The number of tokens that the model knows; None if that is not known.
+        config: The configuration of the model.
         caches: By ``id`` of a cache here, the cache, and the number of those on the stages.
         positions: The positions of the forwards in the feed.
     """
@@ -51,7 +51,7 @@ class _Generation:
     feeder: Feeder
     version: int
     beside: Iterator[Any]
-    tokens: int | None = None
+    config: Any
     caches: dict[int, tuple[Any, int]] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class _Generation:
         value = inputs.pop(_CACHE, None)
         if value is None and inputs.get("use_cache") and self.caches:
             # A model may give its cache up and begin another one.
-            value = type(next(iter(self.caches.values()))[0])()
+            value = type(next(iter(self.caches.values()))[0])(config=self.config)
         if value is None or not inputs.get("use_cache", True):
             inputs["use_cache"] = False
             output, position = self.feeder.generated(Batch((), inputs, None), self.version)
@@ -99,13 +99,13 @@ class _Generation:
         if any(isinstance(value, Tensor) and value.is_meta for value in inputs.values()):
             raise ConfigError(_OWN_WEIGHTS)
         ids = inputs.get("input_ids")
-        if isinstance(ids, Tensor) and ids.numel() and self.tokens is not None:
-            low, high = ids.aminmax()
-            if int(low) < 0 or int(high) >= self.tokens:
+        tokens = getattr(self.config.get_text_config(), "vocab_size", None)
+        if isinstance(ids, Tensor) and ids.numel() and isinstance(tokens, int):
+            low, high = map(int, ids.aminmax())
+            if low < 0 or high >= tokens:
                 raise ConfigError(
-                    f"the model has the tokens 0 to {self.tokens - 1}, and is given {int(high)}"
-                    if int(low) >= 0
-                    else f"the model is given the token {int(low)}"
+                    f"the model has the tokens 0 to {tokens - 1}, and is given "
+                    f"{low if low < 0 else high}"
                 )
 
     def _number_of(self, cache: Any) -> int:
@@ -142,9 +142,7 @@ def generate(
     _refuse_model(model)
     if not version:
         feeder.flush()
-    config: Any = model.config
-    tokens = getattr(config.get_text_config(), "vocab_size", None)
-    generation = _Generation(feeder, version, beside, tokens if isinstance(tokens, int) else None)
+    generation = _Generation(feeder, version, beside, model.config)
     stand_in = _stand_in(model, generation)
     feeder.hold()
     try:
