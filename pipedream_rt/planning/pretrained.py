@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint.layout import INDEX
 from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.planning.tensors import in_place_of, named_tensors
 from pipedream_rt.schema import printable
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Pretrained:
             ConfigError: Its list of contents cannot be read.
         """
         by_file: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in _named(part):
+        for name, tensor in named_tensors(part):
             if name in self.places:
                 by_file.setdefault(self.places[name][0], {})[name] = tensor
         values: dict[int, Tensor] = {}
@@ -107,10 +108,10 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
             shapes[key] = (file, shape)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for name, tensor in _named(model):
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    hidden = {name for name, _ in _named(model)} - {*model.state_dict()}
+    hidden = {name for name, _ in named_tensors(model)} - {*model.state_dict()}
     prefix = getattr(model, "base_model_prefix", "")
     places: dict[str, tuple[str, str]] = {}
     missing: list[str] = []
@@ -218,12 +219,6 @@ def _header_of(path: Path) -> tuple[dict[str, tuple[int, ...]], tuple[bytes, int
         raise ConfigError(f"{path} cannot be read: {printable(repr(error))}") from error
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a module under all of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None]) -> None:
     """Put values into the parameters and buffers of a module; what was one tensor stays one.
 
@@ -240,15 +235,12 @@ def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None])
                     continue
                 if id(tensor) not in made:
                     value = value_for(tensor)
-                    made[id(tensor)] = tensor if value is None else _like(tensor, value)
+                    made[id(tensor)] = (
+                        tensor
+                        if value is None
+                        else in_place_of(tensor, value, tensor.requires_grad)
+                    )
                 slots[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a value as a tensor of the class of another one, with its attributes."""
-    made = Tensor._make_subclass(type(tensor), value, tensor.requires_grad)
-    vars(made).update(vars(tensor))
-    return made
 
 
 def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
@@ -261,7 +253,7 @@ def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
     Raises:
         ConfigError: There is one.
     """
-    for name, tensor in _named(model):
+    for name, tensor in named_tensors(model):
         if tensor.is_meta and id(tensor) not in spared:
             raise ConfigError(
                 f"{name} is on the meta device, where it has no values; give weights=, the folder "
@@ -284,7 +276,8 @@ def without_values() -> Iterator[None]:
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            param = _like(param, param.detach().to("meta"))  # type: ignore[assignment]
+            empty = in_place_of(param, param.detach().to("meta"), param.requires_grad)
+            param = empty  # type: ignore[assignment]  # of the same class
         before(self, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.tensors import in_place_of, named_tensors
 
 
 class KeptVersions:
@@ -34,17 +35,11 @@ class KeptVersions:
         made: dict[int, Tensor] = {}
         copies = self._versions[number] = {}
         # By name, since a forward may put another buffer into the place of one.
-        for name, tensor in self._named():
+        for name, tensor in named_tensors(self._module):
             if id(tensor) not in made:
                 copy = torch.empty_like(tensor).copy_(values.get(id(tensor), tensor))
-                made[id(tensor)] = Tensor._make_subclass(type(tensor), copy, False)
-                vars(made[id(tensor)]).update(vars(tensor))
+                made[id(tensor)] = in_place_of(tensor, copy, False)
             copies[name] = made[id(tensor)]
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers under all of their names."""
-        yield from self._module.named_parameters(remove_duplicate=False)
-        yield from self._module.named_buffers(remove_duplicate=False)
 
     def drop(self, number: int) -> None:
         """Forget a version."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError, VersionError
+from pipedream_rt.planning.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
 from pipedream_rt.stage.spec import GradientHook
 
@@ -97,12 +98,7 @@ class VersionedParameters:
         that to recycle a buffer under a graph that still needs it is an error of autograd and not a
         wrong gradient.
         """
-        leaves: list[Tensor] = []
-        for parameter, buffer in zip(self._parameters, buffers, strict=True):
-            # Of the parameter's class and with its attributes, by which a layer may go.
-            leaf: Tensor = Tensor._make_subclass(type(parameter), buffer.detach(), True)
-            vars(leaf).update(vars(parameter))
-            leaves.append(leaf)
+        leaves = [in_place_of(p, b, True) for p, b in zip(self._parameters, buffers, strict=True)]
         by_name = dict(zip(self._names, leaves, strict=True))
         for hook in self._hooks:
             leaf = by_name[hook.parameter]

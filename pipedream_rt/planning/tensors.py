@@ -1,0 +1,28 @@
+"""Parameters and buffers by name, and tensors that take the place of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module under all of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
+    """Return a tensor over a value, of the class of another one and with its attributes.
+
+    A layer may go by these.
+
+    Args:
+        tensor: The other one.
+        value: The value, whose memory the result has.
+        requires_grad: Whether the result requires a gradient; it is then a leaf.
+    """
+    made: Tensor = Tensor._make_subclass(type(tensor), value.detach(), requires_grad)
+    vars(made).update(vars(tensor))
+    return made
