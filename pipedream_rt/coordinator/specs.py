@@ -78,8 +78,7 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
     Raises:
         ConfigError: It is one.
     """
-    of_model = clip is not None and clip.norm is not None and clip.over == "model"
-    if not of_model and scale is None:
+    if scale is None and (clip is None or not clip.of_model):
         return
     execution = Execution(plan, 4 * plan.per_update * plan.num_stages, norms=True)
     for _ in execution:

@@ -64,6 +64,11 @@ class Clip:
         if self.over not in ("model", "stage"):
             raise ConfigError(f'over of Clip must be "model" or "stage", not {self.over!r}')
 
+    @property
+    def of_model(self) -> bool:
+        """Whether the norm of all gradients of the model is needed."""
+        return self.norm is not None and self.over == "model"
+
 
 def is_exact(plan: Plan) -> bool:
     """Whether every update is first read when the total norm of its gradients is known everywhere.
@@ -115,8 +120,7 @@ class Clipper:
         self._delay = delay(plan)
         self._totals: dict[int, float] = {}
         self.scaler = None if scale is None else Scaler(scale, plan)
-        of_model = clip is not None and clip.norm is not None and clip.over == "model"
-        self._norm = of_model and plan.num_stages > 1
+        self._norm = clip is not None and clip.of_model and plan.num_stages > 1
         self.total = self._norm or scale is not None
         self.exact = self.total and is_exact(plan)
         self.is_first = stage == 0
