@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgpack
@@ -197,7 +198,11 @@ class RecordedForwards:
         self._autocast = autocast
         self._given = _without_cache(model)
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
-        self._for_all_lengths: set[bytes] = set()
+        # Of forwards with a cache: programs by signature and content, the one that was taken last
+        # by signature, and the one that holds for all lengths of the cache.
+        self._by_content: dict[bytes, int] = {}
+        self._last: dict[bytes, int] = {}
+        self._for_all_lengths: dict[bytes, tuple[int, Program]] = {}
         self._num_stages = 1
         self._links: set[tuple[int, int]] = set()
         self._entries: set[int] = set()
@@ -317,30 +322,30 @@ class RecordedForwards:
         before = cache.value.get_seq_length()
         how = b"cached" if before else b"cached, at first"
         key = how + _key(Mode.INFER, None, structure, tensors)
-        there = self._programs.get(key, [])
         # Only of the models of transformers is it known that they look at no other length.
         known = type(self._model).__module__.startswith("transformers.")
         looks = not known or before & (before - 1) == 0 or any(cache.value.is_sliding)
-        if key in self._for_all_lengths and not looks and there[-1][1].holds_for(tensors):
-            cache.grow(length)
-            return Fed(there[-1][0], b"", structure, tensors)
+        if key in self._for_all_lengths and not looks:
+            number, program = self._for_all_lengths[key]
+            if program.holds_for(tensors):
+                cache.grow(length)
+                return Fed(number, b"", structure, tensors)
         args, kwargs = unflatten(structure, tensors)
         program = self.record(
             Batch(args, kwargs, None), Mode.INFER, carried={cache.name: cache.value}
         )
         if before:
             program = dataclasses.replace(program, carries={})
-        mine = dumps(program)[0]
-        same = [entry for entry in there if dumps(entry[1])[0] == mine]
-        if same and same[0] is there[-1]:
-            self._for_all_lengths.add(key)
+        content, definition = blake2b(key + dumps(program)[0]).digest(), b""
+        if content not in self._by_content:
+            self._by_content[content], definition = self._new(key, program)
+        number = self._by_content[content]
+        if self._last.get(key) == number:
+            self._for_all_lengths[key] = number, program
         else:
-            self._for_all_lengths.discard(key)
-        if same:
-            there.remove(same[0])
-            there.append(same[0])  # the last one is the one that was taken last
-            return Fed(same[0][0], b"", structure, tensors)
-        return Fed(*self._new(key, program), structure, tensors)
+            self._for_all_lengths.pop(key, None)
+        self._last[key] = number
+        return Fed(number, definition, structure, tensors)
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
         """See `Forwards.shares`."""

@@ -30,7 +30,6 @@ class KeptVersion:
     def __init__(self, lease: Lease, feeder: Feeder, *, average: bool) -> None:
         """Flush, and let every stage make a copy."""
         self._lease = lease
-        self._feeder = feeder
         self._number = next(_numbers)
         self.average = average
         group = lease.group
