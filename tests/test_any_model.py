@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support import whole
-from support.faults import kill
+from support.faults import kill, losses_through_death
 from support.oracle import assert_same
 from support.written import RisingSteps
 from torch import nn
@@ -196,11 +196,7 @@ def test_processes_give_the_same_bits_through_the_death_of_a_worker(case, tmp_pa
         stages=3, workers="local", checkpoint=Checkpoints(tmp_path, every=3), max_restarts=1
     ) as pipe:
         weights, losses = of_oracle(case, pipe, data)
-        found = []
-        for result in pipe.train_epoch(data):
-            found.append(result.loss)
-            if result.step == 4:
-                kill(pipe, "worker-1")
+        found = losses_through_death(pipe, data, "worker-1", step=4)
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
     assert found == losses
@@ -377,11 +373,7 @@ def test_clipping_survives_a_worker(vertical_sync, tmp_path):
     ) as pipe:  # fmt: skip
         reads = "vertical-sync" if vertical_sync else "async-1f1b"
         weights, losses = of_oracle(case, pipe, data, 1, reads, clip)
-        found = []
-        for result in pipe.train_epoch(data):
-            found.append(result.loss)
-            if result.step == 6:
-                kill(pipe, "worker-0")
+        found = losses_through_death(pipe, data, "worker-0", step=6)
         assert found == losses
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
@@ -998,11 +990,7 @@ def test_scaled_losses_survive_a_worker_with_vertical_sync(tmp_path):
             schedule_options=ScheduleOptions(vertical_sync=True), max_restarts=1,
             checkpoint=Checkpoints(tmp_path / str(victim), every=3),
         ) as pipe:  # fmt: skip
-            losses = []
-            for result in pipe.train_epoch(data):
-                losses.append(result.loss)
-                if victim and result.step == 4:
-                    kill(pipe, victim)
+            losses = losses_through_death(pipe, data, victim, step=4)
             skipped = pipe.statistics()[0]["updates_skipped"]
             found.append((losses, skipped, pipe.state_dict()))
     weights, losses, skipped = scaled(

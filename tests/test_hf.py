@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import whole
-from support.faults import kill
+from support.faults import kill, losses_through_death
 from support.oracle import assert_same
 
 from pipedream_rt import Checkpoints, Pipeline, without_values
@@ -222,11 +222,7 @@ def test_it_survives_a_worker_and_goes_back_into_the_plain_model(name, tmp_path)
     with opened(
         made(name), data, stages=3, workers="local", checkpoint=kept, max_restarts=1
     ) as pipe:
-        found = []
-        for result in pipe.train_epoch(data):
-            found.append(result.loss)
-            if result.step == 4:
-                kill(pipe, "worker-2")
+        found = losses_through_death(pipe, data, "worker-2", step=4)
         assert found == losses
         assert len(pipe.restarts) == 1
         model = pipe.module().eval()
@@ -307,11 +303,7 @@ def test_each_worker_reads_its_part_of_a_folder(name, tmp_path):
         model = type(plain)(plain.config)
     assert all(p.is_meta for p in model.parameters())
     with opened(model, data, stages=3, workers="local", weights=tmp_path, max_restarts=1) as pipe:
-        found = []
-        for result in pipe.train_epoch(data):
-            found.append(result.loss)
-            if result.step == 1:
-                kill(pipe, "worker-2")
+        found = losses_through_death(pipe, data, "worker-2", step=1)
         assert found == losses
         assert len(pipe.restarts) == 1
         back = pipe.module()

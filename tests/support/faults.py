@@ -62,6 +62,16 @@ def kill(pipe, worker):
     os.kill(pipe._group.cluster._local.processes[worker].pid, signal.SIGKILL)
 
 
+def losses_through_death(pipe, data, victim, step):
+    """Train on mini-batches; kill a worker, if one is named, at the result of a step."""
+    losses = []
+    for result in pipe.train_epoch(data):
+        losses.append(result.loss)
+        if victim and result.step == step:
+            kill(pipe, victim)
+    return losses
+
+
 def reached(folder, stage, phase, counts):
     """Note that a stage has reached a phase, and let the fault strike whose turn it is."""
     if not folder:
