@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
 
 import torch
 
-from pipedream_rt.cluster.base import Fail, Reference
+from pipedream_rt.cluster.base import Fail
+from pipedream_rt.cluster.here import ClusterHere
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed, PipelineError
+from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
@@ -91,35 +89,7 @@ class _Baton:
         self._given_away = False
 
 
-class _LocalReference:
-    """A reference within the process.
-
-    Args:
-        value: What it refers to.
-        owner: Name of the worker that holds the value.
-    """
-
-    def __init__(self, value: Any, owner: str) -> None:
-        """Keep both."""
-        self._value = value
-        self._owner = owner
-
-    def to_here(self) -> Any:
-        """Return the value; of a tensor, a copy."""
-        return (
-            self._value.detach().clone() if isinstance(self._value, torch.Tensor) else self._value
-        )
-
-    def local_value(self) -> Any:
-        """Return the value itself."""
-        return self._value
-
-    def owner_name(self) -> str:
-        """Return the name of the worker, which is that of its thread."""
-        return self._owner
-
-
-class InProcessCluster:
+class InProcessCluster(ClusterHere):
     """Every worker is a thread of this process.
 
     The threads are daemons, though `close` joins them: the interpreter joins all other threads
@@ -152,14 +122,13 @@ class InProcessCluster:
         exclusive: bool = True,
     ) -> None:
         """Start the threads."""
-        self._plan = plan
         self._life = Lifecycle("the cluster")
         self._baton = _Baton(self._life)
         self._torch_threads = torch.get_num_threads()
         memory = transport or MemoryTransport(shuffle_seed)
         self.transport: Transport = memory
         memory.open(COORDINATOR, receive, fail)
-        self._hosts = []
+        hosts = []
         self._threads = []
         for w in range(plan.workers):
             stages = plan.stages_of(w)
@@ -174,44 +143,16 @@ class InProcessCluster:
             )
             for s in stages:
                 memory.open(s, host.inbox.put, host.inbox.close)
-            self._hosts.append(host)
+            hosts.append(host)
             name = host.name.replace(" ", "-")
             self._threads.append(threading.Thread(target=host.serve, name=name, daemon=True))
-        self.names = tuple(thread.name for thread in self._threads)
+        super().__init__(plan, hosts)
         for thread in self._threads:
             thread.start()
 
     def waiting(self) -> AbstractContextManager[None]:
         """See `Cluster.waiting`."""
         return self._baton.waiting()
-
-    def name_loss(self, error: PipelineError) -> PipelineError:
-        """See `Cluster.name_loss`; a thread is never lost."""
-        return error
-
-    def stories(self) -> list[str]:
-        """See `Cluster.stories`."""
-        return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
-
-    def status(self) -> list[dict[str, Any]]:
-        """See `Cluster.status`; there are no worker processes."""
-        return []
-
-    def clocks(self) -> list[Reading]:
-        """See `Cluster.clocks`; all threads read the same clock."""
-        now = time.monotonic_ns()
-        return [Reading(now, now, now)] * self._plan.workers
-
-    def reference(self, stage: int, part: str) -> Reference:
-        """See `Cluster.reference`."""
-        worker = self._plan.worker_of(stage)
-        return _LocalReference(self._hosts[worker].part(stage, part), self.names[worker])
-
-    def parameter_references(self, stage: int) -> list[Reference]:
-        """See `Cluster.parameter_references`."""
-        worker = self._plan.worker_of(stage)
-        parameters = self._hosts[worker].part(stage, "parameters")
-        return [_LocalReference(p, self.names[worker]) for p in parameters]
 
     def close(self) -> None:
         """See `Cluster.close`."""

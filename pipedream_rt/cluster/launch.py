@@ -24,15 +24,16 @@ from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.processes import ProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.cluster.torchrun import start_under_torchrun, under_torchrun
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.base import Receive
 
-Workers: TypeAlias = Literal["local", "in-process"] | str | Callable[..., Cluster] | None
-"""``"local"``, ``"in-process"``, ``"HOST:PORT"``, None to follow the environment, or a function
-that makes a `Cluster` of another kind (called with the plan and the arguments ``receive``,
-``fail``, ``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
+Workers: TypeAlias = Literal["local", "in-process", "serial"] | str | Callable[..., Cluster] | None
+"""``"local"``, ``"in-process"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or
+a function that makes a `Cluster` of another kind (called with the plan and the arguments
+``receive``, ``fail``, ``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
@@ -84,6 +85,8 @@ def start_cluster(
     }
     if workers == "in-process":
         return InProcessCluster(plan, **common)
+    if workers == "serial":
+        return SerialCluster(plan, **common)
     if callable(workers):
         return workers(plan, **common)
     common.update(start_timeout=start_timeout, heartbeat=heartbeat, forks=forks)
@@ -114,7 +117,9 @@ def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
         ConfigError: The argument is no address, or the environment has no secret.
     """
     if not isinstance(workers, str):
-        raise ConfigError(f'workers must be "local", "in-process" or "HOST:PORT", not {workers!r}')
+        raise ConfigError(
+            f'workers must be "local", "in-process", "serial" or "HOST:PORT", not {workers!r}'
+        )
     address, secret = parse_address(workers), secret_of_environment()
     with listening(*address) as listener:
         host, port = listener.getsockname()[:2]

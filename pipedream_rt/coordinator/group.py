@@ -31,7 +31,7 @@ from pipedream_rt.coordinator.status import Status, StatusServer
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import CheckpointError, ConfigError, MessageTimeout, PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.inbox import Inbox, Wanted
 from pipedream_rt.messages.message import (
     Command,
     CommandName,
@@ -401,7 +401,7 @@ class WorkerGroup:
         """
         with self.cluster.waiting():
             try:
-                return self.inbox.take(key, Deadline(self._timeout))
+                return self.inbox.take(Wanted(key, Deadline(self._timeout)))
             except MessageTimeout as error:
                 stories = "\n".join(self.cluster.stories())
                 raise MessageTimeout(f"{error}\n{stories}") from None

@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
@@ -19,6 +19,35 @@ _log = logging.getLogger(__name__)
 
 Reason: TypeAlias = BaseException | Callable[[], BaseException]
 """The reason why an inbox was closed: an error, or a function that returns one."""
+
+
+class Wanted(NamedTuple):
+    """A message that somebody waits for.
+
+    Attributes:
+        key: The key of the message.
+        deadline: When to give up.
+        instead: Keys of messages that may come in its place. Of ``key`` and these, only one ever
+            comes.
+        also: Keys of messages to take if they are there and none of those is.
+        wanted: Says of a message under one of the keys ``also`` whether to take it.
+    """
+
+    key: Key
+    deadline: Deadline
+    instead: tuple[Key, ...] = ()
+    also: Sequence[Key] = ()
+    wanted: Callable[[Message], bool] = lambda message: True
+
+
+T = TypeVar("T")
+
+Steps: TypeAlias = Generator[Wanted, Message, T]
+"""Work that yields each message that it waits for, is sent it, and returns something at its end.
+
+It does not know whether a thread sleeps until the message comes (`Inbox.follow`), or other work of
+the same thread goes on meanwhile.
+"""
 
 
 class Inbox:
@@ -80,24 +109,8 @@ class Inbox:
             self._changed.notify_all()
             return True
 
-    def take(
-        self,
-        key: Key,
-        deadline: Deadline,
-        *,
-        instead: Sequence[Key] = (),
-        also: Iterable[Key] = (),
-        wanted: Callable[[Message], bool] = lambda message: True,
-    ) -> Message:
+    def take(self, wanted: Wanted) -> Message:
         """Wait for a message and remove it.
-
-        Args:
-            key: The key of the message.
-            deadline: When to give up.
-            instead: Keys of messages that may come in its place. Of ``key`` and these, only one
-                ever comes.
-            also: Keys of messages to take if they are there and none of those is.
-            wanted: Says of a message under one of the keys ``also`` whether to take it.
 
         Returns:
             The message. Messages that came before `close` can still be taken after it.
@@ -107,36 +120,79 @@ class Inbox:
             RuntimeError: Another thread is waiting already.
             BaseException: The reason given to `close`.
         """
-        others = tuple(also)
         with self._changed:
             self._claim()
-            self.awaited = (key, *instead)
+            self.awaited = (wanted.key, *wanted.instead)
             try:
-                while (found := self._find(others, wanted)) is None:
+                while (found := self._find(wanted)) is None:
                     if self._reason is not None:
                         break
-                    if deadline.expired():
-                        raise self._late(deadline)
-                    self._changed.wait(deadline.remaining_s())
+                    if wanted.deadline.expired():
+                        raise self._late(wanted.deadline)
+                    self._changed.wait(wanted.deadline.remaining_s())
                 else:
-                    edge, number = found
-                    self._taken[edge] = max(number, self._taken.get(edge, number))
-                    message, self.arrived_ns = self._waiting.pop(found)
-                    return message
+                    return self._remove(found)
             finally:
                 self.awaited, self._taker = (), None
-        # The lock is free here, because to find the reason out may take a while.
+        raise self._closed()
+
+    def take_if_there(self, wanted: Wanted) -> Message | None:
+        """Remove a message, as `take`; return None if it is not there, and keep in mind the wish.
+
+        Raises:
+            BaseException: The reason given to `close`.
+        """
+        with self._changed:
+            self.awaited = (wanted.key, *wanted.instead)
+            if (found := self._find(wanted)) is not None:
+                self.awaited = ()
+                return self._remove(found)
+            if self._reason is None:
+                return None
+        raise self._closed()
+
+    def follow(self, steps: Steps[T]) -> T:
+        """Do steps to their end, and wait for each message that they want.
+
+        Returns:
+            What they return.
+
+        Raises:
+            BaseException: What they raise, or `take`, if they do not handle it.
+        """
+        try:
+            wanted = next(steps)
+            while True:
+                try:
+                    message = self.take(wanted)
+                except BaseException as error:  # the steps know best what to do about it
+                    wanted = steps.throw(error)
+                else:
+                    wanted = steps.send(message)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _remove(self, found: Key) -> Message:
+        """Remove the message under a key, and remember that it was taken."""
+        edge, number = found
+        self._taken[edge] = max(number, self._taken.get(edge, number))
+        message, self.arrived_ns = self._waiting.pop(found)
+        return message
+
+    def _closed(self) -> BaseException:
+        """Return the reason of `close`; the lock is free, since to find it out may take a while."""
         reason = self._reason
         assert reason is not None
-        raise reason() if callable(reason) else reason
+        return reason() if callable(reason) else reason
 
-    def _find(self, others: tuple[Key, ...], wanted: Callable[[Message], bool]) -> Key | None:
+    def _find(self, wanted: Wanted) -> Key | None:
         """Return the key of the message to take now; None if there is none."""
         for key in self.awaited:
             if key in self._waiting:
                 return key
-        for other in others:
-            if other in self._waiting and wanted(self._waiting[other][0]):
+        for other in wanted.also:
+            if other in self._waiting and wanted.wanted(self._waiting[other][0]):
                 return other
         return None
 

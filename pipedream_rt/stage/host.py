@@ -14,7 +14,7 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
-from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
@@ -87,17 +87,20 @@ class StageHost:
         threading.current_thread().name = self.name.replace(" ", "-")
         torch.set_num_threads(self._threads)
         try:
-            self._run()
+            self.inbox.follow(self.run())
         except PipelineClosed:
             pass
         except BaseException as error:  # the top of a thread: errors become messages
-            self._report(error)
-            self.inbox.close(error)
+            self.report(error)
         finally:
-            if self._loop is not None:
-                self._loop.close()
-            # A module may hold threads or files of its own, and its tensors are large.
-            self._stages, self._loop = {}, None
+            self.end()
+
+    def end(self) -> None:
+        """Wait until no checkpoint is being written, and let go of the stages."""
+        if self._loop is not None:
+            self._loop.close()
+        # A module may hold threads or files of its own, and its tensors are large.
+        self._stages, self._loop = {}, None
 
     def part(self, index: int, part: str) -> Any:
         """Return a part of a stage, for references.
@@ -123,18 +126,16 @@ class StageHost:
         if self._loop is not None:
             self._loop.remove_parts()
 
-    def _run(self) -> None:
+    def run(self) -> Steps[None]:
         """Build each stage from its `Start` message, reply `Ready`, and run all of them.
 
         Raises:
-            PipelineClosed: The inbox was closed for a normal end.
-            BaseException: A stage cannot be built, an action raised, or the inbox was closed with
-                this reason.
+            BaseException: A stage cannot be built, or an action raised.
         """
         for index in self._indices:
             self._doing.stage = index
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
-            message = self.inbox.take(key, Deadline(self._timeout))
+            message = yield Wanted(key, Deadline(self._timeout))
             start, spec = _spec_of(message, self._own_process)
             apply_settings(spec.settings)
             with self._computing():  # layers that are built draw from the process's generator
@@ -153,7 +154,7 @@ class StageHost:
         stages = list(self._stages.values())
         self._loop = Loop(stages, self.worker, self.inbox, self._send_of, options)
         self._doing = self._loop.doing
-        self._loop.run()
+        yield from self._loop.run()
 
     def _place(self, error: BaseException) -> str:
         """Return which layer was computing when an error was raised, and what to do about it."""
@@ -166,8 +167,11 @@ class StageHost:
         layer = None if step.layer is None else stage.module.get_submodule(step.layer)
         return f", {place_of(step, layer, value)}{advice_on(error, value)}"
 
-    def _report(self, error: BaseException) -> None:
-        """Send an error to the coordinator: its text, its traceback, and itself if it pickles."""
+    def report(self, error: BaseException) -> None:
+        """Send an error to the coordinator, and close the inbox.
+
+        What is sent is its text, its traceback, and itself if it pickles.
+        """
         index, action = self._doing.stage, self._doing.action
         name = type(error).__qualname__
         try:
@@ -182,6 +186,7 @@ class StageHost:
         _log.debug("%s, %s: %s", self.name, action, error, exc_info=error)
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
         self._send_of(index)(COORDINATOR, 0, failed, ())
+        self.inbox.close(error)
 
 
 def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:

@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ScheduleError
-from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
     Command,
     CommandName,
@@ -130,14 +130,14 @@ class Loop:
         self._free_ns = time.monotonic_ns()
         self.doing = Doing(stages[0].index)
 
-    def run(self) -> None:
-        """Do the actions of the order until the inbox is closed. Never returns.
+    def run(self) -> Steps[None]:
+        """Do the actions of the order, without end; yield each message that is waited for.
 
         Raises:
-            BaseException: The reason with which the inbox was closed, or an error of an action.
+            BaseException: An error of an action.
         """
         while True:
-            self._run_until_flush()
+            yield from self._run_until_flush()
 
     def close(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -149,19 +149,20 @@ class Loop:
         for hosted in self._hosted.values():
             hosted.saver.remove_part()
 
-    def _run_until_flush(self) -> None:
+    def _run_until_flush(self) -> Steps[None]:
         """Follow the order from a point where nothing is in flight to the end of the next flush."""
         order = self._plan.order(self._worker, self._first.stage.next_forward)
         for action in order:
             hosted = self._host_of(action)
-            needed = self._await(hosted, action)
+            needed = yield from self._await(hosted, action)
             if needed.messages and isinstance(needed.messages[0].payload, Command):
-                self._flush(order, hosted, needed.messages[0])
+                yield from self._flush(order, hosted, needed.messages[0])
                 return
-            self._do(hosted, action, needed)
-        self._flush(order, self._first, self._flush_after_the_end(self._first))
+            yield from self._do(hosted, action, needed)
+        command = yield from self._flush_after_the_end(self._first)
+        yield from self._flush(order, self._first, command)
 
-    def _flush(self, order: Iterator[Action], hosted: Hosted, command: Message) -> None:
+    def _flush(self, order: Iterator[Action], hosted: Hosted, command: Message) -> Steps[None]:
         """Do the remaining actions on the micro-batches that were fed, then reply to the command.
 
         Args:
@@ -176,21 +177,23 @@ class Loop:
         )
         for action in until(order, stop, per_update, left):
             doer = self._host_of(action)
-            self._do(doer, action, self._await(doer, action))
+            needed = yield from self._await(doer, action)
+            yield from self._do(doer, action, needed)
         for each in self._hosted.values():
             each.send_totals(command.index)  # before any stage of this worker waits for them
-        self._end_flush(hosted, command)
+        yield from self._end_flush(hosted, command)
         for other in self._hosted.values():
             if other is not hosted:
-                self._end_flush(other, self._next_item(other))
+                command = yield from self._next_item(other)
+                yield from self._end_flush(other, command)
 
-    def _flush_after_the_end(self, hosted: Hosted) -> Message:
+    def _flush_after_the_end(self, hosted: Hosted) -> Steps[Message]:
         """Return the command to flush that must come when the order ends, as that of a replay does.
 
         Raises:
             ScheduleError: Another micro-batch came.
         """
-        item = self._next_item(hosted)
+        item = yield from self._next_item(hosted)
         if not isinstance(item.payload, Command):
             raise ScheduleError(
                 f"the schedule {self._plan.name} ends with micro-batch "
@@ -198,14 +201,14 @@ class Loop:
             )
         return item
 
-    def _end_flush(self, hosted: Hosted, command: Message) -> None:
+    def _end_flush(self, hosted: Hosted, command: Message) -> Steps[None]:
         """Reply that nothing is in flight on a stage, and every update has reached it."""
         for key in hosted.totals_due(command.index):
-            payload = self._take(key).payload
+            payload = (yield self._wanted(key)).payload
             assert isinstance(payload, Total)
             self._apply_put_off(hosted, dict(payload.totals))
         for key in hosted.weights_left():
-            hosted.receive_weights(self._take(key))
+            hosted.receive_weights((yield self._wanted(key)))
         hosted.reply(command.index, None)
         start = time.monotonic_ns()
         came = _Needed((command,), None, self._inbox.arrived_ns, command.sender)
@@ -217,18 +220,18 @@ class Loop:
 
     # -- take -----------------------------------------------------------------------------------
 
-    def _await(self, hosted: Hosted, action: Action) -> _Needed:
+    def _await(self, hosted: Hosted, action: Action) -> Steps[_Needed]:
         """Wait for the messages that an action needs.
 
         When the next action is a forward, a command to flush may come in the place of the
         activation.
         """
         if action.kind is Kind.FORWARD:
-            item = self._next_item(hosted)
+            item = yield from self._next_item(hosted)
             if isinstance(item.payload, Command):
                 return _Needed((item,))
             self._note(hosted, str(action))
-            return self._with_the_rest(hosted, item, item.payload)
+            return (yield from self._with_the_rest(hosted, item, item.payload))
         self._note(hosted, str(action))
         edges = self._plan.needs(action, hosted.index)
         if not edges:
@@ -236,13 +239,13 @@ class Loop:
         position = hosted.position_of(action.index)
         messages, arrived, waited_for = [], 0, NOBODY
         for edge in edges:
-            message = self._take(Key(edge, position))
+            message = yield self._wanted(Key(edge, position))
             messages.append(message)
             if self._inbox.arrived_ns >= arrived:
                 arrived, waited_for = self._inbox.arrived_ns, message.sender
         return _Needed(messages, None, arrived, waited_for)
 
-    def _next_item(self, hosted: Hosted) -> Message:
+    def _next_item(self, hosted: Hosted) -> Steps[Message]:
         """Take a stage's feed turn by turn; serve items that do not train, return the first other.
 
         Items that do not train are served for the other stages of this worker too, because they may
@@ -258,7 +261,7 @@ class Loop:
             # as it likes. The control connection notices a dead coordinator and closes the inbox.
             activation, command = hosted.next_keys()
             others = [other for other in self._hosted.values() if other is not hosted]
-            item = self._inbox.take(
+            item = yield Wanted(
                 activation,
                 Deadline(None),
                 instead=(command,),
@@ -269,10 +272,10 @@ class Loop:
             taker.turn += 1
             if _trains(item):
                 return item
-            self._serve(taker, item)
+            yield from self._serve(taker, item)
             self.doing.stage = hosted.index
 
-    def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> _Needed:
+    def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> Steps[_Needed]:
         """Take a micro-batch's remaining messages: other producers' activations and the target."""
         assert isinstance(head, MicroBatch)
         by_edge, target = {hosted.inputs[0]: item}, None
@@ -280,23 +283,31 @@ class Loop:
         has_target = head.mode.has_target and not head.empty
         for edge in hosted.inputs[1:]:
             if edge.kind is EdgeKind.ACTIVATION:
-                by_edge[edge] = self._take(Key(edge, head.turn))
+                by_edge[edge] = yield self._wanted(Key(edge, head.turn))
                 if self._inbox.arrived_ns >= arrived:
                     arrived, waited_for = self._inbox.arrived_ns, edge.source
             elif has_target:
-                target = self._take(Key(edge, item.index))
+                target = yield self._wanted(Key(edge, item.index))
         if head.definition:
             hosted.stage.define(head.program, cloudpickle.loads(head.definition)[hosted.index])
         messages = [by_edge[edge] for edge in hosted.activations]
         return _Needed(messages, target, arrived, waited_for)
 
-    def _take(self, key: Key) -> Message:
-        """Wait for a message that is sure to come."""
-        return self._inbox.take(key, Deadline(self._options.timeout))
+    def _wanted(self, key: Key) -> Wanted:
+        """Return the wish for a message that is sure to come."""
+        return Wanted(key, Deadline(self._options.timeout))
+
+    def _take_all(self, keys: Sequence[Key]) -> Steps[list[Message]]:
+        """Take messages that are sure to come."""
+        messages: list[Message] = []
+        for key in keys:
+            message = yield self._wanted(key)
+            messages.append(message)
+        return messages
 
     # -- do -------------------------------------------------------------------------------------
 
-    def _do(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
+    def _do(self, hosted: Hosted, action: Action, needed: _Needed) -> Steps[None]:
         """Do an action whose messages are there, and send what it gives."""
         stage, (kind, m, _) = hosted.stage, action
         self._refuse_out_of_turn(stage, action)
@@ -306,12 +317,12 @@ class Loop:
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
         match kind:
             case Kind.FORWARD:
-                version = self._forward(hosted, m, needed)
+                version = yield from self._forward(hosted, m, needed)
             case Kind.BACKWARD | Kind.INPUT | Kind.WEIGHT:
                 version = stage.version_of(m)
-                self._backward(hosted, action, needed)
+                yield from self._backward(hosted, action, needed)
             case Kind.STEP:
-                self._step(hosted, m)
+                yield from self._step(hosted, m)
                 version = stage.parameters.ledger.newest
             case _:
                 assert_never(kind)
@@ -320,11 +331,12 @@ class Loop:
         start += hosted.held_up_ns - held_up
         self._record(CODES[kind], hosted, m, version, needed, start)
 
-    def _step(self, hosted: Hosted, update: int) -> None:
+    def _step(self, hosted: Hosted, update: int) -> Steps[None]:
         """Do a step: measure the gradients where a total norm is needed, then apply them."""
         stage = hosted.stage
         if stage.clipper is not None and stage.clipper.total:
-            behind = hosted.norms_in([self._take(key) for key in hosted.norms_due(update)])
+            due = hosted.norms_due(update)
+            behind = hosted.norms_in((yield from self._take_all(due)))
             with self._computing(hosted):
                 norms = stage.measure(update, behind)
                 if stage.clipper.is_first:
@@ -375,7 +387,7 @@ class Loop:
                 f"stage {stage.index}: the order has {action} before {kind.value}{due}"
             )
 
-    def _forward(self, hosted: Hosted, micro_batch: int, needed: _Needed) -> int:
+    def _forward(self, hosted: Hosted, micro_batch: int, needed: _Needed) -> Steps[int]:
         """Do a forward and send its output or loss; return the weight version that it read."""
         item, stage = needed.messages[0], hosted.stage
         head = item.payload
@@ -384,7 +396,7 @@ class Loop:
         hosted.positions[micro_batch] = item.index
         self._apply_put_off(hosted, totals_of(needed.messages))
         for key in hosted.weights_due(micro_batch):
-            hosted.receive_weights(self._take(key))
+            hosted.receive_weights((yield self._wanted(key)))
         inputs = None if head.empty else list(map(value_of, needed.messages))
         target, share = target_of(needed.target)
         with self._computing(hosted):
@@ -395,11 +407,12 @@ class Loop:
         hosted.send_on(needed.messages, made, version, mark)
         return version
 
-    def _backward(self, hosted: Hosted, action: Action, needed: _Needed) -> None:
+    def _backward(self, hosted: Hosted, action: Action, needed: _Needed) -> Steps[None]:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = list(map(gradients_of, needed.messages))
-        shares = hosted.shares_in([self._take(key) for key in hosted.shares_due(action)])
+        due = hosted.shares_due(action)
+        shares = hosted.shares_in((yield from self._take_all(due)))
         found: list[Gradients] = []
         with self._computing(hosted), hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
@@ -428,7 +441,7 @@ class Loop:
 
     # -- items that do not train ----------------------------------------------------------------
 
-    def _serve(self, hosted: Hosted, item: Message) -> None:
+    def _serve(self, hosted: Hosted, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
         needed = _Needed((item,), None, self._inbox.arrived_ns, item.sender)
@@ -436,7 +449,7 @@ class Loop:
             case MicroBatch() as head:
                 kind = PASS
                 self._note(hosted, f"{head.mode.value} {item.index}")
-                needed = self._with_the_rest(hosted, item, head)
+                needed = yield from self._with_the_rest(hosted, item, head)
                 self._pass(hosted, head, needed)
             case Command() as command:
                 kind = COMMAND

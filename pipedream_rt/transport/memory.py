@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 
@@ -47,13 +48,17 @@ class MemoryTransport:
             error = PeerLost(f"{message}: no receiver is open there", peer=f"stage {message.to}")
             self._open[message.sender][1](error)
             return
-        copy = decode(encode(message), [own(t, copy=True) for t in message.tensors])
+        copy = self.copy_of(message)
         if self._thread is None:
             self.deliver(copy)
             return
         with self._changed:
             self._pending.append(copy)
             self._changed.notify_all()
+
+    def copy_of(self, message: Message) -> Message:
+        """Return what the receiver gets: the message as if it came from another process."""
+        return decode(encode(message), [own(t, copy=True) for t in message.tensors])
 
     def deliver(self, message: Message) -> None:
         """Call the receiver with a message; a subclass may do so later."""
@@ -81,3 +86,13 @@ class MemoryTransport:
                 twice = self._random.random() < 0.1
                 message = self._pending[number] if twice else self._pending.pop(number)
             self.deliver(message)
+
+
+class DirectTransport(MemoryTransport):
+    """The transport within one thread, which copies tensors, and encodes nothing."""
+
+    def copy_of(self, message: Message) -> Message:
+        """Return the message with copies of its tensors."""
+        return dataclasses.replace(
+            message, tensors=tuple(own(t, copy=True) for t in message.tensors)
+        )

@@ -16,6 +16,7 @@ from pipedream_rt.errors import (
     StageFailed,
     WorkerLost,
 )
+from pipedream_rt.messages.inbox import Wanted
 from pipedream_rt.messages.message import Failed, Message, Ready
 from pipedream_rt.schedules import COORDINATOR
 
@@ -56,7 +57,7 @@ def failed(error=None, **changes):
 
 
 def take(reception, expected):
-    return reception.inbox.take(expected.key, Deadline(timedelta(0)))
+    return reception.inbox.take(Wanted(expected.key, Deadline(timedelta(0))))
 
 
 def error_of(reception, payload):

@@ -5,7 +5,7 @@ import pytest
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PipelineClosed
-from pipedream_rt.messages.inbox import Inbox
+from pipedream_rt.messages.inbox import Inbox, Wanted
 from pipedream_rt.messages.message import Gradient, Key, Message, Reply
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 
@@ -31,7 +31,7 @@ def test_messages_are_taken_by_key_whatever_the_order_of_arrival():
     inbox = Inbox("stage 1")
     for index in (2, 0, 1):
         assert inbox.put(gradient(index))
-    assert [inbox.take(key(i), soon()).index for i in range(3)] == [0, 1, 2]
+    assert [inbox.take(Wanted(key(i), soon())).index for i in range(3)] == [0, 1, 2]
 
 
 def test_a_second_delivery_is_dropped():
@@ -39,10 +39,10 @@ def test_a_second_delivery_is_dropped():
     inbox = Inbox("stage 1")
     assert inbox.put(gradient(0))
     assert not inbox.put(gradient(0))
-    inbox.take(key(0), soon())
+    inbox.take(Wanted(key(0), soon()))
     assert not inbox.put(gradient(0))
     with pytest.raises(MessageTimeout):
-        inbox.take(key(0), Deadline(NOW))
+        inbox.take(Wanted(key(0), Deadline(NOW)))
 
 
 def test_replies_of_two_stages_do_not_hide_each_other():
@@ -52,7 +52,8 @@ def test_replies_of_two_stages_do_not_hide_each_other():
         assert inbox.put(Message(to=-1, sender=sender, index=4, generation=0, payload=reply))
     for sender in (1, 0):
         assert (
-            inbox.take(Key(Edge(EdgeKind.REPLY, sender, COORDINATOR), 4), soon()).sender == sender
+            inbox.take(Wanted(Key(Edge(EdgeKind.REPLY, sender, COORDINATOR), 4), soon())).sender
+            == sender
         )
 
 
@@ -68,7 +69,7 @@ def test_a_late_message_is_an_error_that_tells_the_story():
     inbox.recent.extend(["F0", "F1"])
     inbox.put(gradient(3))
     with pytest.raises(MessageTimeout) as e:
-        inbox.take(key(0), Deadline(NOW))
+        inbox.take(Wanted(key(0), Deadline(NOW)))
     for words in (
         "stage 1 waited 0 s for gradient 0",
         "holds gradient 3 from stage 2",
@@ -85,7 +86,7 @@ def test_close_wakes_the_taker_with_the_reason():
     def wait():
         waiting.set()
         try:
-            inbox.take(key(0), soon())
+            inbox.take(Wanted(key(0), soon()))
         except PipelineClosed as error:
             reasons.append(error)
 
@@ -105,16 +106,16 @@ def test_what_has_arrived_can_still_be_taken_after_close():
     inbox.put(gradient(0))
     inbox.close(PipelineClosed("closed"))
     assert not inbox.put(gradient(1))
-    assert inbox.take(key(0), soon()).index == 0
+    assert inbox.take(Wanted(key(0), soon())).index == 0
     with pytest.raises(PipelineClosed):
-        inbox.take(key(1), soon())
+        inbox.take(Wanted(key(1), soon()))
 
 
 def test_a_second_taker_is_refused():
     inbox = Inbox("stage 1")
     inbox._taker = 1  # as while another thread is inside take
     with pytest.raises(RuntimeError, match="waited on by two threads"):
-        inbox.take(key(1), soon())
+        inbox.take(Wanted(key(1), soon()))
 
 
 def test_holds_and_story():

@@ -116,7 +116,7 @@ class Worker:
         end = PipelineClosed("the end")
         self.inbox.close(end)
         with pytest.raises(PipelineClosed) as e:
-            self.loop.run()
+            self.inbox.follow(self.loop.run())
         assert e.value is end
         self.loop.close()
         assert not self.inbox._waiting, "came, and was never needed"
@@ -126,7 +126,7 @@ class Worker:
         """Require that it stops with an error, and return that."""
         self.inbox.close(PipelineClosed("the end"))
         with pytest.raises(error, match=match) as e:
-            self.loop.run()
+            self.inbox.follow(self.loop.run())
         return e.value
 
     def lines(self):
@@ -1055,7 +1055,7 @@ def test_a_message_that_is_sure_to_come_is_waited_for_until_the_timeout():
     worker = Worker(THREE, 1)
     worker.put(activation(1, 0), activation(1, 1), gradient(1, 1))
     with pytest.raises(MessageTimeout) as e:
-        worker.loop.run()
+        worker.inbox.follow(worker.loop.run())
     for words in ("the worker", "gradient 0 from stage 2", "gradient 1 from stage 2", "F0 F1 B0"):
         assert words in str(e.value)
 
@@ -1064,14 +1064,14 @@ def test_so_is_a_target():
     worker = Worker(TWO, 1)
     worker.put(activation(1, 0))
     with pytest.raises(MessageTimeout, match="target 0 from the coordinator"):
-        worker.loop.run()
+        worker.inbox.follow(worker.loop.run())
 
 
 def test_the_reason_why_the_inbox_was_closed_ends_the_loop():
     worker = Worker(ONE)
     worker.inbox.close(KeyError("a peer is lost"))
     with pytest.raises(KeyError, match="a peer is lost"):
-        worker.loop.run()
+        worker.inbox.follow(worker.loop.run())
 
 
 def test_every_computation_is_in_the_context_that_keeps_stages_apart():

@@ -1,0 +1,89 @@
+"""Stages in this process: what is the same whether they have threads of their own or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipedream_rt.cluster.base import Reference
+from pipedream_rt.errors import PipelineError
+from pipedream_rt.observe.clock import Reading
+from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.host import StageHost
+
+
+class _LocalReference:
+    """A reference within the process.
+
+    Args:
+        value: What it refers to.
+        owner: Name of the worker that holds the value.
+    """
+
+    def __init__(self, value: Any, owner: str) -> None:
+        """Keep both."""
+        self._value = value
+        self._owner = owner
+
+    def to_here(self) -> Any:
+        """Return the value; of a tensor, a copy."""
+        return (
+            self._value.detach().clone() if isinstance(self._value, torch.Tensor) else self._value
+        )
+
+    def local_value(self) -> Any:
+        """Return the value itself."""
+        return self._value
+
+    def owner_name(self) -> str:
+        """Return the name of the worker."""
+        return self._owner
+
+
+class ClusterHere:
+    """The part of a `Cluster` that does not depend on how the stages get their turns.
+
+    Args:
+        plan: Which workers there are, and which stages each hosts.
+        hosts: The host of each worker's stages.
+
+    Attributes:
+        names: Names of the workers.
+    """
+
+    def __init__(self, plan: Plan, hosts: Sequence[StageHost]) -> None:
+        """Keep both."""
+        self._plan = plan
+        self._hosts = hosts
+        self.names = tuple(host.name.replace(" ", "-") for host in hosts)
+
+    def name_loss(self, error: PipelineError) -> PipelineError:
+        """See `Cluster.name_loss`; a worker in this process is never lost."""
+        return error
+
+    def stories(self) -> list[str]:
+        """See `Cluster.stories`."""
+        return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
+
+    def status(self) -> list[dict[str, Any]]:
+        """See `Cluster.status`; there are no worker processes."""
+        return []
+
+    def clocks(self) -> list[Reading]:
+        """See `Cluster.clocks`; all workers read the same clock."""
+        now = time.monotonic_ns()
+        return [Reading(now, now, now)] * self._plan.workers
+
+    def reference(self, stage: int, part: str) -> Reference:
+        """See `Cluster.reference`."""
+        worker = self._plan.worker_of(stage)
+        return _LocalReference(self._hosts[worker].part(stage, part), self.names[worker])
+
+    def parameter_references(self, stage: int) -> list[Reference]:
+        """See `Cluster.parameter_references`."""
+        worker = self._plan.worker_of(stage)
+        parameters = self._hosts[worker].part(stage, "parameters")
+        return [_LocalReference(p, self.names[worker]) for p in parameters]

@@ -1,0 +1,187 @@
+"""Stages in the caller's own thread, one after another: no threads, no processes, the same bits.
+
+Each worker's loop is a generator that yields the message it waits for. Whenever the coordinator
+waits, the workers get turns: one that has its message goes on until it needs one that is not there,
+and then it is another one's turn, until none can go on. So everything that was fed is done as far
+as the order allows, before the coordinator looks for what it waits for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+
+from pipedream_rt.cluster.base import Fail
+from pipedream_rt.cluster.here import ClusterHere
+from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.messages.inbox import Steps, Wanted
+from pipedream_rt.messages.message import Message
+from pipedream_rt.schedules import COORDINATOR, Plan
+from pipedream_rt.stage.host import StageHost
+from pipedream_rt.stage.seeds import kept_generator_state
+from pipedream_rt.stage.settings import refuse_contexts
+from pipedream_rt.transport.base import Receive, Transport, sender
+from pipedream_rt.transport.memory import DirectTransport
+
+
+class _Worker:
+    """A worker: its stages, what they do, and the message that they wait for.
+
+    Args:
+        host: The host of its stages.
+        ready: Where the worker is put when a message has come for it.
+
+    Attributes:
+        host: The host of its stages.
+        has_ended: Whether its stages have raised an error.
+    """
+
+    def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
+        """Do nothing until the first turn."""
+        self.host = host
+        self.has_ended = False
+        self._ready = ready
+        self._steps: Steps[None] = host.run()
+        self._wanted: Wanted | None = None
+
+    def receive(self, message: Message) -> None:
+        """Take a message, with which the worker may be able to go on."""
+        if self.host.inbox.put(message) and not self.has_ended and self not in self._ready:
+            self._ready.append(self)
+
+    def take_turn(self) -> None:
+        """Go on until a message is needed that is not there. An error becomes a message."""
+        try:
+            wanted = next(self._steps) if self._wanted is None else self._wanted
+            while (message := self.host.inbox.take_if_there(wanted)) is not None:
+                wanted = self._steps.send(message)
+            self._wanted = wanted
+        except Exception as error:
+            self.has_ended = True
+            if not isinstance(error, PipelineClosed):
+                self.host.report(error)
+        except BaseException:  # as Ctrl-C, which is meant for the caller
+            self.has_ended = True
+            raise
+
+    def end(self) -> None:
+        """End the loop, and let go of the stages."""
+        self.has_ended = True
+        self._steps.close()
+        self.host.end()
+
+
+class SerialCluster(ClusterHere):
+    """Every worker gets turns in the thread that uses the pipeline.
+
+    Args:
+        plan: Which workers there are, and which stages each hosts.
+        receive: Takes messages for the coordinator.
+        fail: Called with the error when the coordinator's messages cannot be handed over.
+        generation: Number of this group in the process.
+        timeout: Not used, as nothing that is sure to come is waited for.
+        threads: Number of threads for torch's own parallel loops while a stage computes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        receive: Receive,
+        fail: Fail,
+        *,
+        generation: int,
+        timeout: timedelta,
+        threads: int,
+    ) -> None:
+        """Give no worker a turn yet."""
+        self._life = Lifecycle("the cluster")
+        self._threads = threads
+        self._ready: deque[_Worker] = deque()
+        self._takes_turns = False
+        memory = DirectTransport()
+        self.transport: Transport = memory
+        memory.open(COORDINATOR, receive, fail)
+        self._workers = []
+        for w in range(plan.workers):
+            stages = plan.stages_of(w)
+            host = StageHost(
+                w,
+                stages,
+                generation,
+                lambda stage: sender(memory, stage, generation),
+                timeout,
+                threads,
+            )
+            worker = _Worker(host, self._ready)
+            for s in stages:
+                memory.open(s, worker.receive, host.inbox.close)
+            self._workers.append(worker)
+        super().__init__(plan, [worker.host for worker in self._workers])
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """See `Cluster.waiting`. Before the coordinator waits, workers go on as far as they can.
+
+        Raises:
+            ConfigError: The script is inside a context that would change what the stages compute.
+        """
+        if (
+            not self._takes_turns
+        ):  # else a signal handler closes the pipeline while a stage computes
+            self._takes_turns = True
+            try:
+                with _as_on_a_worker(self._threads):
+                    while self._ready and self._life.is_open:
+                        self._ready.popleft().take_turn()
+            finally:
+                self._takes_turns = False
+                if not self._life.is_open:
+                    self._end()
+        yield
+
+    def close(self) -> None:
+        """See `Cluster.close`."""
+        if not self._life.begin_closing():
+            return
+        if not self._takes_turns:
+            self._end()
+        self._life.close()
+
+    def kill(self) -> None:
+        """See `Cluster.kill`."""
+        self.close()
+
+    def _end(self) -> None:
+        """End all workers; from `waiting` if `close` was called while one had its turn."""
+        for worker in self._workers:
+            worker.end()
+        self.transport.close()
+
+
+@contextmanager
+def _as_on_a_worker(threads: int) -> Iterator[None]:
+    """Let the body compute as on a worker, which knows nothing of what the script is doing.
+
+    Raises:
+        ConfigError: The script is inside a context that cannot be left for a while.
+    """
+    before = torch.get_num_threads()
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        kept_generator_state(),
+    ):
+        refuse_contexts()
+        if threads != before:
+            torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
