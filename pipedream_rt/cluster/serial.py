@@ -19,7 +19,7 @@ from pipedream_rt.cluster.base import Fail
 from pipedream_rt.cluster.here import ClusterHere
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.messages.inbox import Steps, Wanted
+from pipedream_rt.messages.inbox import Reason, Steps, Wanted
 from pipedream_rt.messages.message import Message
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.stage.host import StageHost
@@ -52,6 +52,12 @@ class _Worker:
     def receive(self, message: Message) -> None:
         """Take a message, with which the worker may be able to go on."""
         if self.host.inbox.put(message) and not self.has_ended and self not in self._ready:
+            self._ready.append(self)
+
+    def lose(self, reason: Reason) -> None:
+        """Close the inbox with a reason, which the worker finds at its next turn."""
+        self.host.inbox.close(reason)
+        if not self.has_ended and self not in self._ready:
             self._ready.append(self)
 
     def take_turn(self) -> None:
@@ -119,7 +125,7 @@ class SerialCluster(ClusterHere):
             )
             worker = _Worker(host, self._ready)
             for s in stages:
-                memory.open(s, worker.receive, host.inbox.close)
+                memory.open(s, worker.receive, worker.lose)
             self._workers.append(worker)
         super().__init__(plan, [worker.host for worker in self._workers])
 

@@ -1,0 +1,20 @@
+"""Corrections for staleness: what a stage may do about gradients that are older than its weights.
+
+They are given to ``Pipeline(corrections=[...])``, and applied in that order.
+"""
+
+from pipedream_rt.corrections.base import Correction, Moment
+from pipedream_rt.corrections.gradients import DelayCompensation, ErrorFeedback
+from pipedream_rt.corrections.prediction import WeightPrediction
+from pipedream_rt.corrections.rates import StalenessMomentum, StalenessRate, StalenessRefresh
+
+__all__ = [
+    "Correction",
+    "DelayCompensation",
+    "ErrorFeedback",
+    "Moment",
+    "StalenessMomentum",
+    "StalenessRate",
+    "StalenessRefresh",
+    "WeightPrediction",
+]

@@ -1,0 +1,90 @@
+"""Corrections of stale gradients and of the updates made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedream_rt.corrections.base import Correction, Moment, Named
+from pipedream_rt.errors import ConfigError
+
+
+@dataclass(eq=False)
+class DelayCompensation(Correction):
+    """A gradient with a guess at how it would have changed with the weights since.
+
+    The gradient g becomes ``g + strength * g * g * (w_now - w_then)``, element by element, with the
+    weights that it will be applied to and those that it was computed on: ``g * g`` stands for the
+    diagonal of the Hessian. With k micro-batches per update, g is a k-th of the gradient of its
+    micro-batch, and the term is multiplied by k.
+
+    If it is adaptive, the strength of an element is ``strength / sqrt(s + 1e-7)`` with the moving
+    average ``s = decay * s + (1 - decay) * g * g``.
+
+    Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (DC-ASGD,
+    ICML 2017), equations 10 and 14.
+
+    Attributes:
+        strength: The factor lambda.
+        adaptive: Whether it adapts (DC-ASGD-a).
+        decay: The decay m of the moving average.
+    """
+
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        """Say what the state takes."""
+        self.copies = 1.0 if self.adaptive else 0.0
+
+    def after_backward(self, at: Moment, gradients: Named, read: Named, newest: Named) -> None:
+        """See `Correction.after_backward`."""
+        for name, gradient in gradients.items():
+            squared = gradient * gradient
+            guess = squared * (newest[name] - read[name])
+            if self.adaptive:
+                state = self.state.setdefault(name, {})
+                if "square" in state:
+                    state["square"].mul_(self.decay).add_(squared, alpha=1 - self.decay)
+                else:
+                    state["square"] = squared * (1 - self.decay)
+                guess = guess / (state["square"] + 1e-7).sqrt()
+            gradient.add_(guess, alpha=self.strength * at.micro_batches)
+
+
+@dataclass(eq=False)
+class ErrorFeedback(Correction):
+    """An update that takes back what the stale one before it got wrong.
+
+    With u(t), all that the optimizer adds to the weights in a step, the rate and the decay of
+    weights included, the weights become ``w + u(t) + c (u(t) - u(t-1))``, where
+    ``c = min(staleness, limit)``. With a staleness of 1 that is the paper's
+    ``w(t+1) = w(t) + 2 u(g(t-1)) - u(g(t-2))``; with a larger one, a damped form of it. The first
+    update is left as it is.
+
+    Source: One-step delay is not a barrier (arXiv 2606.30634, ICML 2026), error feedback.
+
+    Attributes:
+        limit: The largest c.
+
+    Raises:
+        ConfigError: It is negative.
+    """
+
+    limit: float = 1.0
+    copies = 2.0
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if not self.limit >= 0.0:
+            raise ConfigError(f"limit must be a number of at least 0, not {self.limit!r}")
+
+    def after_step(self, at: Moment, weights: Named, before: Named) -> None:
+        """See `Correction.after_step`."""
+        factor = min(float(at.staleness), self.limit)
+        for name, weight in weights.items():
+            state = self.state.setdefault(name, {})
+            update = weight - before[name]
+            if factor and "update" in state:
+                weight.add_(update - state["update"], alpha=factor)
+            state["update"] = update

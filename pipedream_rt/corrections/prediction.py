@@ -1,0 +1,104 @@
+"""Reading weights as they will be when the gradient is applied: weight prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.corrections.base import Correction, Moment, Named
+from pipedream_rt.errors import ConfigError
+
+
+@dataclass(eq=False)
+class WeightPrediction(Correction):
+    """Forwards that read ``w - strength * tau * lr * d`` in the place of a stale version w.
+
+    tau is the number of updates that will be made before the gradient is applied, and d the step
+    that the optimizer would make if no gradient came, by its own rule:
+
+    - `torch.optim.SGD` with momentum: d = v, the momentum buffer;
+    - `torch.optim.Adam`: d = m^ / (sqrt(v^) + eps), with the moments corrected for their bias;
+    - `torch.optim.AdamW`: the same, plus weight_decay * w;
+    - `torch.optim.NAdam`: the same with m^ = m / (1 - mu_1 mu_2 ... mu_t);
+    - an optimizer with a method ``expected_step(parameter, group)``, as those of this project: what
+      it returns, which has the rate in it.
+
+    The backward uses the predicted weights too. Predicted weights take the memory of one more copy
+    for each version that micro-batches read or will read.
+
+    Sources: Chen et al., Efficient and Robust Parallel DNN Training through Model Parallelism on
+    Multi-GPU Platform (SpecTrain, 2018), equation 3 (momentum); Guan et al., XPipe (2019), equation
+    3 (Adam); Guan et al., PipeOptim (2023), table 1 (SGD with momentum, Adam, AdamW).
+
+    Attributes:
+        strength: A factor for the distance; 1 for the papers.
+    """
+
+    strength: float = 1.0
+    copies = 1.0
+
+    def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_forward`.
+
+        Raises:
+            ConfigError: There is no rule for the optimizer.
+        """
+        names = {id(p): name for name, p in self.parameters.items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (name := names.get(id(parameter))) in weights and optimizer.state[parameter]:
+                    step = expected_step(optimizer, group, parameter)
+                    weights[name].sub_(step, alpha=self.strength * at.staleness)
+
+
+def expected_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> Tensor:
+    """Return what the next step of an optimizer would take off a parameter if no gradient came.
+
+    Args:
+        optimizer: The optimizer.
+        group: The group of the parameter.
+        parameter: The parameter, which has a state.
+
+    Raises:
+        ConfigError: There is no rule for the optimizer.
+    """
+    own: Any = getattr(optimizer, "expected_step", None)
+    if own is not None:
+        step: Tensor = own(parameter, group)
+        return step
+    state, rate = optimizer.state[parameter], group["lr"]
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        buffer = state.get("momentum_buffer")
+        return torch.zeros_like(parameter) if buffer is None else rate * buffer
+    if isinstance(optimizer, torch.optim.NAdam):
+        direction = _of_moments(group, state, state["mu_product"])
+        decays = group["decoupled_weight_decay"]
+    elif isinstance(optimizer, torch.optim.Adam):  # AdamW is one too
+        direction = _of_moments(group, state, group["betas"][0] ** _number(state["step"]))
+        decays = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    else:
+        raise ConfigError(
+            f"WeightPrediction has no rule for {type(optimizer).__name__}: use SGD with momentum, "
+            "Adam, AdamW or NAdam, or give the optimizer a method expected_step(parameter, group)"
+        )
+    if decays:
+        direction = direction + group["weight_decay"] * parameter
+    return rate * direction
+
+
+def _of_moments(group: dict[str, Any], state: dict[str, Any], bias: Any) -> Tensor:
+    """Return m^ / (sqrt(v^) + eps); ``bias`` is what the first moment still lacks of one."""
+    second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    lacks = 1 - group["betas"][1] ** _number(state["step"])
+    first: Tensor = state["exp_avg"] / (1 - _number(bias))
+    return first / ((second / lacks).sqrt() + group["eps"])
+
+
+def _number(value: Any) -> float:
+    """Return a number that may be a tensor with one element."""
+    return float(value)

@@ -1,0 +1,97 @@
+"""Corrections that change options of the optimizer for a step, by its staleness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pipedream_rt.corrections.base import Correction, Moment
+from pipedream_rt.errors import ConfigError
+
+
+@dataclass(eq=False)
+class StalenessRate(Correction):
+    """A learning rate that is divided by the staleness at first, and by nothing in the end.
+
+    With the staleness tau of a step and its number k, the rate is divided by ``tau ** p``, where
+    ``p = 1 - min(k / updates, 1)``. Stages with fresh gradients keep the rate.
+
+    Source: Yang et al., PipeMare: Asynchronous Pipeline Parallel DNN Training (MLSys 2021),
+    technique T1, section 3.1.
+
+    Attributes:
+        updates: The number of updates over which the division fades out, K.
+
+    Raises:
+        ConfigError: It is no positive number.
+    """
+
+    updates: int
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if isinstance(self.updates, bool) or not self.updates > 0:
+            raise ConfigError(f"updates must be a positive number, not {self.updates!r}")
+
+    def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_step`."""
+        power = 1.0 - min(at.update / self.updates, 1.0)
+        if at.staleness > 1 and power > 0.0:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / at.staleness**power
+
+
+@dataclass(eq=False)
+class StalenessMomentum(Correction):
+    """A momentum that is the higher, the staler the gradients of a step are.
+
+    The first of ``betas``, or else ``momentum``, becomes ``b + tau (top - b) / n`` with the
+    staleness tau and n stages, and at most ``top``.
+
+    Source: Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization (ICML
+    2025), the option ``adaptive_momentum`` of its code (AsyncPP).
+
+    Attributes:
+        top: The momentum of a staleness of n.
+
+    Raises:
+        ConfigError: It is no number from 0 to less than 1.
+    """
+
+    top: float = 0.99
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if not 0.0 <= self.top < 1.0:
+            raise ConfigError(f"top must be a number from 0 to less than 1, not {self.top!r}")
+
+    def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_step`."""
+        share = min(at.staleness / at.num_stages, 1.0)
+        for group in optimizer.param_groups:
+            if "betas" in group:
+                first, *others = group["betas"]
+                group["betas"] = (first + share * (self.top - first), *others)
+            if "momentum" in group:
+                group["momentum"] += share * (self.top - group["momentum"])
+
+
+@dataclass(eq=False)
+class StalenessRefresh(Correction):
+    """Refreshes of `RotatedAdamW` that are the more frequent, the staler a stage is.
+
+    With the staleness tau of a step and n stages, the option ``refresh`` r becomes
+    ``r (n - 1) / (2 tau)``: on average over the stages of an asynchronous pipe as many refreshes as
+    without the correction. A stage without staleness is left as it is.
+
+    Source: the budget by stage of the basis-rotation paper (ICML 2026), see `RotatedAdamW`.
+    """
+
+    def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_step`."""
+        if at.staleness:
+            for group in optimizer.param_groups:
+                if "refresh" in group:
+                    often = group["refresh"] * (at.num_stages - 1) / (2 * at.staleness)
+                    group["refresh"] = max(1, round(often))
