@@ -68,6 +68,7 @@ from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.specs import (
     compiling,
+    correcting,
     pickled_specs,
     recomputing,
     refuse_autocast,
@@ -78,6 +79,7 @@ from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, sp
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
+from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
@@ -144,6 +146,8 @@ class Pipeline:
         clip: How gradients are clipped before each update; None for not at all.
         ema: The decay of an exponential moving average of the weights, as 0.999, which every stage
             makes of its own after each update; None for none. See `keep_version`.
+        corrections: What every stage does about stale gradients, in the order in which it is done:
+            objects of `pipedream_rt.corrections`, or of classes of your own (`Correction`).
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
         loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
@@ -194,6 +198,7 @@ class Pipeline:
         threads: int = 1,
         clip: Clip | None = None,
         ema: float | None = None,
+        corrections: Sequence[Correction] = (),
         autocast: torch.dtype | None = None,
         loss_scale: LossScale | None = None,
         recompute: bool | Sequence[int] = False,
@@ -232,6 +237,7 @@ class Pipeline:
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
         refuse_norms(self.plan, clip, scale)
+        corrected = correcting(corrections, self.plan, clip, scale)
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
@@ -261,6 +267,7 @@ class Pipeline:
                 compile=compiled,
                 clip=clip,
                 scale=scale,
+                corrections=corrected,
                 pretrained=pretrained,
                 programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
             )

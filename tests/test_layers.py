@@ -21,6 +21,7 @@ LAYERS = [
     {"pipedream_rt.simulation"},
     {"pipedream_rt.messages"},
     {"pipedream_rt.planning", "pipedream_rt.checkpoint"},
+    {"pipedream_rt.corrections", "pipedream_rt.optimizers"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},
     {"pipedream_rt.cluster"},

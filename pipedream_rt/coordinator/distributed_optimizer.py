@@ -15,10 +15,10 @@ from pipedream_rt.cluster.base import Reference
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.schedules.plan import EVERY_STAGE
 from pipedream_rt.stage.optimizer import (
-    AVERAGE,
     GroupSpec,
     Hyper,
     OptimizerSpec,
+    is_ours,
     own_attributes,
     pack_group,
     pack_hyper,
@@ -288,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             own = (v for k, v in state.items() if k.startswith(f"{EVERY_STAGE}group/{number}/"))
             kept = next(own, {}).items()
             set_hyper(group, {k: v for k, v in kept if not k.startswith(EVERY_STAGE)})
-        plain = {n: {k: v for k, v in s.items() if k != AVERAGE} for n, s in state.items()}
+        plain = {n: {k: v for k, v in s.items() if not is_ours(k)} for n, s in state.items()}
         packed["state"] = {i: plain[n] for i, n in enumerate(link.names) if plain.get(n)}
         return packed
 

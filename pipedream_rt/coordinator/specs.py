@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
+from pipedream_rt.corrections import Correction
+from pipedream_rt.corrections.base import overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
     alias,
@@ -92,6 +94,37 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
         )
 
 
+def correcting(
+    corrections: Any, plan: Plan, clip: Clip | None, scale: LossScale | None
+) -> tuple[Correction, ...]:
+    """Return the corrections, of the argument ``corrections`` of `Pipeline`.
+
+    Raises:
+        ConfigError: It makes no sense; or a correction of gradients needs weights that are not
+            there yet, or gradients that are not scaled.
+    """
+    if isinstance(corrections, Correction) or not isinstance(corrections, list | tuple):
+        raise ConfigError(f"corrections must be a list of Correction objects, not {corrections!r}")
+    for each in corrections:
+        if not isinstance(each, Correction):
+            raise ConfigError(f"corrections must be Correction objects, not {each!r}")
+        if plan.flushes or not overrides(each, "after_backward"):
+            continue
+        name = type(each).__name__
+        if scale is not None:
+            raise ConfigError(
+                f"{name} changes gradients as they come, and losses are scaled: the gradients are "
+                "not those of the loss; use bfloat16"
+            )
+        if clip is not None and clip.of_model and is_exact(plan):
+            raise ConfigError(
+                f"{name} needs the weights that a gradient is applied to, and with {plan.name} and "
+                "Clip(norm=...) over the model updates wait for the norm of all gradients, so they "
+                'are not there yet; use Clip(..., over="stage"), or another schedule'
+            )
+    return tuple(corrections)
+
+
 def compiling(compile: Any, modules: Iterable[nn.Module]) -> dict[str, Any] | None:
     """Return the arguments with which layers are compiled, of the argument ``compile``.
 
@@ -151,6 +184,7 @@ def pickled_specs(
     compile: dict[str, Any] | None,
     clip: Clip | None,
     scale: LossScale | None,
+    corrections: tuple[Correction, ...],
     pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
 ) -> list[tuple[Tensor, ...]]:
@@ -169,6 +203,7 @@ def pickled_specs(
         compile: The arguments with which layers are compiled; None to compile none.
         clip: How gradients are clipped.
         scale: How losses are scaled.
+        corrections: The corrections for staleness.
         pretrained: Where the workers read weights; None for nowhere.
         programs: By stage, what a forward does, as in `StageSpec`.
 
@@ -207,6 +242,7 @@ def pickled_specs(
             compile=compile,
             clip=clip,
             scale=scale,
+            corrections=corrections,
             pretrained=pretrained,
             numbers=_numbers(model, part),
             trace_spans=trace_spans,

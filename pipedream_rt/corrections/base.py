@@ -9,13 +9,14 @@ changes what it is given in place; a class overrides those that it needs::
     before_step      the options of the optimizer: rates, momentum
     after_step       the weights that the optimizer has made
 
-A hook is told numbers alone (`Moment`), never a clock, so that a run with corrections gives the same
-bits whatever the timing. What a correction remembers, it keeps in ``self.state``: that goes into
-checkpoints, and comes back after the death of a worker.
+A hook is told numbers alone (`Moment`), never a clock, so that a run with corrections gives the
+same bits whatever the timing. What a correction remembers, it keeps in ``self.state``: that goes
+into checkpoints, and comes back after the death of a worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -66,12 +67,15 @@ class Correction:
     that several stages use (tied weights) are left out of `before_forward` and `after_backward`.
 
     Attributes:
+        parameters: The parameters of the stage that the corrections are for, by name; set before
+            the first hook.
         copies: The memory that ``state`` takes on a stage, in copies of its weights.
         state: What the correction remembers, by name of a parameter, then by a name of its own:
             tensors and numbers.
     """
 
     copies: float = 0.0
+    parameters: Mapping[str, Tensor]
     state: dict[str, dict[str, Any]]
 
     def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:

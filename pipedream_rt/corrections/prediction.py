@@ -68,13 +68,16 @@ def expected_step(
         ConfigError: There is no rule for the optimizer.
     """
     own: Any = getattr(optimizer, "expected_step", None)
+    step: Tensor
     if own is not None:
-        step: Tensor = own(parameter, group)
+        step = own(parameter, group)
         return step
-    state, rate = optimizer.state[parameter], group["lr"]
+    state = optimizer.state[parameter]
+    rate: Any = group["lr"]
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         buffer = state.get("momentum_buffer")
-        return torch.zeros_like(parameter) if buffer is None else rate * buffer
+        step = rate * (torch.zeros_like(parameter) if buffer is None else buffer)
+        return step
     if isinstance(optimizer, torch.optim.NAdam):
         direction = _of_moments(group, state, state["mu_product"])
         decays = group["decoupled_weight_decay"]
@@ -88,15 +91,17 @@ def expected_step(
         )
     if decays:
         direction = direction + group["weight_decay"] * parameter
-    return rate * direction
+    step = rate * direction
+    return step
 
 
 def _of_moments(group: dict[str, Any], state: dict[str, Any], bias: Any) -> Tensor:
     """Return m^ / (sqrt(v^) + eps); ``bias`` is what the first moment still lacks of one."""
     second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     lacks = 1 - group["betas"][1] ** _number(state["step"])
-    first: Tensor = state["exp_avg"] / (1 - _number(bias))
-    return first / ((second / lacks).sqrt() + group["eps"])
+    first = state["exp_avg"] / (1 - _number(bias))
+    direction: Tensor = first / ((second / lacks).sqrt() + group["eps"])
+    return direction
 
 
 def _number(value: Any) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -17,6 +17,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.plan import EVERY_STAGE
+
+Around: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[object]]
 
 Hyper = dict[str, Any]
 """The hyper-parameters of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
@@ -186,19 +188,21 @@ class StageOptimizer:
         assert self.torch_optimizer is not None
         return self.torch_optimizer.param_groups
 
-    def step(self, hyper: list[Hyper]) -> None:
+    def step(self, hyper: list[Hyper], around: Around = nullcontext) -> None:
         """Step once with the hyper-parameters that travelled with the micro-batch.
 
         Args:
             hyper: For each group of the whole model, the packed hyper-parameters that the script
                 has changed; all others keep the values that the optimizer gives them.
+            around: Makes, for the torch optimizer, a context in which it steps.
         """
         if self.torch_optimizer is None:
             return
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             set_hyper(group, hyper[number])
             self._from_script[i].update(hyper[number])
-        self.torch_optimizer.step()
+        with around(self.torch_optimizer):
+            self.torch_optimizer.step()
         if self._decay is not None:
             self._take_into_average(self._decay)
 
@@ -291,7 +295,7 @@ class StageOptimizer:
         if self.torch_optimizer is None:
             return
         averages = {
-            name: _like(parameter, state[name][AVERAGE])
+            name: like(parameter, state[name][AVERAGE])
             for name, parameter in self._parameters.items()
             if self._decay is not None and AVERAGE in state.get(name, ())
         }
@@ -301,10 +305,10 @@ class StageOptimizer:
         # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
-            own = {key: value for key, value in state.get(name, {}).items() if key != AVERAGE}
+            own = {k: value for k, value in state.get(name, {}).items() if not is_ours(k)}
             if own or (name in state and not state[name]):
                 self.torch_optimizer.state[parameter] = {
-                    key: _like(parameter, value) if isinstance(value, Tensor) else value
+                    key: like(parameter, value) if isinstance(value, Tensor) else value
                     for key, value in own.items()
                 }
         self._load_own_state(state)
@@ -448,6 +452,15 @@ def _refuse_one_tensor_twice(places: Iterable[Hyper]) -> None:
 AVERAGE = "(average)"
 """The key, beside the optimizer's state of a parameter, of the average of the parameter."""
 
+
+def is_ours(key: str) -> bool:
+    """Whether what stands under a key beside the optimizer's state of a parameter is not its own.
+
+    Such keys begin with a bracket: `AVERAGE`, and the keys of corrections.
+    """
+    return key.startswith("(")
+
+
 _OF = "/of"
 """The key, beside the own state of a stage's optimizer, of the names of the stage's parameters."""
 
@@ -461,7 +474,7 @@ _OF_EVERY_OPTIMIZER = {
 }
 
 
-def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return a copy of a tensor of optimizer state, with the strides of its parameter."""
     if value.shape != parameter.shape:
         return value.detach().clone()

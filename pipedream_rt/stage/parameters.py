@@ -16,13 +16,17 @@ and steps there; if no micro-batch in flight reads the newest version, it steps 
     buffers   [A]      [B]      [C]               [D]
     leaves    a        b        c                 d
               F4..B4   F5..B5   Parameter.data
+
+A correction for staleness may let micro-batches read a *view* of a version in its place: weights
+that it has made of the version, in another set of buffers with their own leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,9 @@ from pipedream_rt.planning.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
 from pipedream_rt.stage.spec import GradientHook
 
+Adjust: TypeAlias = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
+"""Changes gradients, given the weights that they were computed on and the newest ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Version:
@@ -40,10 +47,13 @@ class _Version:
     Attributes:
         buffers: The raw buffers, one for each trainable parameter.
         leaves: The autograd leaves over them.
+        views: What micro-batches read in the place of the version, by staleness: weights that
+            corrections have made of it.
     """
 
     buffers: list[Tensor]
     leaves: list[Tensor]
+    views: dict[int, _Version] = field(default_factory=dict)
 
 
 class VersionedParameters:
@@ -87,6 +97,7 @@ class VersionedParameters:
         self._versions = {0: self._version_over([p.data for p in self._parameters])}
         self._free: list[_Version] = []
         self._gradients: list[Tensor | None] = [None] * len(self._parameters)
+        self._staleness: dict[int, int] = {}
         self.allocated = 1
 
     def _version_over(self, buffers: list[Tensor]) -> _Version:
@@ -124,7 +135,12 @@ class VersionedParameters:
         Raises:
             VersionError: The micro-batch is not in flight.
         """
-        return self._versions[self.ledger.pinned(micro_batch)].leaves
+        return self._read_by(micro_batch).leaves
+
+    def _read_by(self, micro_batch: int) -> _Version:
+        """Return what a micro-batch in flight reads: a version, or a view of it."""
+        version = self._versions[self.ledger.pinned(micro_batch)]
+        return version.views.get(self._staleness[micro_batch], version)
 
     @contextmanager
     def reading(self, micro_batch: int) -> Iterator[None]:
@@ -154,7 +170,7 @@ class VersionedParameters:
 
     def copies(self, micro_batch: int) -> list[Tensor]:
         """Return copies of the weights that a micro-batch reads, for `require_unchanged`."""
-        return [b.clone() for b in self._versions[self.ledger.pinned(micro_batch)].buffers]
+        return [b.clone() for b in self._read_by(micro_batch).buffers]
 
     def require_unchanged(self, micro_batch: int, before: Sequence[Tensor] | None) -> None:
         """Refuse a forward that has changed weights.
@@ -167,7 +183,7 @@ class VersionedParameters:
         Raises:
             ConfigError: A weight was changed.
         """
-        version = self._versions[self.ledger.pinned(micro_batch)]
+        version = self._read_by(micro_batch)
         for i, (leaf, buffer) in enumerate(zip(version.leaves, version.buffers, strict=True)):
             moved = leaf.data_ptr() != buffer.data_ptr()
             if moved or (before is not None and not same(buffer, before[i])):
@@ -180,11 +196,17 @@ class VersionedParameters:
                 )
 
     @contextmanager
-    def accumulating(self, micro_batch: int) -> Iterator[None]:
+    def accumulating(self, micro_batch: int, adjust: Adjust | None = None) -> Iterator[None]:
         """Run the body as `reading` does, and add its gradients to those of the pending update.
 
         The sum so far is put into ``leaf.grad`` first, so that autograd itself adds, in the order
         and with the rounding of plain gradient accumulation.
+
+        Args:
+            micro_batch: Number of the micro-batch, which is in flight.
+            adjust: Changes the gradients of the micro-batch, in place, before they are added; it
+                gets the gradients that there are, the weights that were read, and the newest ones,
+                by name.
 
         Raises:
             ConfigError: The forward used a Parameter that it did not read from its module.
@@ -192,9 +214,11 @@ class VersionedParameters:
         """
         leaves = self.leaves(micro_batch)
         for leaf, gradient in zip(leaves, self._gradients, strict=True):
-            leaf.grad = gradient
+            leaf.grad = None if adjust else gradient
         with self.reading(micro_batch):
             yield
+        if adjust is not None:
+            self._add_adjusted(micro_batch, adjust)
         for i, leaf in enumerate(leaves):
             self._gradients[i] = leaf.grad
             leaf.grad = None
@@ -205,6 +229,18 @@ class VersionedParameters:
                     "reference kept elsewhere, not as an attribute of its module, so its weight "
                     "versions cannot be kept apart; read it as self.<name> in forward"
                 )
+
+    @torch.no_grad()
+    def _add_adjusted(self, micro_batch: int, adjust: Adjust) -> None:
+        """Adjust the gradients of the leaves, and add to them those of the pending update."""
+        read, newest = self._read_by(micro_batch), self._versions[self.ledger.newest]
+        named = dict(zip(self._names, read.leaves, strict=True))
+        gradients = {name: leaf.grad for name, leaf in named.items() if leaf.grad is not None}
+        then = dict(zip(self._names, read.buffers, strict=True))
+        adjust(gradients, then, dict(zip(self._names, newest.buffers, strict=True)))
+        for leaf, before in zip(read.leaves, self._gradients, strict=True):
+            if before is not None:
+                leaf.grad = before if leaf.grad is None else before + leaf.grad
 
     def leaf(self, name: str, micro_batch: int) -> Tensor:
         """Return one weight in the version that a micro-batch reads, as an autograd leaf."""
@@ -279,6 +315,7 @@ class VersionedParameters:
         if in_place:
             del self._versions[ledger.newest - 1]
             target = newest
+            self._recycle_views(newest)
         else:
             target = self._take_free(newest)
             for parameter, new, old in zip(
@@ -302,17 +339,58 @@ class VersionedParameters:
                     buffer.copy_(parameter)
                 parameter.data = buffer
 
-    def begin(self, micro_batch: int, version: int) -> None:
-        """Let a micro-batch read a version until the ledger unpins it; recycle older versions.
+    def begin(self, micro_batch: int, version: int, update: int) -> None:
+        """Let a micro-batch read a version until `end`; recycle older versions.
 
         Args:
             micro_batch: Number of the micro-batch.
             version: The version that the plan lets it read.
+            update: The update that its gradient is a part of.
 
         Raises:
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
         self._recycle(self.ledger.read(micro_batch, version))
+        self._staleness[micro_batch] = update - self.ledger.pinned(micro_batch)
+
+    def end(self, micro_batch: int) -> int:
+        """End the flight of a micro-batch; return the version that it has read."""
+        del self._staleness[micro_batch]
+        return self.ledger.unpin(micro_batch)
+
+    @torch.no_grad()
+    def add_view(self, staleness: int) -> dict[str, Tensor]:
+        """Add a view of the newest version.
+
+        Args:
+            staleness: The staleness with which micro-batches read it in the place of the version.
+
+        Returns:
+            Its weights by name, which have the values of the version, for the caller to change.
+        """
+        newest = self._versions[self.ledger.newest]
+        view = self._take_free(newest)
+        for buffer, parameter in zip(view.buffers, self._parameters, strict=True):
+            buffer.copy_(parameter.data)
+        newest.views[staleness] = view
+        return dict(zip(self._names, view.buffers, strict=True))
+
+    def views(self) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """Return the weights of all views by name, by version and staleness."""
+        return {
+            (version, staleness): dict(zip(self._names, view.buffers, strict=True))
+            for version, kept in self._versions.items()
+            for staleness, view in kept.views.items()
+        }
+
+    @torch.no_grad()
+    def restore_views(self, views: dict[tuple[int, int], dict[str, Tensor]]) -> None:
+        """Add the views of a checkpoint, of versions that are kept."""
+        for (version, staleness), named in views.items():
+            kept = self._versions[version]
+            kept.views[staleness] = view = self._take_free(kept)
+            for name, buffer in zip(self._names, view.buffers, strict=True):
+                buffer.copy_(named[name])
 
     def reset(self, load: Callable[[], None]) -> None:
         """Replace the weights; no later forward reads a version from before.
@@ -324,6 +402,7 @@ class VersionedParameters:
             VersionError: A micro-batch is in flight.
         """
         self._recycle(self.ledger.reset())
+        self._recycle_views(self._versions[self.ledger.newest])
         load()
 
     def older(self) -> dict[int, dict[str, Tensor]]:
@@ -354,6 +433,7 @@ class VersionedParameters:
         self._recycle(self.ledger.reset())
         load()
         whole = self._versions.pop(current)
+        self._recycle_views(whole)
         self.ledger.restore(newest, older)
         self._versions[newest] = whole
         for version, named in older.items():
@@ -375,7 +455,15 @@ class VersionedParameters:
 
     def _recycle(self, versions: list[int]) -> None:
         """Keep the buffers of dropped versions for later versions."""
-        self._free.extend(self._versions.pop(version) for version in versions)
+        for version in versions:
+            dropped = self._versions.pop(version)
+            self._recycle_views(dropped)
+            self._free.append(dropped)
+
+    def _recycle_views(self, version: _Version) -> None:
+        """Keep the buffers of a version's views for later versions."""
+        self._free.extend(version.views.values())
+        version.views.clear()
 
     def _take_free(self, like: _Version) -> _Version:
         """Return a recycled set of buffers; a new one if none is free, as in the first warm-up."""

@@ -148,7 +148,7 @@ class StageSaver:
             return
         self._saving = None
         try:
-            optimizer = stage.optimizer.state() if stage.optimizer else {}
+            optimizer = stage.step_state()
         except ConfigError as error:
             self._tell(saving.position, str(error))
             return
@@ -268,8 +268,8 @@ def restore_stage(
     extra = {key: value for key, value in state.extra.items() if key in there}
     own = older.pop(stage.index)
     stage.restore(step, {**state.weights, **extra}, own, state.hidden, older)
-    if stage.optimizer is not None and with_optimizer:
-        stage.optimizer.load_state(state.optimizer)
+    if with_optimizer:
+        stage.load_step_state(state.optimizer)
     if stage.clipper is not None:
         saved = plain.get(_TOTALS, {})
         if stage.clipper.scaler is not None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.corrections import Correction
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.planning.pretrained import Pretrained
@@ -73,6 +74,7 @@ class StageSpec:
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
         clip: How gradients are clipped; None for not at all.
         scale: How losses are scaled; None for not at all.
+        corrections: The corrections for staleness, in the order in which they are applied.
         numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         recompute: Whether activations are computed again in the backward, rather than kept.
@@ -98,6 +100,7 @@ class StageSpec:
     autocast: torch.dtype | None = None
     clip: Clip | None = None
     scale: LossScale | None = None
+    corrections: tuple[Correction, ...] = ()
     numbers: dict[str, int] = field(default_factory=dict)
     compile: dict[str, Any] | None = None
     recompute: bool = False

@@ -7,6 +7,7 @@ return.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,11 +38,18 @@ from pipedream_rt.schedules.actions import Action, Kind
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
 from pipedream_rt.stage.clipping import Clipper
+from pipedream_rt.stage.corrections import StageCorrections
 from pipedream_rt.stage.evaluation import changes_modes, eval_mode
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.kept import KeptVersions
-from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer, packed_extra
-from pipedream_rt.stage.parameters import VersionedParameters, same
+from pipedream_rt.stage.optimizer import (
+    Around,
+    Hyper,
+    OptimizerSpec,
+    StageOptimizer,
+    packed_extra,
+)
+from pipedream_rt.stage.parameters import Adjust, VersionedParameters, same
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
@@ -49,6 +57,12 @@ from pipedream_rt.stage.split_backward import SplitBackward
 Gradients: TypeAlias = list[Tensor | None]
 """The gradients of those tensors of a value that asked for one, in order; None where none came."""
 
+
+_NONE_READ = 2**63
+"""The place of the oldest version that an update has read, before it has read any."""
+
+_VIEW = "(view of "
+"""The beginning of the keys, beside the optimizer's state of a parameter, of views of versions."""
 
 _NO_SHARES: Mapping[str, Tensor] = {}
 _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
@@ -128,11 +142,13 @@ class _PutOff(NamedTuple):
 
     Attributes:
         update: Number of the update.
+        read: The oldest version that its gradients were computed on.
         gradients: Its gradients.
         hyper: Its hyper-parameters.
     """
 
     update: int
+    read: int
     gradients: list[Tensor | None]
     hyper: list[Hyper]
 
@@ -158,6 +174,7 @@ class Stage:
         steps: Number of updates whose step is done; some may be put off.
         clipper: Clips the gradients; None if they are not clipped.
         programs: What a forward does, by the number that micro-batches name.
+        corrections: The corrections for staleness; None if there are none.
         kept: The kept versions.
         caches: By number, the objects by name in which layers keep what the next micro-batch needs.
         at: The step that is done now, with its input, for reports of errors; None if none is.
@@ -201,6 +218,13 @@ class Stage:
         self.clipper: Clipper | None = None
         if spec.clip is not None or spec.scale is not None:
             self.clipper = Clipper(spec.clip, spec.scale, self.plan, self.index, spec.numbers)
+        self.corrections: StageCorrections | None = None
+        if spec.corrections:
+            own_weights = self.parameters.named
+            self.corrections = StageCorrections(
+                spec.corrections, self.plan, self.index, own_weights, {*spec.tied.values()}
+            )
+        self._oldest_read = _NONE_READ
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
 
@@ -257,7 +281,8 @@ class Stage:
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
         for owner, weights in self._by_owner:
-            weights.begin(micro_batch, self.plan.reads(owner, micro_batch))
+            version = self.plan.reads(owner, micro_batch)
+            weights.begin(micro_batch, version, micro_batch // self.plan.per_update)
         self.next_forward = micro_batch + 1
         flight = self._in_flight[micro_batch] = _InFlight(hyper=hyper)
         if inputs is None:
@@ -323,9 +348,19 @@ class Stage:
     def _accumulating(self, micro_batch: int) -> Iterator[None]:
         """Run the body as `_reading` does, and add its gradients to those of the pending update."""
         with ExitStack() as all_owners:
-            for _, weights in self._by_owner:
-                all_owners.enter_context(weights.accumulating(micro_batch))
+            for owner, weights in self._by_owner:
+                adjust = self._adjust(micro_batch) if owner == self.index else None
+                all_owners.enter_context(weights.accumulating(micro_batch, adjust))
             yield
+
+    def _adjust(self, micro_batch: int) -> Adjust | None:
+        """Return what corrections do to the gradients of a micro-batch; None for nothing."""
+        if self.corrections is None:
+            return None
+        update, read = micro_batch // self.plan.per_update, self.version_of(micro_batch)
+        if not self.corrections.adjusts(update, read):
+            return None
+        return functools.partial(self.corrections.adjust, update, read)
 
     @contextmanager
     def _watching(self, micro_batch: int) -> Iterator[None]:
@@ -646,8 +681,10 @@ class Stage:
         """End the flight of a micro-batch whose gradients are in the pending update."""
         self._hyper = self._in_flight.pop(micro_batch).hyper
         self.ended = micro_batch + 1
-        for _, weights in self._by_owner:
-            weights.ledger.unpin(micro_batch)
+        for owner, weights in self._by_owner:
+            version = weights.end(micro_batch)
+            if owner == self.index:
+                self._oldest_read = min(self._oldest_read, version)
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -663,8 +700,9 @@ class Stage:
         Raises:
             ConfigError: The stage has no optimizer.
         """
-        put_off = _PutOff(update, self.parameters.take_gradients(), self._hyper)
-        self.steps = update + 1
+        gradients, read = self.parameters.take_gradients(), min(self._oldest_read, update)
+        put_off = _PutOff(update, read, gradients, self._hyper)
+        self.steps, self._oldest_read = update + 1, _NONE_READ
         if self.clipper is not None and self.clipper.exact:
             self._put_off.append(put_off)
         else:
@@ -688,21 +726,38 @@ class Stage:
         Raises:
             ConfigError: The stage has no optimizer.
         """
-        update, gradients, hyper = put_off
+        update, read, gradients, hyper = put_off
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
-        optimizer = self.optimizer
+        optimizer, stepped = self.optimizer, False
+        around: Around = nullcontext
+        if self.corrections is not None:
+            around = functools.partial(self.corrections.stepping, update, read)
         self._seed(update, "step")
 
         def apply() -> None:
+            nonlocal stepped
             if self.clipper is not None:
                 if self.clipper.skips(update):
                     return
                 self.clipper.clip(update, list(self.parameters.named.values()))
-            optimizer.step(hyper)
+            optimizer.step(hyper, around)
+            stepped = True
 
         next_read = self.plan.reads(self.index, self.next_forward)
         self.parameters.step_with(gradients, next_read, apply)
+        if stepped:
+            self._look_ahead(update + 1)
+
+    @torch.no_grad()
+    def _look_ahead(self, version: int) -> None:
+        """Make the views of the version that a step has made."""
+        assert self.optimizer is not None
+        if self.corrections is None or self.optimizer.torch_optimizer is None:
+            return
+        for staleness in self.corrections.distances(version):
+            view = self.parameters.add_view(staleness)
+            self.corrections.look_ahead(version, staleness, view, self.optimizer.torch_optimizer)
 
     def measure(self, update: int, behind: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the norms of the pending gradients, for the total; see `Clipper.measure`."""
@@ -980,7 +1035,7 @@ class Stage:
         return fingerprints_of(
             {n: p for n, p in self.module.named_parameters() if n not in foreign},
             dict(self.module.named_buffers()),
-            self.optimizer.state() if self.optimizer else {},
+            self.step_state(),
             parameters.older(),
             parameters.ledger.newest,
             packed_extra(self.module.state_dict()),
@@ -1008,6 +1063,31 @@ class Stage:
         if before is not None:
             self.optimizer.go_on_averaging(before)
 
+    def step_state(self) -> dict[str, dict[str, Any]]:
+        """Return the state of the optimizer and of corrections; see `StageOptimizer.state`.
+
+        Raises:
+            ConfigError: It cannot be kept.
+        """
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state()
+        if self.corrections is not None:
+            for name, values in self.corrections.state().items():
+                state.setdefault(name, {}).update(values)
+            for (version, staleness), named in self.parameters.views().items():
+                for name, tensor in named.items():
+                    state.setdefault(name, {})[f"{_VIEW}{version} at {staleness})"] = tensor
+        return state
+
+    def load_step_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """Go on with what `step_state` has returned, after `restore`."""
+        if self.optimizer is not None:
+            self.optimizer.load_state(state)
+        if self.corrections is not None:
+            self.corrections.load_state(state)
+            self.parameters.restore_views(_views_in(state, self.parameters))
+
     def statistics(self) -> dict[str, int]:
         """Return the counters of this stage for `Pipeline.statistics`."""
         ledger = self.parameters.ledger
@@ -1021,6 +1101,23 @@ class Stage:
             "parameters": sum(p.numel() for p in self.module.parameters())
             - sum(p.numel() for w in self.borrowed.values() for p in w.named.values()),
         }
+
+
+def _views_in(
+    state: Mapping[str, Mapping[str, Any]], parameters: VersionedParameters
+) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """Return those views in a state that are whole, and of versions that are kept."""
+    found: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name in parameters.named:
+        for key, value in state.get(name, {}).items():
+            if key.startswith(_VIEW):
+                version, staleness = map(int, key[len(_VIEW) : -1].split(" at "))
+                found.setdefault((version, staleness), {})[name] = value
+    return {
+        (version, staleness): named
+        for (version, staleness), named in found.items()
+        if version in parameters.ledger.kept and len(named) == len(parameters.named)
+    }
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:

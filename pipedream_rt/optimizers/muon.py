@@ -1,0 +1,100 @@
+"""Muon for matrices, and AdamW for all other parameters, in one optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.optimizers.adamw import AdamWBeside
+
+
+class _Parts:
+    """The torch optimizers that make the steps; they have no state, so it pickles as nothing."""
+
+    def __init__(self) -> None:
+        """Make none yet."""
+        self.made: dict[int, torch.optim.Optimizer] = {}
+
+    def __reduce__(self) -> tuple[type[_Parts], tuple[()]]:
+        """Return what makes another one."""
+        return _Parts, ()
+
+
+class Muon(AdamWBeside):
+    """`torch.optim.Muon` on groups with ``matrices=True``, AdamW on all others.
+
+    torch's own takes no parameters but matrices. The options ``lr`` and ``weight_decay`` are for
+    both: the rate is scaled for matrices so that updates have the root mean square of AdamW's
+    (``adjust_lr_fn="match_rms_adamw"``).
+
+    Sources: Jordan, Muon: An optimizer for hidden layers in neural networks (2024); Liu et al.,
+    Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2 (the scale of the rate). For
+    stale gradients: One-step delay is not a barrier (arXiv 2606.30634).
+
+    Args:
+        params: The parameters, or groups; a group of matrices has ``matrices=True``.
+        lr: The learning rate.
+        momentum: The momentum of matrices.
+        betas: Those of AdamW.
+        eps: That of AdamW.
+        weight_decay: The decay of weights.
+
+    Raises:
+        ConfigError: This version of torch has no Muon.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.95, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """Check the options."""
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigError("Muon needs torch 2.9 or newer")
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, options)
+        self._parts = _Parts()
+
+    def step_matrices(self, group: dict[str, Any]) -> None:
+        """See `AdamWBeside.step_matrices`."""
+        part = self._part(group)
+        part.param_groups = [{**part.param_groups[0], **group}]
+        part.state = self.state
+        part.step()
+
+    def _part(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """Return torch's Muon for a group, which is made once."""
+        number = next(i for i, each in enumerate(self.param_groups) if each is group)
+        if number not in self._parts.made:
+            self._parts.made[number] = torch.optim.Muon(
+                group["params"], adjust_lr_fn="match_rms_adamw"
+            )
+        return self._parts.made[number]
+
+    def expected_step_of_matrix(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """See `AdamWBeside.expected_step_of_matrix`: the buffer, made orthogonal, as it stands."""
+        probe = parameter.detach().clone().requires_grad_()
+        probe.grad = self.state[parameter]["momentum_buffer"].clone()
+        muon = torch.optim.Muon(
+            [probe],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=0.0,
+            nesterov=False,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        muon.step()
+        return parameter.detach() - probe.detach()
