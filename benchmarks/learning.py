@@ -1,0 +1,474 @@
+"""What staleness costs in samples, and what corrections give back.
+
+Small models are trained with many methods, schedules and numbers of stages, all stages in one
+thread (``workers="serial"``), which gives the bits of a distributed run. The protocol is the same
+for all: the rate rises over the first 10 % of the updates and falls along a cosine to 10 %; the
+gradients are clipped to a norm of 1; each rate of a grid is tried with seed 0, and the best one
+with the other seeds too. Every run is a line of JSON in ``benchmarks/results/``, and is not done
+again.
+
+    python benchmarks/learning.py run SET [--jobs 2]     do the runs of a set
+    python benchmarks/learning.py table SET              what they gave
+    python benchmarks/learning.py plot SET -o FILE       the same as a picture (extra "viz")
+    python benchmarks/learning.py sets                   which sets there are
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from pipedream_rt import Clip, Pipeline
+from pipedream_rt.corrections import (
+    Correction,
+    DelayCompensation,
+    ErrorFeedback,
+    StalenessMomentum,
+    StalenessRate,
+    StalenessRefresh,
+    WeightPrediction,
+)
+from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+RESULTS = ROOT / "benchmarks" / "results" / "learning.jsonl"
+
+
+# -- what is trained ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with its data.
+
+    Attributes:
+        model: Makes the model, of layers that are called one after another.
+        batches: Yields mini-batches to train on, by number of them, size and seed.
+        validation: The mini-batches to validate on.
+        loss_fn: The loss.
+    """
+
+    model: Any
+    batches: Any
+    validation: Any
+    loss_fn: Any
+
+
+def transformer_layers(blocks: int, width: int, context: int) -> nn.Sequential:
+    """The byte-level transformer of the example, whose blocks are cut in halves."""
+    from train_charlm import BYTES, Embedding
+
+    halves = [half for _ in range(blocks) for half in (Attention(width), FeedForward(width))]
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+    return nn.Sequential(Embedding(width, context), *halves, head)
+
+
+class Attention(nn.Module):
+    """Attention after a norm, beside a residual: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend, causally."""
+        b, t, d = x.shape
+        qkv = self.qkv(self.norm(x)).view(b, t, 3, self.heads, d // self.heads)
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+
+
+class FeedForward(nn.Module):
+    """A feed-forward layer after a norm, beside a residual: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feed forward."""
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Recurrent(nn.Module):
+    """An LSTM layer beside a residual: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Recur."""
+        return x + self.lstm(x)[0]
+
+
+class Convolution(nn.Module):
+    """A convolution with BatchNorm beside a residual: (B, C, H, W) -> (B, C, H, W)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve."""
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+def _text(context: int) -> Task:
+    """A task over the corpus of the example, without a model."""
+    from train_charlm import Corpus, loss_fn
+
+    corpus = Corpus.load()
+    return Task(
+        model=None,
+        batches=lambda count, batch, seed: corpus.batches(batch, context, count, seed),
+        validation=lambda: list(corpus.validation_batches(32, context, 16)),
+        loss_fn=loss_fn,
+    )
+
+
+def _lstm(width: int, layers: int) -> nn.Sequential:
+    from train_charlm import BYTES
+
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+    recurrent = [Recurrent(width) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(BYTES, width), *recurrent, head)
+
+
+def _conv(channels: int, layers: int) -> nn.Sequential:
+    first = nn.Sequential(nn.Conv2d(1, channels, 3, stride=2, padding=1), nn.ReLU())
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    return nn.Sequential(first, *(Convolution(channels) for _ in range(layers)), head)
+
+
+def _textures(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pictures (B, 1, 16, 16) of ten classes: sums of class waves, moved, under noise."""
+    waves = torch.Generator().manual_seed(12345)
+    numbers = torch.randn(10, 3, 2, generator=waves)
+    generator = torch.Generator().manual_seed(seed)
+    grid = torch.stack(torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij"))
+    for _ in range(count):
+        classes = torch.randint(10, (batch,), generator=generator)
+        moved = 6.3 * torch.rand(batch, 3, 1, 1, generator=generator)
+        phase = torch.einsum("bwd,dij->bwij", numbers[classes], grid) + moved
+        noise = 1.5 * torch.randn(batch, 16, 16, generator=generator)
+        yield (phase.sin().sum(1) + noise)[:, None], classes
+
+
+def task_named(name: str) -> Task:
+    """A task by its name."""
+    if name == "transformer":
+        return replace(_text(64), model=lambda: transformer_layers(8, 64, 64))
+    if name == "deep":  # 34 layers, for up to 32 stages
+        return replace(_text(32), model=lambda: transformer_layers(16, 32, 32))
+    if name == "tiny":  # 34 layers, for 10,000 updates
+        return replace(_text(16), model=lambda: transformer_layers(16, 16, 16))
+    if name == "lstm":
+        return replace(_text(32), model=lambda: _lstm(64, 8))
+    if name == "conv":
+        return Task(
+            model=lambda: _conv(16, 8),
+            batches=_textures,
+            validation=lambda: list(_textures(16, 64, 10**6)),
+            loss_fn=F.cross_entropy,
+        )
+    raise click.UsageError(f"there is no task {name!r}")
+
+
+# -- how ----------------------------------------------------------------------------------------
+
+
+def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
+    """Return the optimizer and the corrections of a method: names joined by ``+``.
+
+    The first is the optimizer, the others are corrections.
+    """
+    first, *others = name.split("+")
+    matrices = [(hidden_matrices(model), {"matrices": True})]
+    decay = {"lr": 1.0, "weight_decay": 0.1}
+    optimizer: Any = {
+        "sgd": (torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}),
+        "adamw": (torch.optim.AdamW, {**decay, "betas": (0.9, 0.99), "fused": True}),
+        "adamw95": (torch.optim.AdamW, {**decay, "betas": (0.95, 0.99), "fused": True}),
+        "nadam": (
+            torch.optim.NAdam,
+            {**decay, "betas": (0.99, 0.999), "decoupled_weight_decay": True},
+        ),
+        "muon": (Muon, decay, matrices),
+        "rotated": (RotatedAdamW, decay, matrices),
+    }[first]
+    made = {
+        "ef": lambda: ErrorFeedback(),
+        "ef05": lambda: ErrorFeedback(limit=0.5),
+        "ef2": lambda: ErrorFeedback(limit=2.0),
+        "prediction": lambda: WeightPrediction(),
+        "half-prediction": lambda: WeightPrediction(strength=0.5),
+        "rate": lambda: StalenessRate(updates=400),
+        "momentum": lambda: StalenessMomentum(),
+        "dc": lambda: DelayCompensation(strength=0.1, adaptive=True),
+        "refresh": lambda: StalenessRefresh(),
+    }
+    return optimizer, [made[other]() for other in others]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        task: What is trained.
+        method: How; see `method_named`.
+        stages: The number of stages; 1 for synchronous training.
+        k: The number of micro-batches per update.
+        schedule: The schedule.
+        rate: The highest learning rate.
+        updates: The number of updates.
+        batch: The samples of an update.
+        seed: Of the model and the data.
+    """
+
+    task: str
+    method: str
+    stages: int = 1
+    k: int = 1
+    schedule: str = "async-1f1b"
+    rate: float
+    updates: int = 1200
+    batch: int = 16
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """A short digest of the run."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def over(self) -> Run:
+        """The run without what is tuned and averaged."""
+        return replace(self, rate=0.0, seed=0)
+
+
+def rate_factor(step: int, updates: int) -> float:
+    """Linear warm-up over 10 % of the updates, then a cosine to a tenth."""
+    warm_up = max(1, updates // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = min(1.0, (step - warm_up) / max(1, updates - warm_up))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def done(run: Run) -> dict[str, Any]:
+    """Do a run; return its results. A run whose loss is not finite has a final loss of None."""
+    torch.set_num_threads(1)
+    task = task_named(run.task)
+    torch.manual_seed(run.seed)
+    model = task.model()
+    optimizer, corrections = method_named(run.method, model)
+    validation = task.validation()
+    curve: list[tuple[int, float]] = []
+    losses: list[float] = []
+    start = time.process_time()
+    with Pipeline(
+        model,
+        stages=run.stages,
+        loss_fn=task.loss_fn,
+        optimizer=optimizer,
+        schedule=run.schedule,  # type: ignore[arg-type]
+        micro_batches=run.k,
+        corrections=corrections,
+        clip=Clip(norm=1.0),
+        seed=run.seed,
+        workers="serial",
+        on_nan="ignore",
+    ) as pipe:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            pipe.optimizer, lambda step: run.rate * rate_factor(step, run.updates)
+        )
+        batches = task.batches(run.updates, run.batch, run.seed)
+        for number, batch in enumerate(batches, 1):
+            losses.append(0.0)
+            pending = pipe.submit(*batch)
+            scheduler.step()
+            if number % max(1, run.updates // 8) == 0:
+                losses[-1] = pending.result().loss
+                curve.append((number, pipe.evaluate(validation)))
+                if not math.isfinite(curve[-1][1]):
+                    break
+    final = curve[-1][1]
+    return {
+        **asdict(run),
+        "key": run.key,
+        "curve": curve,
+        "final": final if math.isfinite(final) else None,
+        "processor_s": round(time.process_time() - start, 2),
+        "torch": torch.__version__,
+    }
+
+
+# -- sets of runs -------------------------------------------------------------------------------
+
+GRID = (1.5e-3, 3e-3, 6e-3)
+SEEDS = (0, 1, 2)
+
+OPTIMIZERS = ("adamw", "nadam", "muon", "rotated")
+AT_ONE = ("adamw", "adamw+ef", "muon", "muon+ef", "rotated", "rotated+ef")
+AT_MANY = (
+    "adamw",
+    "nadam",
+    "adamw+rate",
+    "adamw+prediction",
+    "muon",
+    "muon+ef",
+    "rotated",
+    "rotated+ef",
+    "rotated+prediction",
+    "rotated+refresh+ef",
+)
+
+
+def runs_of(name: str) -> list[Run]:
+    """The runs of a set with rate and seed left open."""
+
+    def some(methods: Iterable[str], **options: Any) -> list[Run]:
+        return [Run(method=method, rate=0.0, **options) for method in methods]
+
+    of_8 = {"task": "transformer", "stages": 8}
+    sets: dict[str, list[Run]] = {
+        "synchronous": some(OPTIMIZERS, task="transformer", schedule="1f1b"),
+        "horizons": [
+            run
+            for updates in (300, 600, 900)
+            for run in some(
+                ("muon", "rotated"), task="transformer", schedule="1f1b", updates=updates
+            )
+        ],
+        # With 2bw the delay is 1 at any number of stages, so two stages stand for all of them.
+        "delay-1": some(AT_ONE, task="transformer", stages=2, k=2, schedule="2bw"),
+        "stages-8": some(AT_MANY, **of_8),
+        "check-8": some(("rotated+ef",), **of_8, k=8, schedule="2bw"),
+    }
+    if name not in sets:
+        raise click.UsageError(f"there is no set {name!r}; there are {', '.join(sets)}")
+    return sets[name]
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """All results, by key."""
+    if not RESULTS.exists():
+        return {}
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    return {line["key"]: line for line in lines}
+
+
+def final(results: dict[str, dict[str, Any]], run: Run) -> float:
+    """The final loss of a run; infinite if it is not done or has diverged."""
+    value = results.get(run.key, {}).get("final")
+    return math.inf if value is None else value
+
+
+def best_rate(results: dict[str, dict[str, Any]], run: Run) -> float | None:
+    """The rate of the grid with the lowest loss at seed 0; None if one is not tried yet."""
+    tried = [replace(run, rate=rate, seed=0) for rate in GRID]
+    if any(each.key not in results for each in tried):
+        return None
+    return min(tried, key=lambda each: final(results, each)).rate
+
+
+def left(results: dict[str, dict[str, Any]], runs: Sequence[Run], seeds: int) -> list[Run]:
+    """The runs that can be done now: first all rates, then the other seeds at the best rate."""
+    found = []
+    for run in runs:
+        rate = best_rate(results, run)
+        if rate is None:
+            wanted = [replace(run, rate=each, seed=0) for each in GRID]
+        else:
+            wanted = [replace(run, rate=rate, seed=seed) for seed in SEEDS[1:seeds]]
+        found += [each for each in wanted if each.key not in results]
+    return found
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Parse the command."""
+
+
+@main.command()
+@click.argument("names", nargs=-1, required=True)
+@click.option("--jobs", default=2, show_default=True, help="Runs at a time, one core each.")
+@click.option("--seeds", default=3, show_default=True, help="1: tune alone.")
+def run(names: tuple[str, ...], jobs: int, seeds: int) -> None:
+    """Do the runs of sets that are not done yet."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    for name in names:
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            while todo := left(read(), runs_of(name), seeds):
+                for future in as_completed([pool.submit(done, each) for each in todo]):
+                    line = future.result()
+                    with RESULTS.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+                    shown = {k: line[k] for k in ("method", "rate", "seed", "final", "processor_s")}
+                    print(name, shown, flush=True)
+
+
+@main.command()
+def sets() -> None:
+    """List the sets of runs."""
+    for name in ("synchronous", "horizons", "delay-1", "stages-8", "check-8"):
+        print(f"{name}: {len(runs_of(name))} methods, {len(GRID)} rates, {len(SEEDS)} seeds")
+
+
+@main.command()
+@click.argument("names", nargs=-1, required=True)
+def table(names: tuple[str, ...]) -> None:
+    """Print the final losses of sets: the mean over seeds at the best rate, and their spread."""
+    results = read()
+    shown = Table("set", "method", "stages", "k", "updates", "rate", "loss", "spread", "seeds")
+    for name in names:
+        for run in runs_of(name):
+            rate = best_rate(results, run)
+            if rate is None:
+                continue
+            there = [final(results, replace(run, rate=rate, seed=seed)) for seed in SEEDS]
+            found = [loss for loss in there if math.isfinite(loss)]
+            shown.add_row(
+                name,
+                run.method,
+                str(run.stages),
+                str(run.k),
+                str(run.updates),
+                f"{rate:g}",
+                f"{mean(found):.4f}" if found else "diverged",
+                f"{max(found) - min(found):.4f}" if found else "",
+                str(len(found)),
+            )
+    Console(width=120).print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The oracle with corrections for staleness: their equations, computed in the loop of the oracle.
+
+It imports nothing of the project, on purpose. Each stage has an optimizer of its own; version t of
+a stage is a dictionary of its weights, and beside it lie the weights that a prediction makes of
+it, for every distance.
+"""
+
+import copy
+
+import torch
+from torch.func import functional_call
+
+from .oracle import READS, layer_seed, warm_ups
+
+
+def corrected(
+    model,
+    points,
+    data,
+    loss_fn,
+    make_optimizer,
+    *,
+    k=1,
+    reads="async-1f1b",
+    seed=0,
+    names=(),
+    tied=(),
+    backward="stashed",
+):
+    """Train a copy of the model as n stages would with corrections; return state dict and losses.
+
+    names: the corrections, by the names of the classes below. backward: "current" for backwards on
+    the newest weights.
+    """
+    model, n = copy.deepcopy(model), len(points)
+    w = warm_ups(n)
+    layers = list(model.named_children())
+    of_stage = [
+        {
+            f"{name}.{p}": parameter
+            for number, (name, layer) in enumerate(layers)
+            if sum(number >= point for point in points) - 1 == s
+            for p, parameter in layer.named_parameters()
+        }
+        for s in range(n)
+    ]
+    optimizers = [make_optimizer(list(own.values())) if own else None for own in of_stage]
+    rules = [[RULES[name]() for name in names] for _ in range(n)]
+    versions = [[copies(own)] for own in of_stage]
+    views = [{} for _ in range(n)]
+    losses = []
+    for t, (x, y) in enumerate(data):
+        sums, oldest = [{} for _ in range(n)], [t] * n
+        for i, (xm, ym) in enumerate(zip(x.chunk(k), y.chunk(k))):
+            m, read, leaves = t * k + i, [], []
+            for s in range(n):
+                v = READS[reads](m, s, w, k)
+                read.append(v)
+                oldest[s] = min(oldest[s], v)
+                seen = views[s].get((v, t - v), versions[s][v])
+                leaves.append({a: b.clone().requires_grad_() for a, b in seen.items()})
+            value = xm
+            for number, (name, layer) in enumerate(layers):
+                s = sum(number >= point for point in points) - 1
+                own = {
+                    a.split(".", 1)[1]: b for a, b in leaves[s].items() if a.split(".")[0] == name
+                }
+                torch.manual_seed(layer_seed(seed, m, name))
+                value = functional_call(layer, own, value)
+            loss = loss_fn(value, ym)
+            losses.append(loss.item())
+            flat = [leaf for own in leaves for leaf in own.values()]
+            gradients = iter(torch.autograd.grad(loss * (len(xm) / len(x)), flat))
+            for s in range(n):
+                found = {a: next(gradients) for a in leaves[s]}
+                for rule in rules[s] if t > read[s] else ():
+                    then = {a: b.detach() for a, b in leaves[s].items()}
+                    found = rule.gradient(found, then, versions[s][t], t - read[s], k)
+                for a, g in found.items():
+                    sums[s][a] = g if a not in sums[s] else sums[s][a] + g
+        for s in range(n):
+            optimizer, own, tau = optimizers[s], of_stage[s], t - oldest[s]
+            if optimizer is None:
+                versions[s].append({})
+                continue
+            for a, parameter in own.items():
+                parameter.grad = sums[s][a]
+            before, kept = copies(own), [dict(group) for group in optimizer.param_groups]
+            for rule in rules[s]:
+                rule.options(optimizer, tau, t, n)
+            optimizer.step()
+            with torch.no_grad():
+                for rule in rules[s]:
+                    rule.weights(own, before, tau)
+                versions[s].append(copies(own))
+                for d in range(1, n + 1):
+                    seen = copies(own)
+                    for rule in rules[s]:
+                        seen = rule.view(seen, own, optimizer, d)
+                    if any(not torch.equal(seen[a], own[a]) for a in own):
+                        views[s][t + 1, d] = seen
+            for group, options in zip(optimizer.param_groups, kept):
+                group.update(options)
+    return model.state_dict(), losses
+
+
+def copies(named):
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+class Rule:
+    """A correction that corrects nothing."""
+
+    def gradient(self, found, then, now, tau, k):
+        return found
+
+    def options(self, optimizer, tau, t, n):
+        pass
+
+    def weights(self, own, before, tau):
+        pass
+
+    def view(self, seen, own, optimizer, d):
+        return seen
+
+
+class Rate(Rule):
+    def options(self, optimizer, tau, t, n):
+        if tau > 1 and t < 8:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / tau ** (1.0 - t / 8)
+
+
+class Momentum(Rule):
+    def options(self, optimizer, tau, t, n):
+        for group in optimizer.param_groups:
+            share = min(tau / n, 1.0)
+            if "betas" in group:
+                b1, b2 = group["betas"]
+                group["betas"] = (b1 + share * (0.99 - b1), b2)
+            else:
+                group["momentum"] += share * (0.99 - group["momentum"])
+
+
+class Prediction(Rule):
+    def view(self, seen, own, optimizer, d):
+        (group,) = optimizer.param_groups
+        kind, made = type(optimizer).__name__, {}
+        for name, p in own.items():
+            state = optimizer.state[p]
+            if kind == "SGD":
+                step = group["lr"] * state["momentum_buffer"]
+            else:
+                t, (b1, b2) = state["step"].item(), group["betas"]
+                lacks = state["mu_product"].item() if kind == "NAdam" else b1**t
+                m, v = state["exp_avg"] / (1 - lacks), state["exp_avg_sq"] / (1 - b2**t)
+                step = m / (v.sqrt() + group["eps"])
+                if kind == "AdamW":
+                    step = step + group["weight_decay"] * p.detach()
+                step = group["lr"] * step
+            made[name] = torch.sub(seen[name], step, alpha=float(d))
+        return made
+
+
+class Compensation(Rule):
+    def gradient(self, found, then, now, tau, k):
+        return {
+            a: torch.add(g, g * g * (now[a] - then[a]), alpha=0.3 * k) for a, g in found.items()
+        }
+
+
+class Adaptive(Rule):
+    def __init__(self):
+        self.square = {}
+
+    def gradient(self, found, then, now, tau, k):
+        made = {}
+        for a, g in found.items():
+            old = self.square.get(a)
+            kept = (
+                g * g * (1 - 0.95) if old is None else torch.add(old * 0.95, g * g, alpha=1 - 0.95)
+            )
+            self.square[a] = kept
+            guess = g * g * (now[a] - then[a]) / (kept + 1e-7).sqrt()
+            made[a] = torch.add(g, guess, alpha=0.3 * k)
+        return made
+
+
+class Feedback(Rule):
+    limit = 1.0
+
+    def __init__(self):
+        self.before = {}
+
+    def weights(self, own, before, tau):
+        for name, p in own.items():
+            update = p.detach() - before[name]
+            if name in self.before and tau:
+                factor = min(float(tau), self.limit)
+                p.data.add_(update - self.before[name], alpha=factor)
+            self.before[name] = update
+
+
+class Stronger(Feedback):
+    limit = 2.0
+
+
+RULES = {
+    "rate": Rate,
+    "momentum": Momentum,
+    "prediction": Prediction,
+    "compensation": Compensation,
+    "adaptive": Adaptive,
+    "feedback": Feedback,
+    "stronger": Stronger,
+}

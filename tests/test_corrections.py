@@ -1,0 +1,315 @@
+"""Corrections for staleness: against the oracle, on every kind of workers, through kills."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.corrected import corrected
+from support.faults import losses_through_death
+from support.models import POINTS, batches, kitchen_sink, mlp, regression
+from support.oracle import assert_same
+
+from pipedream_rt import (
+    Checkpoints,
+    Clip,
+    ConfigError,
+    LossScale,
+    Pipeline,
+    ScheduleOptions,
+    StageFailed,
+)
+from pipedream_rt.corrections import (
+    Correction,
+    DelayCompensation,
+    ErrorFeedback,
+    StalenessMomentum,
+    StalenessRate,
+    StalenessRefresh,
+    WeightPrediction,
+)
+from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
+
+MADE = {
+    "rate": lambda: StalenessRate(updates=8),
+    "momentum": lambda: StalenessMomentum(),
+    "prediction": lambda: WeightPrediction(),
+    "compensation": lambda: DelayCompensation(strength=0.3),
+    "adaptive": lambda: DelayCompensation(strength=0.3, adaptive=True),
+    "feedback": lambda: ErrorFeedback(),
+    "stronger": lambda: ErrorFeedback(limit=2.0),
+}
+ALONE = [(name,) for name in MADE]
+TOGETHER = [("feedback", "prediction"), ("adaptive", "rate", "prediction", "feedback")]
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "betas": (0.99, 0.999)}),
+}
+
+SCHEDULES = {
+    "async": ({}, "async-1f1b"),
+    "async, 2 per update": ({"micro_batches": 2}, "async-1f1b"),
+    "vertical": ({"schedule_options": ScheduleOptions(vertical_sync=True)}, "vertical-sync"),
+    "2bw": ({"schedule": "2bw", "micro_batches": 4}, "2bw"),
+    "1f1b": ({"schedule": "1f1b", "micro_batches": 2}, "flushed"),
+}
+
+
+def open_pipe(names=(), optimizer="adamw", stages=4, **options):
+    return Pipeline(
+        kitchen_sink(),
+        **{
+            "stages": POINTS[stages][1:],
+            "loss_fn": F.cross_entropy,
+            "optimizer": OPTIMIZERS[optimizer],
+            "corrections": [MADE[name]() for name in names],
+            "workers": "serial",
+            **options,
+        },
+    )
+
+
+def trained(data, *args, **options):
+    with open_pipe(*args, **options) as pipe:
+        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
+        return pipe.state_dict(), losses
+
+
+def judged(data, names, optimizer="adamw", stages=4, **options):
+    kind, arguments = OPTIMIZERS[optimizer]
+    make = functools.partial(kind, **arguments)
+    return corrected(
+        kitchen_sink(), POINTS[stages], data, F.cross_entropy, make, names=names, **options
+    )
+
+
+def assert_equal(found, expected):
+    assert found[1] == expected[1]
+    assert_same(found[0], expected[0])
+
+
+@pytest.mark.parametrize("names", [*ALONE, *TOGETHER], ids="+".join)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_correction_computes_what_its_equation_says(names, schedule):
+    options, reads = SCHEDULES[schedule]
+    data = batches(10, samples=8)
+    expected = judged(data, names, reads=reads, k=options.get("micro_batches", 1))
+    assert_equal(trained(data, names, **options), expected)
+    # With a staleness of 1 at most, a rate divided by it is the rate.
+    if reads != "flushed" and (names, reads) != (("rate",), "2bw"):
+        plain = judged(data, (), reads=reads, k=options.get("micro_batches", 1))
+        assert plain[1] != expected[1], "the correction corrects nothing"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_rule_of_a_prediction_is_that_of_the_optimizer(optimizer):
+    data = batches(9)
+    found = trained(data, ("prediction", "momentum"), optimizer)
+    assert_equal(found, judged(data, ("prediction", "momentum"), optimizer))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("names", [("prediction",), TOGETHER[1]], ids="+".join)
+def test_threads_give_the_same_bits(names):
+    data = batches(9)
+    assert_equal(trained(data, names, workers="in-process"), judged(data, names))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", ["", "worker-1"])
+@pytest.mark.parametrize("names", TOGETHER, ids="+".join)
+def test_so_do_processes_and_the_death_of_one(names, victim, tmp_path):
+    """After a checkpoint that did not stop the pipe."""
+    data = batches(24)
+    expected = judged(data, names)
+    with open_pipe(
+        names, workers="local", checkpoint=Checkpoints(tmp_path, every=7), max_restarts=1
+    ) as pipe:
+        losses = losses_through_death(pipe, data, victim, 16)
+        assert len(pipe.restarts) == bool(victim)
+        assert_equal((pipe.state_dict(), losses), expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "schedule"),
+    [
+        *((names, "async") for names in [*ALONE, *TOGETHER]),
+        *((TOGETHER[1], schedule) for schedule in ("async, 2 per update", "vertical", "2bw")),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_with_the_same_bits(names, schedule, tmp_path):
+    options, _ = SCHEDULES[schedule]
+    data = batches(16, samples=8)
+    expected = trained(data, names, **options)
+    with open_pipe(names, **options) as pipe:
+        for x, y in data[:9]:
+            pipe.submit(x, y)
+        pipe.save(tmp_path)
+    with open_pipe(names, **options, checkpoint=Checkpoints(tmp_path, resume=True)) as pipe:
+        assert pipe.step == 9
+        for x, y in data[9:]:
+            pipe.submit(x, y)
+        assert_same(pipe.state_dict(), expected[0])
+
+
+@pytest.mark.parametrize("names", [("feedback",), ("momentum", "prediction")], ids="+".join)
+def test_in_a_schedule_that_flushes_a_run_goes_on_with_another_number_of_stages(names, tmp_path):
+    options, _ = SCHEDULES["1f1b"]
+    data = batches(12, samples=8)
+    expected = trained(data, names, **options)
+    with open_pipe(names, **options) as pipe:
+        list(pipe.train_epoch(data[:6]))
+        pipe.save(tmp_path)
+    again = Checkpoints(tmp_path, resume=True)
+    with open_pipe(names, stages=3, **options, checkpoint=again) as pipe:
+        for x, y in data[6:]:
+            pipe.submit(x, y)
+        assert_same(pipe.state_dict(), expected[0])
+
+
+def test_no_corrections_are_the_bits_of_before():
+    data = batches(9)
+    assert_equal(trained(data), judged(data, ()))
+
+
+def test_a_flush_changes_nothing():
+    data = batches(12)
+    with open_pipe(("prediction", "feedback")) as pipe:
+        losses = []
+        for x, y in data:
+            losses.append(pipe.submit(x, y).result().loss)
+            pipe.flush()
+        assert_equal((pipe.state_dict(), losses), judged(data, ("prediction", "feedback")))
+
+
+class Damped(Correction):
+    """The example of the documentation."""
+
+    def before_step(self, at, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / (1 + at.staleness)
+
+
+def test_a_correction_of_a_user(tmp_path):
+    """It comes to the workers from the script, and its changes of options last for one step."""
+    data, seen = regression(8), []
+    model = mlp()
+    with Pipeline(
+        model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        corrections=[Damped()], workers="serial",
+    ) as pipe:  # fmt: skip
+        for x, y in data:
+            pipe.submit(x, y)
+        pipe.flush()
+        seen = [r.local_value().param_groups[0]["lr"] for r in pipe.optimizer.remote_optimizers]
+        damped = pipe.state_dict()
+    assert seen == [0.1, 0.1]
+    with Pipeline(
+        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        workers="serial",
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(data))
+        plain = pipe.state_dict()
+    assert any(not torch.equal(damped[key], plain[key]) for key in plain)
+
+
+class Foreign(Correction):
+    def before_step(self, at, optimizer):
+        self.state["elsewhere"] = {"x": torch.ones(1)}
+
+
+def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
+    with open_pipe(corrections=[Foreign()]) as pipe:
+        list(pipe.train_epoch(batches(3)))
+        with pytest.raises(Exception, match="Foreign keeps state under 'elsewhere'"):
+            pipe.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"corrections": ErrorFeedback()}, "must be a list of Correction"),
+        ({"corrections": ["feedback"]}, "must be Correction objects"),
+        (
+            {
+                "corrections": [DelayCompensation()],
+                "clip": Clip(norm=1.0),
+                "schedule_options": ScheduleOptions(vertical_sync=True),
+            },
+            "DelayCompensation needs the weights that a gradient is applied to",
+        ),
+        (
+            {
+                "corrections": [DelayCompensation()],
+                "loss_scale": LossScale(),
+                "schedule": "2bw",
+                "micro_batches": 4,
+            },
+            "losses are scaled",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        open_pipe(**options)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: StalenessRate(updates=0),
+        lambda: StalenessMomentum(top=1.0),
+        lambda: ErrorFeedback(limit=-1.0),
+    ],
+)
+def test_so_are_numbers_out_of_range(made):
+    with pytest.raises(ConfigError):
+        made()
+
+
+def test_a_prediction_needs_a_rule():
+    with (
+        pytest.raises(StageFailed, match="WeightPrediction has no rule for Adagrad"),
+        Pipeline(
+            mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adagrad, {"lr": 0.1}),
+            corrections=[WeightPrediction()], workers="serial",
+        ) as pipe,
+    ):  # fmt: skip
+        list(pipe.train_epoch(regression(4)))
+
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+def grouped(kind, **options):
+    model = mlp()
+    return (kind, {"lr": 0.01, **options}, [(hidden_matrices(model), {"matrices": True})])
+
+
+@pytest.mark.parametrize("kind", [Muon, RotatedAdamW])
+@pytest.mark.parametrize("corrections", [(), (ErrorFeedback, WeightPrediction, StalenessRefresh)])
+def test_optimizers_of_matrices_go_on_after_a_resume(kind, corrections, tmp_path):
+    data = regression(24)
+
+    def piped(**options):
+        return Pipeline(
+            mlp(), stages=3, loss_fn=F.mse_loss, optimizer=grouped(kind), workers="serial",
+            corrections=[c() for c in corrections], **options,
+        )  # fmt: skip
+
+    with piped() as pipe:
+        list(pipe.train_epoch(data))
+        expected = pipe.state_dict()
+    with piped() as pipe:
+        for x, y in data[:13]:
+            pipe.submit(x, y)
+        pipe.save(tmp_path)
+    with piped(checkpoint=Checkpoints(tmp_path, resume=True)) as pipe:
+        for x, y in data[13:]:
+            pipe.submit(x, y)
+        assert_same(pipe.state_dict(), expected)
