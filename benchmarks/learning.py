@@ -3,9 +3,9 @@
 Small models are trained with many methods, schedules and numbers of stages, all stages in one
 thread (``workers="serial"``), which gives the bits of a distributed run. The protocol is the same
 for all: the rate rises over the first 10 % of the updates and falls along a cosine to 10 %; the
-gradients are clipped to a norm of 1; each rate of a grid is tried with seed 0, and the best one
-with the other seeds too. Every run is a line of JSON in ``benchmarks/results/``, and is not done
-again.
+gradients are clipped to a norm of 1; rates, each twice the one before, are tried with seed 0 until
+the loss rises on both sides of the best one, which is then run with the other seeds too. Every run
+is a line of JSON in ``benchmarks/results/``, and is not done again.
 
     python benchmarks/learning.py run SET [--jobs 2]     do the runs of a set
     python benchmarks/learning.py table SET              what they gave
@@ -332,7 +332,12 @@ def done(run: Run) -> dict[str, Any]:
 
 # -- sets of runs -------------------------------------------------------------------------------
 
-GRID = (1.5e-3, 3e-3, 6e-3)
+GRID = tuple(1.5e-3 * 2.0**power for power in range(-3, 5))
+"""The rates that may be tried; tuning begins in the middle, and goes on while it gets better."""
+
+FIRST = (4, 5)
+"""The places in the grid of the rates that are tried first."""
+
 SEEDS = (0, 1, 2)
 
 OPTIMIZERS = ("adamw", "nadam", "muon", "rotated")
@@ -391,21 +396,27 @@ def final(results: dict[str, dict[str, Any]], run: Run) -> float:
     return math.inf if value is None else value
 
 
-def best_rate(results: dict[str, dict[str, Any]], run: Run) -> float | None:
-    """The rate of the grid with the lowest loss at seed 0; None if one is not tried yet."""
-    tried = [replace(run, rate=rate, seed=0) for rate in GRID]
-    if any(each.key not in results for each in tried):
-        return None
-    return min(tried, key=lambda each: final(results, each)).rate
+def tuned(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, list[float]]:
+    """The rate with the lowest loss at seed 0, and the rates to try before it is known.
+
+    These are the first two of the grid, and then neighbours of the best one so far.
+    """
+    runs = [replace(run, rate=rate, seed=0) for rate in GRID]
+    tried = [i for i, each in enumerate(runs) if each.key in results]
+    if missing := [GRID[i] for i in FIRST if i not in tried]:
+        return None, missing
+    best = min(tried, key=lambda i: final(results, runs[i]))
+    beside = [i for i in (best - 1, best + 1) if 0 <= i < len(GRID) and i not in tried]
+    return (None, [GRID[i] for i in beside]) if beside else (GRID[best], [])
 
 
 def left(results: dict[str, dict[str, Any]], runs: Sequence[Run], seeds: int) -> list[Run]:
     """The runs that can be done now: first all rates, then the other seeds at the best rate."""
     found = []
     for run in runs:
-        rate = best_rate(results, run)
+        rate, missing = tuned(results, run)
         if rate is None:
-            wanted = [replace(run, rate=each, seed=0) for each in GRID]
+            wanted = [replace(run, rate=each, seed=0) for each in missing]
         else:
             wanted = [replace(run, rate=rate, seed=seed) for seed in SEEDS[1:seeds]]
         found += [each for each in wanted if each.key not in results]
@@ -440,7 +451,7 @@ def run(names: tuple[str, ...], jobs: int, seeds: int) -> None:
 def sets() -> None:
     """List the sets of runs."""
     for name in ("synchronous", "horizons", "delay-1", "stages-8", "check-8"):
-        print(f"{name}: {len(runs_of(name))} methods, {len(GRID)} rates, {len(SEEDS)} seeds")
+        print(f"{name}: {len(runs_of(name))} methods, about 4 rates, {len(SEEDS)} seeds")
 
 
 @main.command()
@@ -451,7 +462,7 @@ def table(names: tuple[str, ...]) -> None:
     shown = Table("set", "method", "stages", "k", "updates", "rate", "loss", "spread", "seeds")
     for name in names:
         for run in runs_of(name):
-            rate = best_rate(results, run)
+            rate, _ = tuned(results, run)
             if rate is None:
                 continue
             there = [final(results, replace(run, rate=rate, seed=seed)) for seed in SEEDS]

@@ -73,6 +73,7 @@ from pipedream_rt.coordinator.specs import (
     recomputing,
     refuse_autocast,
     refuse_norms,
+    refuse_ties,
     scaling,
 )
 from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
@@ -233,6 +234,7 @@ class Pipeline:
         self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
+        refuse_ties(self.plan)
         again = recomputing(recompute, self.plan)
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
@@ -307,7 +309,7 @@ class Pipeline:
                 self._model,
                 self._checkpointer,
                 functools.partial(
-                    _identity, self._feeder, self.plan.name, seed, threads, name_of_loss(loss_fn)
+                    _identity, self._feeder, self.plan.title, seed, threads, name_of_loss(loss_fn)
                 ),
                 preemption,
             )
@@ -875,6 +877,8 @@ def _plan_of(
         per_update=micro_batches,
         stages_per_worker=options.stages_per_worker,
         vertical_sync=options.vertical_sync,
+        versions=options.versions,
+        synchronous=options.synchronous_updates,
         slack=slack,
         credits=options.credits,
     )

@@ -21,6 +21,8 @@ from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_name
               "at all stages.")  # fmt: skip
 @click.option("--stages-per-worker", type=click.IntRange(min=1),
               help="With interleaved-1f1b: stages that each worker hosts.")  # fmt: skip
+@click.option("--synchronous-updates", default=0, type=click.IntRange(min=0),
+              help="Updates at the start that flush the pipe.")  # fmt: skip
 @slack_option
 def schedule(
     name: str,
@@ -29,6 +31,7 @@ def schedule(
     updates: int,
     vertical_sync: bool,
     stages_per_worker: int | None,
+    synchronous_updates: int,
     slack: int | tuple[int, ...] | None,
 ) -> None:
     """Check a schedule and draw it, one column for each action; NAME help lists them all."""
@@ -41,6 +44,7 @@ def schedule(
         per_update=micro_batches,
         vertical_sync=vertical_sync,
         stages_per_worker=stages_per_worker,
+        synchronous=synchronous_updates,
         slack=slack or 0,
     )
     grid = check(chosen, updates * micro_batches)

@@ -56,6 +56,8 @@ def _cost_options(command: Any) -> Any:
               help="Micro-batches per update.  [default: 1]")  # fmt: skip
 @click.option("--stages-per-worker", type=click.IntRange(min=1),
               help="With interleaved-1f1b: stages that each worker hosts.")  # fmt: skip
+@click.option("--synchronous-updates", default=0, type=click.IntRange(min=0),
+              help="Updates at the start that flush the pipe.")  # fmt: skip
 @slack_option
 @click.option("--updates", default=20, show_default=True, type=click.IntRange(min=1),
               help="Updates to simulate.")  # fmt: skip
@@ -76,6 +78,7 @@ def simulate(
     stages: int | None,
     micro_batches: int | None,
     stages_per_worker: int | None,
+    synchronous_updates: int,
     slack: int | tuple[int, ...] | None,
     updates: int,
     credits: int | None,
@@ -121,7 +124,7 @@ def simulate(
         count = again.micro_batches
         credits = credits or trace.credits
     else:
-        chosen = plan_for(schedule, **numbers)
+        chosen = plan_for(schedule, synchronous=synchronous_updates, **numbers)
         count = updates * chosen.per_update
     made = simulate_run(chosen, costs, count, credits=credits)
     click.echo(describe(made))

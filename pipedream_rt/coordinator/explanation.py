@@ -36,7 +36,7 @@ def explain(
             )
         )
     slack = f", slack {', '.join(map(str, plan.shape.slack))}" if plan.shape.slack else ""
-    head = f"schedule {plan.name}, {plan.per_update} micro-batches per update{slack}"
+    head = f"schedule {plan.title}, {plan.per_update} micro-batches per update{slack}"
     lines = [head, how]
     lines += [
         f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"

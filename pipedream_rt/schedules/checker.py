@@ -257,6 +257,8 @@ def plan_for(
     per_update: int = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
+    versions: str = "stashed",
+    synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     credits: int | None = None,
 ) -> Plan:
@@ -270,6 +272,8 @@ def plan_for(
         stages_per_worker: Number of stages on each worker; None for what the schedule says.
         vertical_sync: Whether every stage reads the version that the first one reads, which is an
             option of async-1f1b.
+        versions: ``"current"`` for backwards on the newest weights, an option of async-1f1b.
+        synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         credits: The credits with which a user's schedule is checked; None for `Plan.credits`.
 
@@ -287,10 +291,15 @@ def plan_for(
             per_update=per_update,
             stages_per_worker=stages_per_worker,
             vertical_sync=vertical_sync,
+            versions=versions,
+            synchronous=synchronous,
             slack=slack,
         )
-    if vertical_sync:
-        raise ConfigError("vertical_sync is an option of async-1f1b, not of a written schedule")
+    if vertical_sync or versions != "stashed" or synchronous:
+        raise ConfigError(
+            "vertical_sync, versions and synchronous_updates are options of built-in schedules; a "
+            "written schedule says these things itself"
+        )
     made = plan_written(
         schedule,
         num_stages=num_stages,

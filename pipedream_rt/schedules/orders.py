@@ -98,23 +98,6 @@ class _OneStageEach:
 
 
 @dataclass(frozen=True, slots=True)
-class Async1F1B(_OneStageEach):
-    """1F1B without a flush: mini-batches and epochs follow each other without a bubble.
-
-    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training
-    (SOSP 2019), section 3.2 (1F1B).
-    """
-
-    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
-        return one_forward_one_backward(shape.warm_up(worker), shape.per_update, start)
-
-    def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return w(s) + 1."""
-        return shape.warm_up(stage) + 1
-
-
-@dataclass(frozen=True, slots=True)
 class Flushed1F1B(_OneStageEach):
     """1F1B with a flush at every update.
 
@@ -132,6 +115,33 @@ class Flushed1F1B(_OneStageEach):
     def in_flight(self, stage: int, shape: Shape) -> int:
         """Return min(w(s) + 1, k)."""
         return min(shape.warm_up(stage) + 1, shape.per_update)
+
+
+@dataclass(frozen=True, slots=True)
+class Async1F1B(_OneStageEach):
+    """1F1B without a flush: mini-batches and epochs follow each other without a bubble.
+
+    The first updates of a run may be synchronous (`Shape.synchronous`): then the pipe is flushed
+    after each of them.
+
+    Sources: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training
+    (SOSP 2019), section 3.2 (1F1B); Yang et al., PipeMare (MLSys 2021), technique T3 (synchronous
+    warm-up).
+    """
+
+    def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
+        """See `Order.order`."""
+        first = shape.first_asynchronous
+        if start < first:
+            k, left = shape.per_update, shape.work(first - start)
+            yield from until(Flushed1F1B().order(worker, shape, start), first, k, left)
+        yield from one_forward_one_backward(
+            shape.warm_up(worker), shape.per_update, max(start, first)
+        )
+
+    def in_flight(self, stage: int, shape: Shape) -> int:
+        """Return w(s) + 1."""
+        return shape.warm_up(stage) + 1
 
 
 @dataclass(frozen=True, slots=True)

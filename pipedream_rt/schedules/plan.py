@@ -24,7 +24,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules.actions import SENDS_BACK, Action, Kind, until
-from pipedream_rt.schedules.recipes import RECIPES, VERTICAL_SYNC, Recipe, describe_schedules
+from pipedream_rt.schedules.recipes import (
+    CURRENT,
+    RECIPES,
+    VERTICAL_SYNC,
+    Recipe,
+    describe_schedules,
+)
 from pipedream_rt.schedules.shape import Shape, slack_of
 
 T = TypeVar("T")
@@ -405,6 +411,17 @@ class Plan:
         return self._known.flushes
 
     @property
+    def backward_on_newest(self) -> bool:
+        """Whether backwards use the newest weights rather than those of their forward."""
+        return getattr(self._known.versions, "backward_on_newest", False)
+
+    @property
+    def title(self) -> str:
+        """The name of the schedule, with the number of its synchronous updates."""
+        count = self.shape.synchronous
+        return f"{self.name} after {count} synchronous updates" if count else self.name
+
+    @property
     def cuts_backward(self) -> bool:
         """Whether a backward is computed in two halves, for the inputs and for the weights."""
         return any(action.kind is Kind.INPUT for action in self.order(0, 0, self.per_update))
@@ -460,6 +477,7 @@ class Plan:
             "per_update": shape.per_update,
             "stages_per_worker": shape.stages_per_worker,
             "slack": list(shape.slack),
+            "synchronous": shape.synchronous,
             "layers": [list(names) for names in self.layers],
             "hosts": list(self.hosts),
             "links": [list(link) for link in self.links or ()],
@@ -487,6 +505,7 @@ class Plan:
                 per_update=data["per_update"],
                 stages_per_worker=data["stages_per_worker"],
                 slack=tuple(data["slack"]),
+                synchronous=data.get("synchronous", 0),
             ),
             recipe=RECIPES.get(data["name"]),
             layers=tuple(map(tuple, data["layers"])),
@@ -519,6 +538,8 @@ def plan_named(
     per_update: int = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
+    versions: str = "stashed",
+    synchronous: int = 0,
     slack: int | Sequence[int] = 0,
 ) -> Plan:
     """Return the plan of a chain of stages with a built-in schedule.
@@ -530,6 +551,9 @@ def plan_named(
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
         vertical_sync: Whether every stage reads the version that the first one reads, which is the
             schedule ``async-1f1b+vertical-sync``.
+        versions: ``"current"`` for backwards on the newest weights, which is the schedule
+            ``async-1f1b+current``; else ``"stashed"``.
+        synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
 
     Returns:
@@ -541,11 +565,16 @@ def plan_named(
     """
     if name not in RECIPES:
         raise ConfigError(f"unknown schedule {name!r}; the schedules are\n{describe_schedules()}")
-    if vertical_sync and not name.endswith(VERTICAL_SYNC):
-        if name + VERTICAL_SYNC not in RECIPES:
-            raise ConfigError(f"vertical_sync is an option of async-1f1b, not of {name}")
-        name += VERTICAL_SYNC
-    return chain(name, RECIPES[name], num_stages, per_update, stages_per_worker, slack)
+    wanted = [
+        ("vertical_sync", vertical_sync, VERTICAL_SYNC),
+        ('versions="current"', versions == "current", CURRENT),
+    ]
+    for option, is_given, end in wanted:
+        if is_given and not name.endswith(end):
+            if name + end not in RECIPES:
+                raise ConfigError(f"{option} is an option of async-1f1b, not of {name}")
+            name += end
+    return chain(name, RECIPES[name], num_stages, per_update, stages_per_worker, slack, synchronous)
 
 
 def chain(
@@ -555,6 +584,7 @@ def chain(
     per_update: int,
     stages_per_worker: int | None,
     slack: int | Sequence[int],
+    synchronous: int = 0,
 ) -> Plan:
     """Return the plan of a chain of stages with a recipe.
 
@@ -565,10 +595,15 @@ def chain(
         per_update: Number of micro-batches per update.
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
+        synchronous: The number of updates at the start that flush the pipe.
 
     Raises:
         ConfigError: A number is out of range, or the recipe has no schedule for these numbers.
     """
+    if synchronous and recipe.flushes:
+        raise ConfigError(
+            f"every update of {name} flushes the pipe, so it has no use for synchronous_updates"
+        )
     each = recipe.stages_per_worker if stages_per_worker is None else stages_per_worker
     if isinstance(each, int) and each > 1 and num_stages % each:
         raise ConfigError(
@@ -582,6 +617,7 @@ def chain(
         per_update=per_update,
         stages_per_worker=each,
         slack=slack_of(slack, num_stages),
+        synchronous=synchronous,
     )
     recipe.order.require(shape)
     recipe.versions.require(shape)

@@ -39,6 +39,16 @@ class _AnyShape:
         """See `VersionPolicy.require`."""
 
 
+def _behind(warm_up: int, shape: Shape, micro_batch: int) -> int:
+    """Return the version that an order with so many warm-up forwards has made for a forward.
+
+    After T synchronous updates, which read the newest version, that is max(T, (m - w) // k).
+    """
+    if micro_batch < shape.first_asynchronous:
+        return micro_batch // shape.per_update
+    return max(shape.synchronous, (micro_batch - warm_up) // shape.per_update)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightStashing(_AnyShape):
     """The newest version that the stage's own 1F1B order has made by the time of the forward.
@@ -52,11 +62,25 @@ class WeightStashing(_AnyShape):
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return max(0, (micro_batch - shape.warm_up(stage)) // shape.per_update)
+        return _behind(shape.warm_up(stage), shape, micro_batch)
 
     def kept(self, stage: int, shape: Shape) -> int:
         """Return ceil(w(s)/k) + 1: the updates that w(s) micro-batches span, and the newest."""
         return -(-shape.warm_up(stage) // shape.per_update) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentWeights(WeightStashing):
+    """Forwards as with `WeightStashing`; backwards on the newest weights, whatever those are.
+
+    A backward then computes with other weights than its forward, and what it gives is the gradient
+    of neither. It is what a runtime gives that keeps no versions, and is here to compare with: the
+    versions are kept all the same, so that runs can be repeated, and survive the death of a worker.
+
+    Source: PACI (arXiv 2606.07881, 2026), whose backwards use current weights.
+    """
+
+    backward_on_newest = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +95,7 @@ class VerticalSync(_AnyShape):
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return max(0, (micro_batch - shape.warm_up(0)) // shape.per_update)
+        return _behind(shape.warm_up(0), shape, micro_batch)
 
     def kept(self, stage: int, shape: Shape) -> int:
         """Return ceil(w(0)/k) + 1, the number of versions that the first stage keeps."""
@@ -88,7 +112,8 @@ class TwoVersions:
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return max(0, micro_batch // shape.per_update - 1)
+        update = micro_batch // shape.per_update
+        return update if update < shape.synchronous else max(shape.synchronous, update - 1)
 
     def kept(self, stage: int, shape: Shape) -> int:
         """Return 2."""

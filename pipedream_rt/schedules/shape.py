@@ -26,6 +26,8 @@ class Shape:
         stages_per_worker: The number of stages on each worker, v.
         slack: The extra warm-up forwards e_j before the hop from stage j to stage j+1, one number
             for each of the n-1 hops; empty for none. Only with one stage on each worker.
+        synchronous: The number of updates at the start of a run of which each flushes the pipe, in
+            a schedule that flushes no more after them.
 
     Raises:
         ConfigError: A number is out of range, or slack has too many or too few numbers.
@@ -35,6 +37,7 @@ class Shape:
     per_update: int = 1
     stages_per_worker: int = 1
     slack: tuple[int, ...] = ()
+    synchronous: int = 0
     _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -46,6 +49,11 @@ class Shape:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{what} must be an integer of at least 1, not {value!r}")
+        count = self.synchronous
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ConfigError(
+                f"synchronous_updates must be an integer of at least 0, not {count!r}"
+            )
         slack = slack_of(self.slack, self.num_stages)
         if any(slack) and self.stages_per_worker > 1:
             raise ConfigError("slack is for schedules with one stage on each worker")
@@ -66,6 +74,11 @@ class Shape:
         stages, one on each worker.
         """
         return self._warm_ups[stage]
+
+    @property
+    def first_asynchronous(self) -> int:
+        """The first micro-batch after the synchronous updates."""
+        return self.synchronous * self.per_update
 
     def work(self, micro_batches: int) -> int:
         """Return how many steps and ends of micro-batches (``B`` or ``W``) a worker has to do.

@@ -74,12 +74,12 @@ def is_exact(plan: Plan) -> bool:
     """Whether every update is first read when the total norm of its gradients is known everywhere.
 
     That is from the micro-batch k (t+1) + w(0) on, for update t, of which the first stage does the
-    forward after the last backward of the mini-batch.
+    forward after the last backward of the mini-batch. Updates that flush the pipe always are so.
     """
     if plan.flushes:
         return True
-    k, ahead = plan.per_update, plan.in_flight(0) - 1
-    stages, updates = range(plan.num_stages), range(4 * plan.num_stages + 4)
+    k, ahead, first = plan.per_update, plan.in_flight(0) - 1, plan.shape.synchronous
+    stages, updates = range(plan.num_stages), range(first, first + 4 * plan.num_stages + 4)
     return all(plan.reads(s, k * (t + 1) + ahead - 1) <= t for s in stages for t in updates)
 
 

@@ -24,9 +24,9 @@ that it has made of the version, in another set of buffers with their own leaves
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,34 @@ class VersionedParameters:
                 f"{self._names[replaced]!r} in forward or backward, which would be lost; change "
                 "parameters by the optimizer alone"
             )
+
+    def followed(self, micro_batch: int) -> AbstractContextManager[object]:
+        """Return a context for a forward whose backward uses the newest weights at its time.
+
+        Autograd saves, in the place of a weight or a view of one, where it lies; its backward finds
+        the newest weight there. What a layer has computed of weights is saved as it is.
+        """
+        read = self._read_by(micro_batch)
+        lie: dict[int, list[int]] = {}
+        for i, buffer in enumerate(read.buffers):
+            if buffer.numel():
+                lie.setdefault(buffer.untyped_storage().data_ptr(), []).append(i)
+
+        def pack(saved: Tensor) -> Any:
+            for i in lie.get(saved.untyped_storage().data_ptr(), ()):
+                place = saved.storage_offset() - read.buffers[i].storage_offset()
+                if 0 <= place < _span(read.buffers[i]) and saved.dtype is read.buffers[i].dtype:
+                    return i, saved.size(), saved.stride(), place
+            return saved
+
+        def unpack(packed: Any) -> Any:
+            if isinstance(packed, Tensor):
+                return packed
+            i, size, stride, place = packed
+            newest = self._versions[self.ledger.newest].buffers[i]
+            return newest.as_strided(size, stride, newest.storage_offset() + place)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def copies(self, micro_batch: int) -> list[Tensor]:
         """Return copies of the weights that a micro-batch reads, for `require_unchanged`."""
@@ -471,6 +499,11 @@ class VersionedParameters:
             return self._free.pop()
         self.allocated += 1
         return self._version_over([torch.empty_like(b) for b in like.buffers])
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of elements of memory from the first of a tensor to its last."""
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def same(one: Tensor, other: Tensor) -> bool:

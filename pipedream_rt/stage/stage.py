@@ -11,7 +11,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -294,6 +294,7 @@ class Stage:
             self._buffers.kept_for_backward(others),
             self._reading(micro_batch),
             self._casting(),
+            self._saving_weights(micro_batch),
         ):
             if self._spec.recompute:
                 made = self._run_twice(program, values, micro_batch)
@@ -343,6 +344,12 @@ class Stage:
             for _, weights in self._by_owner:
                 all_owners.enter_context(weights.reading(micro_batch))
             yield
+
+    def _saving_weights(self, micro_batch: int) -> AbstractContextManager[object]:
+        """Return the context of a forward in which autograd saves weights."""
+        if self.plan.backward_on_newest:
+            return self.parameters.followed(micro_batch)
+        return nullcontext()
 
     @contextmanager
     def _accumulating(self, micro_batch: int) -> Iterator[None]:

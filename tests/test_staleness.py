@@ -1,0 +1,269 @@
+"""Schedules that are about staleness: synchronous updates at first, backwards on newest weights."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.faults import losses_through_death
+from support.models import POINTS, batches, kitchen_sink, mlp, regression
+from support.oracle import READS, assert_same, oracle
+
+from pipedream_rt import Checkpoints, Clip, ConfigError, Pipeline, ScheduleOptions, check, plan_for
+
+WORKERS = [
+    "serial",
+    pytest.param("in-process", marks=pytest.mark.threads),
+    pytest.param("local", marks=pytest.mark.processes),
+]
+
+
+# -- synchronous updates at first ---------------------------------------------------------------
+
+KINDS = {
+    "async": ("async-1f1b", 1, {}),
+    "async, 2 per update": ("async-1f1b", 2, {}),
+    "vertical": ("async-1f1b", 1, {"vertical_sync": True}),
+    "2bw": ("2bw", 4, {}),
+}
+
+
+def after(kind, synchronous):
+    """The formula of the versions, written for this test alone: flushed at first, then as ever."""
+
+    def reads(m, s, w, k):
+        t = synchronous
+        if m < t * k:
+            return m // k
+        if kind == "2bw":
+            return max(t, m // k - 1)
+        return max(t, (m - (w[0] if kind == "vertical" else w[s])) // k)
+
+    return reads
+
+
+def piped(kind, synchronous, **options):
+    schedule, k, more = KINDS[kind]
+    return Pipeline(
+        kitchen_sink(),
+        stages=POINTS[4][1:],
+        loss_fn=F.cross_entropy,
+        optimizer=(torch.optim.AdamW, {"lr": 0.01}),
+        schedule=schedule,
+        micro_batches=k,
+        schedule_options=ScheduleOptions(synchronous_updates=synchronous, **more),
+        **{"workers": "serial", **options},
+    )
+
+
+def judged(kind, synchronous, data, monkeypatch):
+    monkeypatch.setitem(READS, "after", after(kind, synchronous))
+    make = functools.partial(torch.optim.AdamW, lr=0.01)
+    k = KINDS[kind][1]
+    return oracle(kitchen_sink(), POINTS[4], data, F.cross_entropy, make, k=k, reads="after")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("synchronous", [1, 4, 20])
+def test_the_first_updates_read_the_newest_weights(kind, synchronous, monkeypatch):
+    data = batches(12, samples=8)
+    expected, losses = judged(kind, synchronous, data, monkeypatch)
+    with piped(kind, synchronous) as pipe:
+        found = [loss for r in pipe.train_epoch(data) for loss in r.losses]
+        assert found == losses
+        assert_same(pipe.state_dict(), expected)
+
+
+@pytest.mark.parametrize("workers", WORKERS[1:])
+def test_on_all_workers_and_with_flushes_between(workers, monkeypatch):
+    data = batches(12, samples=8)
+    expected, losses = judged("async, 2 per update", 5, data, monkeypatch)
+    with piped("async, 2 per update", 5, workers=workers) as pipe:
+        found = []
+        for number, (x, y) in enumerate(data):
+            pending = pipe.submit(x, y)
+            if number in (2, 4, 7):
+                pipe.flush()
+            found += pending.result().losses
+        assert found == losses
+        assert_same(pipe.state_dict(), expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("step", [4, 11])
+def test_a_death_in_either_part_changes_nothing(step, tmp_path, monkeypatch):
+    data = batches(16)
+    expected, losses = judged("async", 7, data, monkeypatch)
+    options = {"checkpoint": Checkpoints(tmp_path, every=3), "max_restarts": 1}
+    with piped("async", 7, workers="local", **options) as pipe:
+        assert losses_through_death(pipe, data, "worker-2", step) == losses
+        assert len(pipe.restarts) == 1
+        assert_same(pipe.state_dict(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checker_proves_it(kind):
+    schedule, k, more = KINDS[kind]
+    plan = plan_for(schedule, num_stages=4, per_update=k, synchronous=3, **more)
+    check(plan, 12 * k)
+    check(plan, 12 * k, flushes=(2 * k, 5 * k), credits=plan.credits())
+    assert "synchronous" in plan.title
+    assert type(plan).unpacked(plan.packed()) == plan
+
+
+@pytest.mark.parametrize("kind", ["2bw", "vertical"])
+def test_the_norm_of_the_model_is_exact_in_both_parts(kind):
+    """As in a flush schedule while the updates are synchronous."""
+    data = batches(10, samples=8)
+    with piped(kind, 10, clip=Clip(norm=0.1)) as pipe:
+        list(pipe.train_epoch(data))
+        whole = pipe.state_dict()
+    k = KINDS[kind][1]
+    with Pipeline(
+        kitchen_sink(), stages=POINTS[4][1:], loss_fn=F.cross_entropy, schedule="1f1b",
+        optimizer=(torch.optim.AdamW, {"lr": 0.01}), micro_batches=k, workers="serial",
+        clip=Clip(norm=0.1),
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(data))
+        assert_same(whole, pipe.state_dict())
+    with piped(kind, 5, clip=Clip(norm=0.1)) as pipe:
+        list(pipe.train_epoch(data))
+        assert any(not torch.equal(value, whole[key]) for key, value in pipe.state_dict().items())
+
+
+def test_another_number_is_another_run(tmp_path, caplog):
+    with piped("async", 3) as pipe:
+        list(pipe.train_epoch(batches(4)))
+        pipe.save(tmp_path)
+    with piped("async", 4) as pipe:
+        pipe.load(tmp_path)
+    assert "after 3 synchronous updates" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "1f1b"}, "has no use for synchronous_updates"),
+        ({"count": -1}, "synchronous_updates must be an integer"),
+        ({"count": True}, "synchronous_updates must be an integer"),
+    ],
+)
+def test_nonsense_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        plan_for(
+            options.get("schedule", "async-1f1b"), num_stages=2,
+            synchronous=options.get("count", 3),
+        )  # fmt: skip
+
+
+# -- backwards on the newest weights ------------------------------------------------------------
+
+
+class OnNewest(torch.autograd.Function):
+    """A linear layer whose backward uses another weight than its forward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, newest):
+        ctx.save_for_backward(x, newest)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, newest = ctx.saved_tensors
+        return gradient.mm(newest), gradient.t().mm(x), gradient.sum(0), None
+
+
+def judged_on_newest(model, points, data, k):
+    """As the oracle, for a chain of linear layers and tanh, and with such backwards."""
+    n, layers = len(points), list(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    versions = [[(la.weight.detach().clone(), la.bias.detach().clone()) for la in layers]]
+    losses = []
+    for t, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        for i, (xm, ym) in enumerate(zip(x.chunk(k), y.chunk(k))):
+            m, value = t * k + i, xm
+            leaves = []
+            for number in range(len(layers)):
+                s = sum(number >= point for point in points) - 1
+                weight, bias = versions[max(0, (m - (n - 1 - s)) // k)][number]
+                leaves += [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+                value = OnNewest.apply(value, *leaves[-2:], versions[t][number][0])
+            loss = F.mse_loss(value, ym)
+            losses.append(loss.item())
+            for p, g in zip(
+                model.parameters(), torch.autograd.grad(loss * len(xm) / len(x), leaves)
+            ):
+                p.grad = g if p.grad is None else p.grad + g
+        optimizer.step()
+        versions.append([(la.weight.detach().clone(), la.bias.detach().clone()) for la in layers])
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_backwards_use_the_newest_weights(workers, k):
+    data = regression(12)
+    expected, losses = judged_on_newest(mlp(), [0, 2, 3, 5], data, k)
+    with Pipeline(
+        mlp(), stages=[2, 3, 5], loss_fn=F.mse_loss, micro_batches=k, workers=workers,
+        optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        schedule_options=ScheduleOptions(versions="current"),
+    ) as pipe:  # fmt: skip
+        assert [loss for r in pipe.train_epoch(data) for loss in r.losses] == losses
+        assert_same(pipe.state_dict(), expected)
+        assert pipe.plan.name == "async-1f1b+current"
+
+
+def on_newest(**options):
+    return Pipeline(
+        kitchen_sink(),
+        stages=POINTS[4][1:],
+        loss_fn=F.cross_entropy,
+        optimizer=(torch.optim.AdamW, {"lr": 0.01}),
+        **{
+            "schedule_options": ScheduleOptions(versions="current"),
+            "workers": "serial",
+            **options,
+        },
+    )
+
+
+def test_they_differ_from_those_on_stashed_weights_in_every_kind_of_layer():
+    data = batches(6)
+    states = []
+    for versions in ("stashed", "current"):
+        with on_newest(schedule_options=ScheduleOptions(versions=versions)) as pipe:
+            list(pipe.train_epoch(data))
+            states.append(pipe.state_dict())
+    for layer in (0, 1, 3):  # with tanh and the like behind them, all before the last stage
+        key = f"{layer}.weight"
+        assert not torch.equal(states[0][key], states[1][key]), key
+
+
+@pytest.mark.processes
+def test_and_survive_a_death(tmp_path):
+    data = batches(14)
+    with on_newest() as pipe:
+        losses = [r.loss for r in pipe.train_epoch(data)]
+        expected = pipe.state_dict()
+    options = {"checkpoint": Checkpoints(tmp_path, every=3), "max_restarts": 1}
+    with on_newest(workers="local", **options) as pipe:
+        assert losses_through_death(pipe, data, "worker-1", 8) == losses
+        assert_same(pipe.state_dict(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recompute": True}, "keeps what forwards have computed on older weights"),
+        ({"schedule": "2bw", "micro_batches": 4}, "is an option of async-1f1b, not of 2bw"),
+        (
+            {"schedule_options": ScheduleOptions(versions="current", vertical_sync=True)},
+            "is an option of async-1f1b",
+        ),
+    ],
+)
+def test_what_does_not_go_with_them_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        on_newest(**options)
