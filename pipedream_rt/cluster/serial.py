@@ -176,14 +176,11 @@ def _as_on_a_worker(threads: int) -> Iterator[None]:
     Raises:
         ConfigError: The script is inside a context that cannot be left for a while.
     """
+    # Autocast could be turned off, but inside a context of the script's own it would keep its
+    # copies of weights from one update to the next.
+    refuse_contexts()
     before = torch.get_num_threads()
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        kept_generator_state(),
-    ):
-        refuse_contexts()
+    with torch.inference_mode(False), torch.enable_grad(), kept_generator_state():
         if threads != before:
             torch.set_num_threads(threads)
         try:
