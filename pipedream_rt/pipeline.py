@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from pipedream_rt.coordinator.identity import (
     Identity,
     name_of_class,
     name_of_loss,
+    names_of,
     require_acceptable,
 )
 from pipedream_rt.coordinator.kept import KeptVersion
@@ -149,6 +150,8 @@ class Pipeline:
             makes of its own after each update; None for none. See `keep_version`.
         corrections: What every stage does about stale gradients, in the order in which it is done:
             objects of `pipedream_rt.corrections`, or of classes of your own (`Correction`).
+            ``"auto"``: those that were measured to be the best for the optimizer and the staleness
+            (`pipedream_rt.corrections.advice`).
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
         loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
@@ -199,7 +202,7 @@ class Pipeline:
         threads: int = 1,
         clip: Clip | None = None,
         ema: float | None = None,
-        corrections: Sequence[Correction] = (),
+        corrections: Sequence[Correction] | Literal["auto"] = (),
         autocast: torch.dtype | None = None,
         loss_scale: LossScale | None = None,
         recompute: bool | Sequence[int] = False,
@@ -239,7 +242,8 @@ class Pipeline:
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
         refuse_norms(self.plan, clip, scale)
-        corrected = correcting(corrections, self.plan, clip, scale)
+        corrected = correcting(corrections, self.plan, optimizer, clip, scale)
+        self._corrections = corrected
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
@@ -309,7 +313,13 @@ class Pipeline:
                 self._model,
                 self._checkpointer,
                 functools.partial(
-                    _identity, self._feeder, self.plan.title, seed, threads, name_of_loss(loss_fn)
+                    _identity,
+                    self._feeder,
+                    schedule=self.plan.title,
+                    seed=seed,
+                    threads=threads,
+                    loss=name_of_loss(loss_fn),
+                    corrections=names_of(corrected),
                 ),
                 preemption,
             )
@@ -770,7 +780,13 @@ class Pipeline:
                 stage by stage; a sequence of layers has none.
         """
         forwards = self._feeder.forwards
-        text = explain(self.plan, self._group.cluster.names, self.statistics(), forwards.how)
+        text = explain(
+            self.plan,
+            self._group.cluster.names,
+            self.statistics(),
+            forwards.how,
+            self._corrections,
+        )
         return f"{text}\n{forwards.program()}" if program else text
 
     def trace(self) -> Trace:
@@ -846,19 +862,16 @@ class Pipeline:
             self._group.life.close()
 
 
-def _identity(feeder: Feeder, schedule: str, seed: int, threads: int, loss: str) -> Identity:
+def _identity(feeder: Feeder, **given: Any) -> Identity:
     """Return what the script has given, with the optimizer of now."""
     optimizer = feeder.optimizer
     if optimizer is None:
-        return Identity(seed=seed, loss=loss, schedule=schedule, threads=threads)
+        return Identity(**given)
     return Identity(
-        seed=seed,
         optimizer=name_of_class(optimizer.optimizer_class),
         groups=optimizer.names(),
         hyper_parameters=optimizer.given,
-        loss=loss,
-        schedule=schedule,
-        threads=threads,
+        **given,
     )
 
 

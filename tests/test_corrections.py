@@ -230,10 +230,33 @@ def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
             pipe.save(tmp_path)
 
 
+def test_other_corrections_than_those_of_the_checkpoint_are_told(tmp_path, caplog):
+    with open_pipe(("feedback",)) as pipe:
+        list(pipe.train_epoch(batches(3)))
+        pipe.save(tmp_path)
+    with open_pipe(("feedback",), checkpoint=Checkpoints(tmp_path, resume=True)):
+        assert "corrections" not in caplog.text
+    with open_pipe(("stronger",), checkpoint=Checkpoints(tmp_path, resume=True)):
+        assert "with the corrections ['ErrorFeedback(limit=1.0)'], this script has" in caplog.text
+
+
+def test_explain_tells_staleness_and_memory():
+    with open_pipe(("feedback", "prediction")) as pipe:
+        list(pipe.train_epoch(batches(12)))
+        text, counters = pipe.explain(), pipe.statistics()
+    assert "corrections: ErrorFeedback(limit=1.0), WeightPrediction(strength=1.0)" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("0 ", "3 "))]
+    assert "3" in rows[0]  # the staleness of the first stage
+    for stage, found in enumerate(counters):
+        versions = 4 - stage
+        copies = 1 + (versions if versions > 1 else 0)
+        assert found["correction_bytes"] == copies * found["weight_bytes"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"corrections": ErrorFeedback()}, "must be a list of Correction"),
+        ({"corrections": ErrorFeedback()}, "or a list of Correction objects"),
         ({"corrections": ["feedback"]}, "must be Correction objects"),
         (
             {

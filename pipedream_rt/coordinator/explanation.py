@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipedream_rt.corrections import Correction
 from pipedream_rt.observe.summary import table
 from pipedream_rt.schedules import Plan
 
 
 def explain(
-    plan: Plan, workers: Sequence[str], statistics: Sequence[dict[str, int]], how: str
+    plan: Plan,
+    workers: Sequence[str],
+    statistics: Sequence[dict[str, int]],
+    how: str,
+    corrections: Sequence[Correction] = (),
 ) -> str:
     """Return the schedule in a line, and a table with a row for each stage.
 
@@ -18,9 +23,14 @@ def explain(
         workers: The name of each worker.
         statistics: The counters of each stage; see `Pipeline.statistics`.
         how: How the model was cut.
+        corrections: The corrections for staleness.
     """
     rows: list[tuple[str, ...]] = [
-        ("stage", "worker", "layers", "parameters", "in flight", "versions", "peak MiB")
+        (
+            *("stage", "worker", "layers", "parameters", "in flight", "versions", "staleness"),
+            *(["corrections MiB"] if corrections else []),
+            "peak MiB",
+        )
     ]
     for stage, counters in enumerate(statistics):
         layers = plan.layers[stage]
@@ -32,14 +42,28 @@ def explain(
                 f"{counters['parameters']:,}",
                 f"<= {plan.in_flight(stage)}",
                 f"{counters['versions_kept']} of {plan.kept(stage)}",
+                f"<= {plan.staleness(stage)}",
+                *([_memory(plan, stage, corrections, counters)] if corrections else []),
                 f"{counters['peak_memory_bytes'] / 2**20:.0f}",
             )
         )
     slack = f", slack {', '.join(map(str, plan.shape.slack))}" if plan.shape.slack else ""
     head = f"schedule {plan.title}, {plan.per_update} micro-batches per update{slack}"
     lines = [head, how]
+    if corrections:
+        lines.append(f"corrections: {', '.join(map(repr, corrections))}")
     lines += [
         f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"
         for tie in plan.ties
     ]
     return "\n".join([*lines, table(rows)])
+
+
+def _memory(
+    plan: Plan, stage: int, corrections: Sequence[Correction], counters: dict[str, int]
+) -> str:
+    """Return the MiB that corrections take now, of those that they will take."""
+    kept = plan.kept(stage) if plan.staleness(stage) else 0
+    copies = sum(each.copies + kept * each.copies_per_version for each in corrections)
+    most = copies * counters["weight_bytes"] / 2**20
+    return f"{counters['correction_bytes'] / 2**20:.1f} of {most:.1f}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.stage.fingerprint import fingerprint
 from pipedream_rt.stage.optimizer import Hyper, unpack_hyper
@@ -33,6 +34,7 @@ _LOGGED = {
     "loss": "the run goes on with the loss of the script",
     "hyper_parameters": "the run goes on with those of the checkpoint",
     "schedule": "the run goes on with the schedule of the script",
+    "corrections": "the run goes on with those of the script",
     "threads": "the bits may be others",
     "torch": "the bits may be others",
 }
@@ -51,6 +53,7 @@ class Identity:
         hyper_parameters: The hyper-parameters of each group as the script gave them, packed.
         loss: The name of the loss function and a digest of its code.
         schedule: The name of the schedule.
+        corrections: The corrections for staleness, as they print.
         threads: The number of threads of each worker.
         torch: The version of torch.
     """
@@ -61,6 +64,7 @@ class Identity:
     hyper_parameters: list[Hyper] = field(default_factory=list)
     loss: str = ""
     schedule: str = ""
+    corrections: list[str] = field(default_factory=list)
     threads: int = 1
     torch: str = torch.__version__
 
@@ -147,6 +151,16 @@ def _shown(name: str, before: Any, now: Any) -> tuple[str, str]:
 def name_of_class(cls: type | None) -> str:
     """Return the full name of a class; empty for None."""
     return "" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def names_of(corrections: Sequence[Correction]) -> list[str]:
+    """Return what corrections are: what they print, and their class if that says less."""
+    return [
+        f"{name_of_class(type(each))} {_short([_plain_of(each)])}"
+        if type(each).__repr__ is object.__repr__
+        else _shown_anew(each)
+        for each in corrections
+    ]
 
 
 def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.corrections import Correction
+from pipedream_rt.corrections.advice import advised, doubt
 from pipedream_rt.corrections.base import overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
@@ -34,6 +36,8 @@ from pipedream_rt.stage.clipping import Clip, is_exact
 from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
+
+_log = logging.getLogger(__name__)
 
 
 def refuse_autocast(autocast: Any) -> None:
@@ -109,16 +113,24 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
 
 
 def correcting(
-    corrections: Any, plan: Plan, clip: Clip | None, scale: LossScale | None
+    corrections: Any, plan: Plan, optimizer: Any, clip: Clip | None, scale: LossScale | None
 ) -> tuple[Correction, ...]:
     """Return the corrections, of the argument ``corrections`` of `Pipeline`.
+
+    If gradients are staler than the optimizer was shown to bear, it says so in the log.
 
     Raises:
         ConfigError: It makes no sense; or a correction of gradients needs weights that are not
             there yet, or gradients that are not scaled.
     """
+    kind = optimizer[0] if isinstance(optimizer, tuple) else type(optimizer)
+    stalest = max(map(plan.staleness, range(plan.num_stages)))
+    if corrections == "auto":
+        corrections = advised(kind, stalest)
     if isinstance(corrections, Correction) or not isinstance(corrections, list | tuple):
-        raise ConfigError(f"corrections must be a list of Correction objects, not {corrections!r}")
+        raise ConfigError(
+            f'corrections must be "auto" or a list of Correction objects, not {corrections!r}'
+        )
     for each in corrections:
         if not isinstance(each, Correction):
             raise ConfigError(f"corrections must be Correction objects, not {each!r}")
@@ -136,6 +148,8 @@ def correcting(
                 "Clip(norm=...) over the model updates wait for the norm of all gradients, so they "
                 'are not there yet; use Clip(..., over="stage"), or another schedule'
             )
+    if optimizer is not None and (warning := doubt(kind, stalest, corrections)):
+        _log.warning("%s", warning)
     return tuple(corrections)
 
 

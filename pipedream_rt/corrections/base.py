@@ -56,7 +56,7 @@ class Moment:
 class Correction:
     """The base of corrections, of which each stage has an instance of its own.
 
-    An example that a user may write: smaller steps where gradients are stale::
+    A user may write one, as this, which makes smaller steps where gradients are stale::
 
         class Damped(Correction):
             def before_step(self, at, optimizer):
@@ -69,12 +69,19 @@ class Correction:
     Attributes:
         parameters: The parameters of the stage that the corrections are for, by name; set before
             the first hook.
-        copies: The memory that ``state`` takes on a stage, in copies of its weights.
+        copies: The memory that ``state`` takes on a stage, in copies of its weights, once the stage
+            has made some updates.
+        copies_per_version: The memory that the weights of `before_forward` take, in copies for each
+            version that a stage keeps.
+        passes: How often the correction reads or writes all weights, or as much other memory, in an
+            update: its time in the simulator (`Costs.corrected`).
         state: What the correction remembers, by name of a parameter, then by a name of its own:
             tensors and numbers.
     """
 
     copies: float = 0.0
+    copies_per_version: float = 0.0
+    passes: float = 0.0
     parameters: Mapping[str, Tensor]
     state: dict[str, dict[str, Any]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from pipedream_rt.corrections.base import Correction, Moment, Named
 from pipedream_rt.errors import ConfigError
 
@@ -34,8 +36,9 @@ class DelayCompensation(Correction):
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        """Say what the state takes."""
+        """Say what it takes."""
         self.copies = 1.0 if self.adaptive else 0.0
+        self.passes = 20.0 if self.adaptive else 11.0
 
     def after_backward(self, at: Moment, gradients: Named, read: Named, newest: Named) -> None:
         """See `Correction.after_backward`."""
@@ -72,7 +75,8 @@ class ErrorFeedback(Correction):
     """
 
     limit: float = 1.0
-    copies = 2.0
+    copies = 1.0
+    passes = 11.0
 
     def __post_init__(self) -> None:
         """Check the number."""
@@ -84,7 +88,7 @@ class ErrorFeedback(Correction):
         factor = min(float(at.staleness), self.limit)
         for name, weight in weights.items():
             state = self.state.setdefault(name, {})
-            update = weight - before[name]
-            if factor and "update" in state:
-                weight.add_(update - state["update"], alpha=factor)
+            update, last = weight - before[name], state.get("update")
+            if factor and last is not None:
+                weight.add_(torch.sub(update, last, out=last), alpha=factor)
             state["update"] = update

@@ -38,7 +38,8 @@ class WeightPrediction(Correction):
     """
 
     strength: float = 1.0
-    copies = 1.0
+    copies_per_version = 1.0
+    passes = 23.0  # with AdamW
 
     def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_forward`.

@@ -142,7 +142,7 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
     Among such cuts it takes one whose longest part has the fewest layers, which spreads layers
     without parameters. It is found by dynamic programming over (parts, layers), in
-    O(stages x layers^2).
+    O(stages x spare^2), where spare is the number of layers beyond one for each part.
 
     Args:
         sizes: The size of each layer.
@@ -159,7 +159,8 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     def cost(first: int, end: int) -> tuple[int, int]:
         return prefix[end] - prefix[first], end - first
 
-    best = {end: (cost(0, end), [0]) for end in range(1, count + 1)}
+    spare = count - stages  # the parts before an end have at most so many layers more than one
+    best = {end: (cost(0, end), [0]) for end in range(1, spare + 2)}
     for parts in range(2, stages + 1):
         best = {
             end: min(
@@ -171,11 +172,11 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
                         ),
                         [*best[cut][1], cut],
                     )
-                    for cut in range(parts - 1, end)
+                    for cut in range(parts - 1, min(end, parts + spare))
                 ),
                 key=lambda candidate: candidate[0],
             )
-            for end in range(parts, count + 1)
+            for end in range(parts, parts + spare + 1)
         }
     return best[count][1]
 

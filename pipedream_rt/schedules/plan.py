@@ -451,6 +451,16 @@ class Plan:
         """Return the largest number of weight versions that a stage keeps at a time."""
         return self._known.versions.kept(stage, self.shape)
 
+    def staleness(self, stage: int) -> int:
+        """Return the most updates by which a gradient is behind the weights that it is applied to.
+
+        It is that of the steady phase; at the start of a run, and after synchronous updates, the
+        first gradients are less stale.
+        """
+        k = self.per_update
+        first = self.shape.first_asynchronous + k * (4 + -(-self.in_flight(stage) // k))
+        return max(m // k - self.reads(stage, m) for m in range(first, first + k))
+
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches in flight on a stage."""
         return self._known.order.in_flight(stage, self.shape)

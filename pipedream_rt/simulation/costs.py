@@ -6,10 +6,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import printable, read_file
@@ -30,6 +30,16 @@ _BYTES = {
     "stash_bytes": "held",
     "weight_bytes": "held",
 }
+
+
+class Correcting(Protocol):
+    """The part of a correction for staleness that costs depend on.
+
+    Attributes:
+        passes: How often it reads or writes all weights in an update.
+    """
+
+    passes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +193,33 @@ class Costs:
         if "backward" in changes:
             changes = {"input_gradient": (), "weight_gradient": (), **changes}
         return replace(self, **changes)
+
+    def corrected(self, corrections: Iterable[Correcting], memory_bandwidth: float) -> Costs:
+        """Return these costs with the time that corrections for staleness take in a step.
+
+        A correction that passes over the weights ``passes`` times in an update takes
+        ``passes * weight_bytes / memory_bandwidth`` seconds in the step of every stage, also where
+        gradients are fresh and it may do nothing. Corrections of gradients take that in backwards,
+        which comes to the same for one micro-batch per update.
+
+        Args:
+            corrections: Objects of `pipedream_rt.corrections`.
+            memory_bandwidth: The bytes that a worker reads or writes per second.
+
+        Raises:
+            ConfigError: ``memory_bandwidth`` is not above 0, or the costs have no ``weight_bytes``.
+        """
+        if not memory_bandwidth > 0:
+            raise ConfigError(f"memory_bandwidth must be above 0, not {memory_bandwidth!r}")
+        if not any(self.weight_bytes):
+            raise ConfigError("costs: corrections take time by weight_bytes, which are missing")
+        stages = max(len(self.step), len(self.weight_bytes))
+        times = _spread("step", self.step, stages, "stages")
+        sizes = _spread("weight_bytes", self.weight_bytes, stages, "stages")
+        passes = sum(each.passes for each in corrections)
+        more = [passes * size / memory_bandwidth for size in sizes]
+        steps = (tuple(t + add for t in samples) for samples, add in zip(times, more, strict=True))
+        return replace(self, step=tuple(steps))
 
     # -- files ----------------------------------------------------------------------------------
 

@@ -173,6 +173,11 @@ class StageCorrections:
                 found.setdefault(name, {}).update(entries)
         return found
 
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors that corrections remember."""
+        values = (v for each in self._all for named in each.state.values() for v in named.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the state of all corrections by what `state` has returned."""
         for number, correction in enumerate(self._all):

@@ -1070,6 +1070,13 @@ class Stage:
         if before is not None:
             self.optimizer.go_on_averaging(before)
 
+    def _correction_bytes(self) -> int:
+        """Return the bytes that corrections take: what they remember, and the views of versions."""
+        if self.corrections is None:
+            return 0
+        views = (t for named in self.parameters.views().values() for t in named.values())
+        return self.corrections.nbytes() + sum(tensor.nbytes for tensor in views)
+
     def step_state(self) -> dict[str, dict[str, Any]]:
         """Return the state of the optimizer and of corrections; see `StageOptimizer.state`.
 
@@ -1105,6 +1112,8 @@ class Stage:
             "versions_kept": len(ledger.kept),
             "versions_kept_most": ledger.kept_most,
             "buffers_allocated": self.parameters.allocated,
+            "weight_bytes": self.parameters.nbytes,
+            "correction_bytes": self._correction_bytes(),
             "parameters": sum(p.numel() for p in self.module.parameters())
             - sum(p.numel() for w in self.borrowed.values() for p in w.named.values()),
         }
