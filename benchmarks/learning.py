@@ -335,47 +335,51 @@ def done(run: Run) -> dict[str, Any]:
 GRID = tuple(1.5e-3 * 2.0**power for power in range(-3, 5))
 """The rates that may be tried; tuning begins in the middle, and goes on while it gets better."""
 
-FIRST = (4, 5)
+FIRST = (5, 6)
 """The places in the grid of the rates that are tried first."""
 
 SEEDS = (0, 1, 2)
-
-OPTIMIZERS = ("adamw", "nadam", "muon", "rotated")
-AT_ONE = ("adamw", "adamw+ef", "muon", "muon+ef", "rotated", "rotated+ef")
-AT_MANY = (
-    "adamw",
-    "nadam",
-    "adamw+rate",
-    "adamw+prediction",
-    "muon",
-    "muon+ef",
-    "rotated",
-    "rotated+ef",
-    "rotated+prediction",
-    "rotated+refresh+ef",
-)
 
 
 def runs_of(name: str) -> list[Run]:
     """The runs of a set with rate and seed left open."""
 
-    def some(methods: Iterable[str], **options: Any) -> list[Run]:
+    def some(*methods: str, **options: Any) -> list[Run]:
         return [Run(method=method, rate=0.0, **options) for method in methods]
 
     of_8 = {"task": "transformer", "stages": 8}
     sets: dict[str, list[Run]] = {
-        "synchronous": some(OPTIMIZERS, task="transformer", schedule="1f1b"),
+        "synchronous": some(
+            "rotated", "muon", "adamw", "nadam", task="transformer", schedule="1f1b"
+        ),
         "horizons": [
             run
-            for updates in (300, 600, 900)
-            for run in some(
-                ("muon", "rotated"), task="transformer", schedule="1f1b", updates=updates
-            )
+            for updates in (900, 600, 300)
+            for run in some("rotated", task="transformer", schedule="1f1b", updates=updates)
         ],
         # With 2bw the delay is 1 at any number of stages, so two stages stand for all of them.
-        "delay-1": some(AT_ONE, task="transformer", stages=2, k=2, schedule="2bw"),
-        "stages-8": some(AT_MANY, **of_8),
-        "check-8": some(("rotated+ef",), **of_8, k=8, schedule="2bw"),
+        "delay-1": some(
+            *(
+                "rotated+ef",
+                "muon+ef",
+                "rotated",
+                "muon",
+                "adamw+ef",
+                "adamw",
+                "rotated+prediction",
+            ),
+            task="transformer",
+            stages=2,
+            k=2,
+            schedule="2bw",
+        ),
+        "async-k": some("rotated+ef", "rotated", "muon+ef", "adamw+ef", **of_8, k=8),
+        "stages-8": some(
+            *("rotated+ef", "rotated", "muon+ef", "nadam", "adamw", "rotated+ef05"),
+            *("rotated+prediction", "rotated+refresh+ef", "adamw+rate", "adamw+prediction"),
+            **of_8,
+        ),
+        "check-8": some("rotated+ef", **of_8, k=8, schedule="2bw"),
     }
     if name not in sets:
         raise click.UsageError(f"there is no set {name!r}; there are {', '.join(sets)}")
@@ -450,7 +454,7 @@ def run(names: tuple[str, ...], jobs: int, seeds: int) -> None:
 @main.command()
 def sets() -> None:
     """List the sets of runs."""
-    for name in ("synchronous", "horizons", "delay-1", "stages-8", "check-8"):
+    for name in ("synchronous", "horizons", "delay-1", "async-k", "stages-8", "check-8"):
         print(f"{name}: {len(runs_of(name))} methods, about 4 rates, {len(SEEDS)} seeds")
 
 

@@ -99,7 +99,7 @@ def test_a_correction_computes_what_its_equation_says(names, schedule):
     data = batches(10, samples=8)
     expected = judged(data, names, reads=reads, k=options.get("micro_batches", 1))
     assert_equal(trained(data, names, **options), expected)
-    # With a staleness of 1 at most, a rate divided by it is the rate.
+    # With a mean staleness of 1 at most, a rate divided by it is the rate.
     if reads != "flushed" and (names, reads) != (("rate",), "2bw"):
         plain = judged(data, (), reads=reads, k=options.get("micro_batches", 1))
         assert plain[1] != expected[1], "the correction corrects nothing"
@@ -235,7 +235,7 @@ def test_other_corrections_than_those_of_the_checkpoint_are_told(tmp_path, caplo
         list(pipe.train_epoch(batches(3)))
         pipe.save(tmp_path)
     with open_pipe(("feedback",), checkpoint=Checkpoints(tmp_path, resume=True)):
-        assert "corrections" not in caplog.text
+        assert "with the corrections" not in caplog.text
     with open_pipe(("stronger",), checkpoint=Checkpoints(tmp_path, resume=True)):
         assert "with the corrections ['ErrorFeedback(limit=1.0)'], this script has" in caplog.text
 

@@ -37,19 +37,23 @@ class Moment:
         micro_batches: The number of micro-batches per update, k.
         update: Number of the update that the gradient is a part of, 0-based. It is applied to
             version ``update`` of the weights and makes version ``update + 1``.
-        read: The weight version that the gradient is, or will be, computed on. For a step: the
-            oldest of those that the micro-batches of the update have read.
+        read: The weight version that the gradient is, or will be, computed on. For a step: the mean
+            of those that the micro-batches of the update have read.
     """
 
     stage: int
     num_stages: int
     micro_batches: int
     update: int
-    read: int
+    read: float
 
     @property
-    def staleness(self) -> int:
-        """The number of updates between the version that is read and the one that is stepped on."""
+    def staleness(self) -> float:
+        """The number of updates between the version that is read and the one that is stepped on.
+
+        For a step that is the mean over the micro-batches of the update: with ``async-1f1b`` and as
+        many micro-batches per update as stages, it is below 1 everywhere.
+        """
         return self.update - self.read
 
 

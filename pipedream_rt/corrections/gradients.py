@@ -85,7 +85,7 @@ class ErrorFeedback(Correction):
 
     def after_step(self, at: Moment, weights: Named, before: Named) -> None:
         """See `Correction.after_step`."""
-        factor = min(float(at.staleness), self.limit)
+        factor = min(at.staleness, self.limit)
         for name, weight in weights.items():
             state = self.state.setdefault(name, {})
             update, last = weight - before[name], state.get("update")

@@ -56,7 +56,7 @@ class StageCorrections:
         """Return the corrections that have a hook of their own."""
         return [each for each in self._all if overrides(each, hook)]
 
-    def _moment(self, update: int, read: int) -> Moment:
+    def _moment(self, update: int, read: float) -> Moment:
         """Return the moment of an update on this stage."""
         shape = self._plan.shape
         return Moment(
@@ -88,12 +88,14 @@ class StageCorrections:
     # -- steps ----------------------------------------------------------------------------------
 
     @contextmanager
-    def stepping(self, update: int, read: int, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def stepping(
+        self, update: int, read: float, optimizer: torch.optim.Optimizer
+    ) -> Iterator[None]:
         """Call the hooks around a step, the body; then put the options back that they have changed.
 
         Args:
             update: Number of the update.
-            read: The oldest version that a micro-batch of it has read.
+            read: The mean of the versions that its micro-batches have read.
             optimizer: The optimizer.
         """
         at = self._moment(update, read)

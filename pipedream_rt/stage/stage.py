@@ -58,9 +58,6 @@ Gradients: TypeAlias = list[Tensor | None]
 """The gradients of those tensors of a value that asked for one, in order; None where none came."""
 
 
-_NONE_READ = 2**63
-"""The place of the oldest version that an update has read, before it has read any."""
-
 _VIEW = "(view of "
 """The beginning of the keys, beside the optimizer's state of a parameter, of views of versions."""
 
@@ -142,13 +139,13 @@ class _PutOff(NamedTuple):
 
     Attributes:
         update: Number of the update.
-        read: The oldest version that its gradients were computed on.
+        read: The mean of the versions that its micro-batches have read.
         gradients: Its gradients.
         hyper: Its hyper-parameters.
     """
 
     update: int
-    read: int
+    read: float
     gradients: list[Tensor | None]
     hyper: list[Hyper]
 
@@ -224,7 +221,7 @@ class Stage:
             self.corrections = StageCorrections(
                 spec.corrections, self.plan, self.index, own_weights, {*spec.tied.values()}
             )
-        self._oldest_read = _NONE_READ
+        self._versions_read = 0  # the sum of them, over the micro-batches of the pending update
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
 
@@ -691,7 +688,7 @@ class Stage:
         for owner, weights in self._by_owner:
             version = weights.end(micro_batch)
             if owner == self.index:
-                self._oldest_read = min(self._oldest_read, version)
+                self._versions_read += version
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -707,9 +704,9 @@ class Stage:
         Raises:
             ConfigError: The stage has no optimizer.
         """
-        gradients, read = self.parameters.take_gradients(), min(self._oldest_read, update)
-        put_off = _PutOff(update, read, gradients, self._hyper)
-        self.steps, self._oldest_read = update + 1, _NONE_READ
+        gradients, read = self.parameters.take_gradients(), self._versions_read
+        put_off = _PutOff(update, read / self.plan.per_update, gradients, self._hyper)
+        self.steps, self._versions_read = update + 1, 0
         if self.clipper is not None and self.clipper.exact:
             self._put_off.append(put_off)
         else:

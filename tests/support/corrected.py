@@ -50,13 +50,13 @@ def corrected(
     views = [{} for _ in range(n)]
     losses = []
     for t, (x, y) in enumerate(data):
-        sums, oldest = [{} for _ in range(n)], [t] * n
+        sums, reads_of = [{} for _ in range(n)], [0] * n
         for i, (xm, ym) in enumerate(zip(x.chunk(k), y.chunk(k))):
             m, read, leaves = t * k + i, [], []
             for s in range(n):
                 v = READS[reads](m, s, w, k)
                 read.append(v)
-                oldest[s] = min(oldest[s], v)
+                reads_of[s] += v
                 seen = views[s].get((v, t - v), versions[s][v])
                 leaves.append({a: b.clone().requires_grad_() for a, b in seen.items()})
             value = xm
@@ -79,7 +79,7 @@ def corrected(
                 for a, g in found.items():
                     sums[s][a] = g if a not in sums[s] else sums[s][a] + g
         for s in range(n):
-            optimizer, own, tau = optimizers[s], of_stage[s], t - oldest[s]
+            optimizer, own, tau = optimizers[s], of_stage[s], t - reads_of[s] / k
             if optimizer is None:
                 versions[s].append({})
                 continue
