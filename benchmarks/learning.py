@@ -9,7 +9,9 @@ is a line of JSON in ``benchmarks/results/``, and is not done again.
 
     python benchmarks/learning.py run SET [--jobs 2]     do the runs of a set
     python benchmarks/learning.py table SET              what they gave
-    python benchmarks/learning.py plot SET -o FILE       the same as a picture (extra "viz")
+    python benchmarks/learning.py plot SET -o FILE       losses over samples, as a picture
+    python benchmarks/learning.py plot trend -o FILE --over stages
+                                                         slowdowns over the number of stages
     python benchmarks/learning.py sets                   which sets there are
 """
 
@@ -21,9 +23,10 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -341,14 +344,14 @@ FIRST = (5, 6)
 SEEDS = (0, 1, 2)
 
 
-def runs_of(name: str) -> list[Run]:
-    """The runs of a set with rate and seed left open."""
+def all_sets() -> dict[str, list[Run]]:
+    """The runs of every set, with rate and seed left open."""
 
     def some(*methods: str, **options: Any) -> list[Run]:
         return [Run(method=method, rate=0.0, **options) for method in methods]
 
     of_8 = {"task": "transformer", "stages": 8}
-    sets: dict[str, list[Run]] = {
+    return {
         "synchronous": some(
             "rotated", "muon", "adamw", "nadam", task="transformer", schedule="1f1b"
         ),
@@ -380,7 +383,20 @@ def runs_of(name: str) -> list[Run]:
             **of_8,
         ),
         "check-8": some("rotated+ef", **of_8, k=8, schedule="2bw"),
+        "trend": [
+            run
+            for stages in (1, 2, 4, 8, 16, 32)
+            for run in some("adamw", "nadam", "rotated", task="tiny", stages=stages, updates=600)
+        ],
+        "trend-horizons": [
+            run for updates in (150, 300) for run in some("rotated", task="tiny", updates=updates)
+        ],
     }
+
+
+def runs_of(name: str) -> list[Run]:
+    """The runs of a set, with rate and seed left open."""
+    sets = all_sets()
     if name not in sets:
         raise click.UsageError(f"there is no set {name!r}; there are {', '.join(sets)}")
     return sets[name]
@@ -454,8 +470,43 @@ def run(names: tuple[str, ...], jobs: int, seeds: int) -> None:
 @main.command()
 def sets() -> None:
     """List the sets of runs."""
-    for name in ("synchronous", "horizons", "delay-1", "async-k", "stages-8", "check-8"):
-        print(f"{name}: {len(runs_of(name))} methods, about 4 rates, {len(SEEDS)} seeds")
+    for name, found in all_sets().items():
+        print(f"{name}: {len(found)} methods, about 4 rates, {len(SEEDS)} seeds")
+
+
+def losses(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, list[float]]:
+    """The best rate of a run, and its final losses there by seed; no rate if it is not tuned."""
+    rate, _ = tuned(results, run)
+    if rate is None:
+        return None, []
+    there = [final(results, replace(run, rate=rate, seed=seed)) for seed in SEEDS]
+    return rate, [loss for loss in there if math.isfinite(loss)]
+
+
+def synchronous_curve(results: dict[str, dict[str, Any]], like: Run) -> list[tuple[int, float]]:
+    """The lowest loss of synchronous training by number of updates, over all optimizers."""
+    best: dict[int, float] = {}
+    lines = (Run(**{k: line[k] for k in asdict(like)}) for line in results.values())
+    of_task = {r.over() for r in lines if (r.task, r.stages, r.batch) == (like.task, 1, like.batch)}
+    for run in of_task:
+        _, found = losses(results, run)
+        if found:
+            best[run.updates] = min(mean(found), best.get(run.updates, math.inf))
+    return sorted(best.items())
+
+
+def slowdown(curve: list[tuple[int, float]], updates: int, loss: float) -> float | None:
+    """How many times the updates of synchronous training were needed for a loss.
+
+    Between two lengths of synchronous runs, the loss is taken for linear in the logarithm of the
+    length, and likewise beyond the last two; each run has a schedule of rates of its own length.
+    """
+    if len(curve) < 2 or not math.isfinite(loss):
+        return None
+    pairs = list(pairwise(curve))
+    (t0, l0), (t1, l1) = next((p for p in pairs if p[1][1] <= loss), pairs[-1])
+    needed = math.exp(math.log(t0) + (loss - l0) / (l1 - l0) * (math.log(t1) - math.log(t0)))
+    return updates / needed
 
 
 @main.command()
@@ -463,26 +514,62 @@ def sets() -> None:
 def table(names: tuple[str, ...]) -> None:
     """Print the final losses of sets: the mean over seeds at the best rate, and their spread."""
     results = read()
-    shown = Table("set", "method", "stages", "k", "updates", "rate", "loss", "spread", "seeds")
+    columns = ("set", "method", "schedule", "stages", "k", "updates", "rate", "loss", "spread")
+    shown = Table(*columns, "seeds", "slowdown")
     for name in names:
         for run in runs_of(name):
-            rate, _ = tuned(results, run)
+            rate, found = losses(results, run)
             if rate is None:
                 continue
-            there = [final(results, replace(run, rate=rate, seed=seed)) for seed in SEEDS]
-            found = [loss for loss in there if math.isfinite(loss)]
+            curve = synchronous_curve(results, run)
+            factor = slowdown(curve, run.updates, mean(found)) if found else None
             shown.add_row(
-                name,
-                run.method,
-                str(run.stages),
-                str(run.k),
-                str(run.updates),
+                *(name, run.method, run.schedule, str(run.stages), str(run.k), str(run.updates)),
                 f"{rate:g}",
                 f"{mean(found):.4f}" if found else "diverged",
                 f"{max(found) - min(found):.4f}" if found else "",
                 str(len(found)),
+                f"{factor:.2f}" if factor else "",
             )
-    Console(width=120).print(shown)
+    Console(width=130).print(shown)
+
+
+@main.command()
+@click.argument("names", nargs=-1, required=True)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="An SVG file.")
+@click.option("--over", type=click.Choice(["samples", "stages"]), default="samples",
+              show_default=True, help="Losses over samples, or slowdowns over stages.")  # fmt: skip
+def plot(names: tuple[str, ...], output: Path, over: str) -> None:
+    """Draw sets: validation loss over samples, or the slowdown over the number of stages."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
+    from matplotlib import pyplot
+
+    results = read()
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for run in (run for name in names for run in runs_of(name)):
+        rate, found = losses(results, run)
+        if rate is None or not found:
+            continue
+        if over == "samples":
+            line = results[replace(run, rate=rate, seed=0).key]
+            text = f"{run.method}, {run.schedule}, {run.stages} stages, k = {run.k}"
+            lines[text] = [(number * run.batch, loss) for number, loss in line["curve"]]
+        else:
+            factor = slowdown(synchronous_curve(results, run), run.updates, mean(found))
+            lines.setdefault(run.method, []).append((run.stages, factor or math.nan))
+    for text, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=text)
+    axes.set_xlabel("samples" if over == "samples" else "stages")
+    axes.set_ylabel("validation loss" if over == "samples" else "slowdown in samples")
+    if over == "stages":
+        axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(output, metadata={"Date": None})
 
 
 if __name__ == "__main__":

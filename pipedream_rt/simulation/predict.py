@@ -299,6 +299,7 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
         per_update=changes.get("micro_batches", plan.per_update),
         stages_per_worker=each,
         slack=slack,
+        synchronous=plan.shape.synchronous if name == plan.name else 0,
     )
 
 
