@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from pipedream_rt import Clip, Pipeline
+from pipedream_rt import Clip, Pipeline, ScheduleOptions
 from pipedream_rt.corrections import (
     Correction,
     DelayCompensation,
@@ -223,6 +223,7 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
             {**decay, "betas": (0.99, 0.999), "decoupled_weight_decay": True},
         ),
         "muon": (Muon, decay, matrices),
+        "muon98": (Muon, {**decay, "momentum": 0.98}, matrices),
         "rotated": (RotatedAdamW, decay, matrices),
     }[first]
     made = {
@@ -253,6 +254,7 @@ class Run:
         updates: The number of updates.
         batch: The samples of an update.
         seed: Of the model and the data.
+        synchronous: The number of updates at the start that flush the pipe.
     """
 
     task: str
@@ -264,11 +266,13 @@ class Run:
     updates: int = 1200
     batch: int = 16
     seed: int = 0
+    synchronous: int = 0
 
     @property
     def key(self) -> str:
         """A short digest of the run."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        fields = {k: v for k, v in asdict(self).items() if k != "synchronous" or v}
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def over(self) -> Run:
@@ -304,6 +308,7 @@ def done(run: Run) -> dict[str, Any]:
         schedule=run.schedule,  # type: ignore[arg-type]
         micro_batches=run.k,
         corrections=corrections,
+        schedule_options=ScheduleOptions(synchronous_updates=run.synchronous),
         clip=Clip(norm=1.0),
         seed=run.seed,
         workers="serial",
@@ -383,6 +388,39 @@ def all_sets() -> dict[str, list[Run]]:
             **of_8,
         ),
         "check-8": some("rotated+ef", **of_8, k=8, schedule="2bw"),
+        # Ideas beyond the list of corrections, at one rate and seed.
+        "ideas": [
+            Run(task="transformer", rate=0.012, **options)
+            for options in (
+                {"method": "muon+ef", "stages": 2, "k": 2, "schedule": "2bw"},
+                {"method": "muon+ef", "stages": 8, "k": 8},
+                {"method": "muon", "schedule": "1f1b", "updates": 900},
+                {"method": "muon", "stages": 2, "k": 2, "schedule": "2bw"},
+                {"method": "rotated+ef", "stages": 8, "k": 8},
+                {"method": "muon+ef", "stages": 2, "k": 2, "schedule": "2bw", "synchronous": 120},
+                {"method": "muon", "schedule": "1f1b", "updates": 600},
+                {"method": "muon+ef05", "stages": 2, "k": 2, "schedule": "2bw"},
+                {"method": "muon98+ef", "stages": 2, "k": 2, "schedule": "2bw"},
+                {"method": "muon+ef+prediction", "stages": 2, "k": 2, "schedule": "2bw"},
+                {"method": "muon", "stages": 8, "k": 8},
+            )
+        ],
+        "ideas-8": [
+            Run(task="transformer", stages=8, **options)
+            for options in (
+                {"method": "muon+ef", "rate": 0.006},
+                {"method": "rotated+ef", "rate": 0.006},
+                {"method": "muon", "rate": 0.006},
+                {"method": "rotated", "rate": 0.006},
+                {"method": "muon+ef+momentum", "rate": 0.006},
+                {"method": "muon+ef", "rate": 0.006, "synchronous": 120},
+                {"method": "muon+ef", "rate": 0.003},
+                {"method": "muon98+ef", "rate": 0.006},
+                {"method": "nadam", "rate": 0.003},
+                {"method": "adamw", "rate": 0.003},
+                {"method": "rotated+ef+prediction", "rate": 0.006},
+            )
+        ],
         "trend": [
             run
             for stages in (1, 2, 4, 8, 16, 32)
@@ -419,8 +457,11 @@ def final(results: dict[str, dict[str, Any]], run: Run) -> float:
 def tuned(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, list[float]]:
     """The rate with the lowest loss at seed 0, and the rates to try before it is known.
 
-    These are the first two of the grid, and then neighbours of the best one so far.
+    These are the first two of the grid, and then neighbours of the best one so far. A run that has
+    a rate already is tried with that alone.
     """
+    if run.rate:
+        return (run.rate, []) if replace(run, seed=0).key in results else (None, [run.rate])
     runs = [replace(run, rate=rate, seed=0) for rate in GRID]
     tried = [i for i, each in enumerate(runs) if each.key in results]
     if missing := [GRID[i] for i in FIRST if i not in tried]:
@@ -486,7 +527,8 @@ def losses(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, 
 def synchronous_curve(results: dict[str, dict[str, Any]], like: Run) -> list[tuple[int, float]]:
     """The lowest loss of synchronous training by number of updates, over all optimizers."""
     best: dict[int, float] = {}
-    lines = (Run(**{k: line[k] for k in asdict(like)}) for line in results.values())
+    names = asdict(like).keys()
+    lines = (Run(**{k: v for k, v in line.items() if k in names}) for line in results.values())
     of_task = {r.over() for r in lines if (r.task, r.stages, r.batch) == (like.task, 1, like.batch)}
     for run in of_task:
         _, found = losses(results, run)

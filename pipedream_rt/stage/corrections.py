@@ -51,6 +51,7 @@ class StageCorrections:
         self._after_backward = self._with("after_backward")
         self._before_step = self._with("before_step")
         self._after_step = self._with("after_step")
+        self._corrected: list[Hyper] = []  # the options that the last step had
 
     def _with(self, hook: str) -> list[Correction]:
         """Return the corrections that have a hook of their own."""

@@ -274,6 +274,7 @@ def test_a_plan_is_looked_up_by_name():
     assert set(RECIPES) == {
         "async-1f1b",
         "async-1f1b+vertical-sync",
+        "async-1f1b+current",
         "2bw",
         "1f1b",
         "gpipe",
@@ -443,3 +444,21 @@ def test_a_written_schedule_with_a_built_in_name_is_refused():
     schedule.name = "async-1f1b"
     with pytest.raises(ConfigError, match="'async-1f1b'"):
         plan_written(schedule, num_stages=2, per_update=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("async-1f1b", {}, [3, 2, 1, 0]),
+        ("async-1f1b", {"per_update": 2}, [2, 1, 1, 0]),
+        ("async-1f1b", {"per_update": 8}, [1, 1, 1, 0]),
+        ("async-1f1b", {"slack": 1}, [6, 4, 2, 0]),
+        ("async-1f1b", {"vertical_sync": True}, [3, 3, 3, 3]),
+        ("async-1f1b", {"synchronous": 50}, [3, 2, 1, 0]),
+        ("2bw", {"per_update": 4}, [1, 1, 1, 1]),
+        ("1f1b", {"per_update": 4}, [0, 0, 0, 0]),
+    ],
+)
+def test_the_staleness_of_a_stage(name, options, expected):
+    plan = plan_named(name, num_stages=4, **options)
+    assert [plan.staleness(stage) for stage in range(4)] == expected

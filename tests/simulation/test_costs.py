@@ -138,3 +138,30 @@ def test_the_latency_of_each_hop():
         0.025,
         0.0,
     )
+
+
+class Passes:
+    passes = 5.0
+
+
+def test_corrections_take_time_in_steps():
+    costs = Costs(
+        forward=((1.0,),),
+        backward=((2.0,),),
+        step=((0.5,), (0.25, 0.75)),
+        weight_bytes=(100.0, 200.0),
+    )
+    found = costs.corrected([Passes(), Passes()], memory_bandwidth=1000.0)
+    assert found.step == ((1.5,), (2.25, 2.75))
+    assert found.forward == costs.forward
+    assert costs.corrected([], memory_bandwidth=1.0) == costs
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "bandwidth", "words"),
+    [(1.0, 0.0, "memory_bandwidth must be above 0"), (0.0, 1.0, "weight_bytes, which are missing")],
+)
+def test_corrections_need_sizes_and_a_bandwidth(weight_bytes, bandwidth, words):
+    costs = Costs(forward=((1.0,),), backward=((1.0,),), weight_bytes=(weight_bytes,))
+    with pytest.raises(ConfigError, match=words):
+        costs.corrected([Passes()], memory_bandwidth=bandwidth)

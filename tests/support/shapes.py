@@ -4,15 +4,17 @@ from hypothesis import strategies as st
 
 from pipedream_rt.schedules import RECIPES, plan_named
 
-TAKES_SLACK = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b")
+NEVER_FLUSHES = ("async-1f1b", "async-1f1b+vertical-sync", "async-1f1b+current", "2bw")
+TAKES_SLACK = (*NEVER_FLUSHES, "1f1b")
 
 
-def made(name, workers, k, v=2, slack=()):
+def made(name, workers, k, v=2, slack=(), synchronous=0):
     """Return a plan with a schedule; k is raised to what it needs, the slack cut to the hops."""
+    first = synchronous if name in NEVER_FLUSHES else 0
     if name in TAKES_SLACK:
         slack = [*slack, *[0] * workers][: workers - 1]
         k = max(k, workers + sum(slack)) if name == "2bw" else k
-        return plan_named(name, num_stages=workers, per_update=k, slack=slack)
+        return plan_named(name, num_stages=workers, per_update=k, slack=slack, synchronous=first)
     if name == "interleaved-1f1b":
         k = -(-k // workers) * workers
         return plan_named(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
@@ -20,7 +22,7 @@ def made(name, workers, k, v=2, slack=()):
 
 
 def schedules(names=tuple(RECIPES), most=7):
-    """Return a strategy for plans: any built-in schedule and shape, with slack if it takes some."""
+    """Return a strategy for plans: any built-in schedule and shape, and what else it takes."""
     return st.builds(
         made,
         st.sampled_from(list(names)),
@@ -28,4 +30,5 @@ def schedules(names=tuple(RECIPES), most=7):
         st.integers(1, 9),
         st.integers(1, 4),
         st.lists(st.integers(0, 3), max_size=most),
+        st.sampled_from([0, 0, 1, 2, 5]),
     )
