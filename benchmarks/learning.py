@@ -21,10 +21,10 @@ import hashlib
 import json
 import math
 import multiprocessing
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +43,7 @@ from pipedream_rt.corrections import (
     Correction,
     DelayCompensation,
     ErrorFeedback,
+    Extrapolation,
     StalenessMomentum,
     StalenessRate,
     StalenessRefresh,
@@ -231,6 +232,7 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
         "ef05": lambda: ErrorFeedback(limit=0.5),
         "ef2": lambda: ErrorFeedback(limit=2.0),
         "prediction": lambda: WeightPrediction(),
+        "extrapolation": lambda: Extrapolation(),
         "half-prediction": lambda: WeightPrediction(strength=0.5),
         "rate": lambda: StalenessRate(updates=400),
         "momentum": lambda: StalenessMomentum(),
@@ -340,6 +342,9 @@ def done(run: Run) -> dict[str, Any]:
 
 # -- sets of runs -------------------------------------------------------------------------------
 
+AT_ONE = {"stages": 2, "k": 2, "schedule": "2bw"}
+"""A delay of one update everywhere, as at any number of stages with this schedule."""
+
 GRID = tuple(1.5e-3 * 2.0**power for power in range(-3, 5))
 """The rates that may be tried; tuning begins in the middle, and goes on while it gets better."""
 
@@ -377,9 +382,7 @@ def all_sets() -> dict[str, list[Run]]:
                 "rotated+prediction",
             ),
             task="transformer",
-            stages=2,
-            k=2,
-            schedule="2bw",
+            **AT_ONE,
         ),
         "async-k": some("rotated+ef", "rotated", "muon+ef", "adamw+ef", **of_8, k=8),
         "stages-8": some(
@@ -392,17 +395,18 @@ def all_sets() -> dict[str, list[Run]]:
         "ideas": [
             Run(task="transformer", rate=0.012, **options)
             for options in (
-                {"method": "muon+ef", "stages": 2, "k": 2, "schedule": "2bw"},
-                {"method": "muon+ef", "stages": 8, "k": 8},
+                {"method": "muon+extrapolation", **AT_ONE},
                 {"method": "muon", "schedule": "1f1b", "updates": 900},
-                {"method": "muon", "stages": 2, "k": 2, "schedule": "2bw"},
-                {"method": "rotated+ef", "stages": 8, "k": 8},
-                {"method": "muon+ef", "stages": 2, "k": 2, "schedule": "2bw", "synchronous": 120},
-                {"method": "muon", "schedule": "1f1b", "updates": 600},
-                {"method": "muon+ef05", "stages": 2, "k": 2, "schedule": "2bw"},
-                {"method": "muon98+ef", "stages": 2, "k": 2, "schedule": "2bw"},
-                {"method": "muon+ef+prediction", "stages": 2, "k": 2, "schedule": "2bw"},
+                {"method": "muon+ef", **AT_ONE, "synchronous": 120},
+                {"method": "muon+prediction", **AT_ONE},
+                {"method": "muon+ef", "stages": 8, "k": 8},
+                {"method": "muon", **AT_ONE},
+                {"method": "muon98+ef", **AT_ONE},
+                {"method": "rotated+extrapolation", **AT_ONE},
+                {"method": "muon+ef05", **AT_ONE},
                 {"method": "muon", "stages": 8, "k": 8},
+                {"method": "muon", "schedule": "1f1b", "updates": 600},
+                {"method": "rotated+ef", "stages": 8, "k": 8},
             )
         ],
         "ideas-8": [
@@ -496,12 +500,12 @@ def main() -> None:
 def run(names: tuple[str, ...], jobs: int, seeds: int) -> None:
     """Do the runs of sets that are not done yet."""
     RESULTS.parent.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     context = multiprocessing.get_context("spawn")
     for name in names:
-        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        with context.Pool(jobs) as pool:  # whose workers end with this process
             while todo := left(read(), runs_of(name), seeds):
-                for future in as_completed([pool.submit(done, each) for each in todo]):
-                    line = future.result()
+                for line in pool.imap_unordered(done, todo):
                     with RESULTS.open("a") as file:
                         file.write(json.dumps(line) + "\n")
                     shown = {k: line[k] for k in ("method", "rate", "seed", "final", "processor_s")}

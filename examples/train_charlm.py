@@ -3,7 +3,8 @@
 The main job of this project: four stages on four local worker processes, asynchronous 1F1B::
 
     python examples/train_charlm.py
-    python examples/train_charlm.py --schedule 1f1b --micro-batches 4
+    python examples/train_charlm.py --compare
+    python examples/train_charlm.py --schedule 1f1b --micro-batches 4 --optimizer adamw --lr 2e-3
     python examples/train_charlm.py --stages 2 --workers in-process
     pipedream-rt run --nproc-per-node 4 examples/train_charlm.py
     pipedream-rt run --nproc-per-node 4 --resume examples/train_charlm.py --checkpoint out/run
@@ -19,17 +20,20 @@ import math
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from torch import Tensor, nn
 
 from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt.optimizers import Muon, hidden_matrices
 
 BYTES = 256
 
@@ -158,80 +162,113 @@ def sample(model: nn.Module, prompt: bytes, length: int, context: int) -> str:
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and how."""
+
+    schedule: str
+    stages: int
+    workers: str | None
+    micro_batches: int
+    steps: int
+    batch: int
+    context: int
+    optimizer: str
+    lr: float
+    seed: int
+    checkpoint: str | None = None
+    checkpoint_every: int = 200
+
+    def optimizer_of(self, model: nn.Module) -> tuple[Any, ...]:
+        """AdamW; or Muon on the matrices inside the model, and AdamW on all else."""
+        if self.optimizer == "adamw":
+            options = {"weight_decay": 0.05, "betas": (0.9, 0.95), "fused": True}
+            return (torch.optim.AdamW, {"lr": self.lr, **options})
+        matrices = [(hidden_matrices(model), {"matrices": True})]
+        return (Muon, {"lr": self.lr, "weight_decay": 0.05}, matrices)
+
+
 @click.command()
 @click.option("--schedule", default="async-1f1b", show_default=True)
 @click.option("--stages", default=4, show_default=True)
-@click.option("--workers", default=None, help="in-process, local or HOST:PORT.")
+@click.option("--workers", default=None, help="serial, in-process, local or HOST:PORT.")
 @click.option("--micro-batches", default=1, show_default=True, help="Per mini-batch.")
-@click.option("--steps", default=2600, show_default=True)
+@click.option("--steps", default=2000, show_default=True)
 @click.option("--batch", default=8, show_default=True)
 @click.option("--context", default=128, show_default=True)
-@click.option("--lr", default=2e-3, show_default=True)
+@click.option("--optimizer", default="muon", show_default=True,
+              type=click.Choice(["muon", "adamw"]))  # fmt: skip
+@click.option("--lr", default=6e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--checkpoint", default=None, help="Folder for checkpoints; a killed worker is then "
               "replaced, and a killed script goes on with --resume.")  # fmt: skip
 @click.option("--checkpoint-every", default=200, show_default=True, help="Steps.")
+@click.option("--compare", is_flag=True, help="Train also by 1f1b, with micro-batches as many as "
+              "stages: with as many samples, and for as long.")  # fmt: skip
 @click.option(
     "--out", default="out/charlm.safetensors", show_default=True, type=click.Path(path_type=Path)
 )
-def main(
-    schedule: str,
-    stages: int,
-    workers: str | None,
-    micro_batches: int,
-    steps: int,
-    batch: int,
-    context: int,
-    lr: float,
-    seed: int,
-    checkpoint: str | None,
-    checkpoint_every: int,
-    out: Path,
-) -> None:
+def main(compare: bool, out: Path, **options: Any) -> None:
     """Train, validate, save and sample."""
-    console = Console()
+    console, job = Console(), Job(**options)
     corpus = Corpus.load()
     bigram = corpus.bigram_loss()
     console.print(
         f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate; "
         f"a bigram model gets {bigram:.3f} nats per byte"
     )
-    torch.manual_seed(seed)
-    model = build_model(context=context)
-    validation = list(corpus.validation_batches(batch, context, 24))
-    optimizer = (
-        torch.optim.AdamW,
-        {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.95), "fused": True},
+    trained, loss, elapsed_s = run(console, corpus, job)
+    save(out, trained.state_dict())
+    rate = job.steps * job.batch * job.context / elapsed_s
+    console.print(
+        f"validation loss {loss:.3f} nats per byte (bigram {bigram:.3f}); "
+        f"{rate:,.0f} bytes/s over {elapsed_s:.0f} s; saved {out}"
     )
+    console.print(sample(trained, b"def ", 300, job.context), markup=False, highlight=False)
+    if compare:
+        other = replace(job, schedule="1f1b", micro_batches=job.stages, checkpoint=None)
+        _, same_samples, other_s = run(console, corpus, other)
+        shorter = replace(other, steps=max(1, round(job.steps * elapsed_s / other_s)))
+        _, same_time, shorter_s = run(console, corpus, shorter)
+        table = Table("schedule", "steps", "seconds", "validation loss")
+        for each, seconds, found in (
+            (job, elapsed_s, loss),
+            (other, other_s, same_samples),
+            (shorter, shorter_s, same_time),
+        ):
+            table.add_row(each.schedule, f"{each.steps}", f"{seconds:.0f}", f"{found:.3f}")
+        console.print(table)
+
+
+def run(console: Console, corpus: Corpus, job: Job) -> tuple[nn.Module, float, float]:
+    """Do a job; return the model, its validation loss, and the seconds of its training."""
+    torch.manual_seed(job.seed)
+    model = build_model(context=job.context)
+    validation = list(corpus.validation_batches(job.batch, job.context, 24))
+    folder = job.checkpoint
     with Pipeline(
         model,
-        stages=stages,
+        stages=job.stages,
         loss_fn=loss_fn,
-        optimizer=optimizer,
-        schedule=schedule,
-        micro_batches=micro_batches,
-        workers=workers,
-        seed=seed,
-        checkpoint=Checkpoints(checkpoint, every=checkpoint_every) if checkpoint else None,
+        optimizer=job.optimizer_of(model),
+        schedule=job.schedule,
+        micro_batches=job.micro_batches,
+        corrections="auto",
+        workers=job.workers,
+        seed=job.seed,
+        checkpoint=Checkpoints(folder, every=job.checkpoint_every) if folder else None,
     ) as pipe:
         console.print(pipe.explain())
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            pipe.optimizer, lambda step: learning_rate_factor(step, steps)
+            pipe.optimizer, lambda step: learning_rate_factor(step, job.steps)
         )
         pipe.attach(scheduler=scheduler)
         console.print(f"validation loss before training: {pipe.evaluate(validation):.3f}")
-        loader = corpus.batches(batch, context, steps, seed)
+        loader = corpus.batches(job.batch, job.context, job.steps, job.seed)
         start = time.perf_counter()
-        train(console, pipe, scheduler, loader, steps, batch * context, validation)
+        train(console, pipe, scheduler, loader, job.steps, job.batch * job.context, validation)
         elapsed_s = time.perf_counter() - start
-        loss = pipe.evaluate(validation)
-        save(out, pipe.state_dict())
-        trained = pipe.module()
-    console.print(
-        f"validation loss {loss:.3f} nats per byte (bigram {bigram:.3f}); "
-        f"{steps * batch * context / elapsed_s:,.0f} bytes/s over {elapsed_s:.0f} s; saved {out}"
-    )
-    console.print(sample(trained, b"def ", 300, context), markup=False, highlight=False)
+        return pipe.module(), pipe.evaluate(validation), elapsed_s
 
 
 def train(

@@ -5,13 +5,14 @@ They are given to ``Pipeline(corrections=[...])``, and applied in that order.
 
 from pipedream_rt.corrections.base import Correction, Moment
 from pipedream_rt.corrections.gradients import DelayCompensation, ErrorFeedback
-from pipedream_rt.corrections.prediction import WeightPrediction
+from pipedream_rt.corrections.prediction import Extrapolation, WeightPrediction
 from pipedream_rt.corrections.rates import StalenessMomentum, StalenessRate, StalenessRefresh
 
 __all__ = [
     "Correction",
     "DelayCompensation",
     "ErrorFeedback",
+    "Extrapolation",
     "Moment",
     "StalenessMomentum",
     "StalenessRate",

@@ -55,6 +55,38 @@ class WeightPrediction(Correction):
                     weights[name].sub_(step, alpha=self.strength * at.staleness)
 
 
+@dataclass(eq=False)
+class Extrapolation(Correction):
+    """Forwards that read ``w + strength * tau * u`` in the place of a stale version w.
+
+    u is the last update: all that the last step has added to the weights. It stands for each of the
+    tau updates that will be made before the gradient is applied, so this is `WeightPrediction`
+    without a rule for the optimizer: the higher its momentum, the better the guess.
+
+    Source: the velocity of Yang et al., PipeMare (MLSys 2021), technique T2, section 3.2, with the
+    last update alone in its moving average, and used in the forward too.
+
+    Attributes:
+        strength: A factor for the distance.
+    """
+
+    strength: float = 1.0
+    copies = 1.0
+    copies_per_version = 1.0
+    passes = 10.0
+
+    def after_step(self, at: Moment, weights: Named, before: Named) -> None:
+        """See `Correction.after_step`."""
+        for name, weight in weights.items():
+            self.state.setdefault(name, {})["update"] = weight - before[name]
+
+    def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_forward`."""
+        for name, weight in weights.items():
+            if name in self.state:
+                weight.add_(self.state[name]["update"], alpha=self.strength * at.staleness)
+
+
 def expected_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> Tensor:

@@ -162,6 +162,14 @@ class Prediction(Rule):
         return made
 
 
+class Extrapolated(Rule):
+    def weights(self, own, before, tau):
+        self.update = {name: p.detach() - before[name] for name, p in own.items()}
+
+    def view(self, seen, own, optimizer, d):
+        return {a: torch.add(b, self.update[a], alpha=float(d)) for a, b in seen.items()}
+
+
 class Compensation(Rule):
     def gradient(self, found, then, now, tau, k):
         return {
@@ -209,6 +217,7 @@ RULES = {
     "rate": Rate,
     "momentum": Momentum,
     "prediction": Prediction,
+    "extrapolation": Extrapolated,
     "compensation": Compensation,
     "adaptive": Adaptive,
     "feedback": Feedback,
