@@ -1,0 +1,80 @@
+"""Which corrections are chosen, and when the log says that staleness is too large."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import mlp, regression
+
+from pipedream_rt import Pipeline
+from pipedream_rt.corrections import ErrorFeedback, advice
+from pipedream_rt.optimizers import Muon, hidden_matrices
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch):
+    monkeypatch.setattr(advice, "_told", set())
+
+
+def open_pipe(optimizer, **options):
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "workers": "serial", "corrections": "auto"}
+    return Pipeline(mlp(), optimizer=optimizer, **{**defaults, **options})
+
+
+MUON = (Muon, {"lr": 0.01}, [(hidden_matrices(mlp()), {"matrices": True})])
+
+
+def test_the_table_rises_and_makes_new_corrections_each_time():
+    for name in {row.optimizer for row in advice.TABLE}:
+        rows = [row for row in advice.TABLE if row.optimizer == name]
+        assert [row.most for row in rows] == sorted({row.most for row in rows})
+        for row in rows:
+            assert row.slowdown <= row.plain
+            made = row.make()
+            assert all(a is not b for a, b in zip(made, row.make(), strict=True))
+
+
+def test_it_is_chosen_by_optimizer_and_staleness():
+    with open_pipe(MUON, schedule="2bw", micro_batches=4) as pipe:
+        assert "corrections: ErrorFeedback(limit=1.0)" in pipe.explain()
+        list(pipe.train_epoch(regression(4)))
+    with open_pipe(MUON, schedule="1f1b", micro_batches=4) as pipe:
+        assert "corrections" not in pipe.explain()
+    with open_pipe((torch.optim.Adagrad, {"lr": 0.01})) as pipe:
+        assert "corrections" not in pipe.explain()
+    with open_pipe(None) as pipe:
+        assert "corrections" not in pipe.explain()
+
+
+def test_a_chosen_correction_gives_the_bits_of_the_same_by_hand():
+    states = []
+    for corrections in ("auto", [ErrorFeedback()]):
+        options = {"schedule": "2bw", "micro_batches": 4, "corrections": corrections}
+        with open_pipe(MUON, **options) as pipe:
+            list(pipe.train_epoch(regression(6)))
+            states.append(pipe.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_too_much_staleness_is_told_once(caplog):
+    caplog.set_level(logging.WARNING)
+    adamw = (torch.optim.AdamW, {"lr": 0.01})
+    for _ in range(2):
+        with open_pipe(adamw, corrections=[]):
+            pass
+    assert caplog.text.count("gradients are up to 2 updates stale; with AdamW") == 1
+    assert 'corrections="auto"' in caplog.text
+    caplog.clear()
+    with open_pipe(adamw, corrections=[], schedule="1f1b"):
+        pass
+    with open_pipe(MUON, schedule="2bw", micro_batches=4):
+        pass
+    with open_pipe((torch.optim.Adagrad, {"lr": 0.01}), corrections=[]):
+        pass
+    assert "stale" not in caplog.text
+
+
+def test_any_other_text_is_refused():
+    with pytest.raises(Exception, match='must be "auto" or a list'):
+        open_pipe(MUON, corrections="all")
