@@ -413,16 +413,34 @@ def all_sets() -> dict[str, list[Run]]:
             Run(task="transformer", stages=8, **options)
             for options in (
                 {"method": "muon+ef", "rate": 0.006},
+                {"method": "muon+ef", "rate": 0.006, "synchronous": 120},
                 {"method": "rotated+ef", "rate": 0.006},
                 {"method": "muon", "rate": 0.006},
-                {"method": "rotated", "rate": 0.006},
-                {"method": "muon+ef+momentum", "rate": 0.006},
-                {"method": "muon+ef", "rate": 0.006, "synchronous": 120},
                 {"method": "muon+ef", "rate": 0.003},
-                {"method": "muon98+ef", "rate": 0.006},
                 {"method": "nadam", "rate": 0.003},
                 {"method": "adamw", "rate": 0.003},
-                {"method": "rotated+ef+prediction", "rate": 0.006},
+                {"method": "muon98+ef", "rate": 0.006},
+                {"method": "muon+extrapolation", "rate": 0.006},
+                {"method": "rotated", "rate": 0.006},
+            )
+        ],
+        # The recipe: Muon, error feedback, and a tenth of the updates synchronous.
+        "main": [
+            Run(task="transformer", rate=0.012, **options)
+            for options in (
+                {"method": "muon", "schedule": "1f1b"},
+                {"method": "muon+ef", **AT_ONE, "synchronous": 120},
+                {"method": "muon+ef", **AT_ONE},
+                {"method": "muon", **AT_ONE},
+            )
+        ],
+        "long": [
+            Run(**{"task": "tiny", "updates": 10_000, "rate": 0.006, **options})
+            for options in (
+                {"method": "muon", "schedule": "1f1b"},
+                {"method": "muon+ef", **AT_ONE, "synchronous": 1000},
+                {"method": "muon+ef", "stages": 8, "synchronous": 1000},
+                {"method": "muon", "schedule": "1f1b", "updates": 8_000},
             )
         ],
         "trend": [
