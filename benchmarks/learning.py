@@ -429,6 +429,7 @@ def all_sets() -> dict[str, list[Run]]:
             Run(task="transformer", rate=0.012, **options)
             for options in (
                 {"method": "muon", "schedule": "1f1b"},
+                {"method": "muon+ef", "stages": 8, "k": 8},
                 {"method": "muon+ef", **AT_ONE, "synchronous": 120},
                 {"method": "muon+ef", **AT_ONE},
                 {"method": "muon", **AT_ONE},
@@ -454,12 +455,22 @@ def all_sets() -> dict[str, list[Run]]:
     }
 
 
-def runs_of(name: str) -> list[Run]:
-    """The runs of a set, with rate and seed left open."""
+def runs_of(name: str, quick: bool = False) -> list[Run]:
+    """The runs of a set, with seed left open, and the rate unless the set has one.
+
+    Args:
+        name: Name of the set.
+        quick: Whether the runs have a tenth of the updates.
+    """
     sets = all_sets()
     if name not in sets:
         raise click.UsageError(f"there is no set {name!r}; there are {', '.join(sets)}")
-    return sets[name]
+    if not quick:
+        return sets[name]
+    return [
+        replace(run, updates=run.updates // 10, synchronous=run.synchronous // 10)
+        for run in sets[name]
+    ]
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -515,14 +526,15 @@ def main() -> None:
 @click.argument("names", nargs=-1, required=True)
 @click.option("--jobs", default=2, show_default=True, help="Runs at a time, one core each.")
 @click.option("--seeds", default=3, show_default=True, help="1: tune alone.")
-def run(names: tuple[str, ...], jobs: int, seeds: int) -> None:
+@click.option("--quick", is_flag=True, help="A tenth of the updates.")
+def run(names: tuple[str, ...], jobs: int, seeds: int, quick: bool) -> None:
     """Do the runs of sets that are not done yet."""
     RESULTS.parent.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     context = multiprocessing.get_context("spawn")
     for name in names:
         with context.Pool(jobs) as pool:  # whose workers end with this process
-            while todo := left(read(), runs_of(name), seeds):
+            while todo := left(read(), runs_of(name, quick), seeds):
                 for line in pool.imap_unordered(done, todo):
                     with RESULTS.open("a") as file:
                         file.write(json.dumps(line) + "\n")
@@ -548,12 +560,13 @@ def losses(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, 
 
 def synchronous_curve(results: dict[str, dict[str, Any]], like: Run) -> list[tuple[int, float]]:
     """The lowest loss of synchronous training by number of updates, over all optimizers."""
-    best: dict[int, float] = {}
-    names = asdict(like).keys()
+    names, best = asdict(like).keys(), {}
     lines = (Run(**{k: v for k, v in line.items() if k in names}) for line in results.values())
     of_task = {r.over() for r in lines if (r.task, r.stages, r.batch) == (like.task, 1, like.batch)}
     for run in of_task:
-        _, found = losses(results, run)
+        rates = [replace(run, rate=rate) for rate in GRID]
+        at_best = min(rates, key=lambda each: final(results, each))
+        found = losses(results, at_best)[1]
         if found:
             best[run.updates] = min(mean(found), best.get(run.updates, math.inf))
     return sorted(best.items())
@@ -575,13 +588,14 @@ def slowdown(curve: list[tuple[int, float]], updates: int, loss: float) -> float
 
 @main.command()
 @click.argument("names", nargs=-1, required=True)
-def table(names: tuple[str, ...]) -> None:
+@click.option("--quick", is_flag=True, help="Of the runs with a tenth of the updates.")
+def table(names: tuple[str, ...], quick: bool) -> None:
     """Print the final losses of sets: the mean over seeds at the best rate, and their spread."""
     results = read()
-    columns = ("set", "method", "schedule", "stages", "k", "updates", "rate", "loss", "spread")
-    shown = Table(*columns, "seeds", "slowdown")
+    columns = ("set", "method", "schedule", "stages", "k", "updates", "flushed", "rate", "loss")
+    shown = Table(*columns, "spread", "seeds", "slowdown")
     for name in names:
-        for run in runs_of(name):
+        for run in runs_of(name, quick):
             rate, found = losses(results, run)
             if rate is None:
                 continue
@@ -589,7 +603,7 @@ def table(names: tuple[str, ...]) -> None:
             factor = slowdown(curve, run.updates, mean(found)) if found else None
             shown.add_row(
                 *(name, run.method, run.schedule, str(run.stages), str(run.k), str(run.updates)),
-                f"{rate:g}",
+                *(str(run.synchronous), f"{rate:g}"),
                 f"{mean(found):.4f}" if found else "diverged",
                 f"{max(found) - min(found):.4f}" if found else "",
                 str(len(found)),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from pipedream_rt.cluster.base import Reference
+from pipedream_rt.cluster.base import Fail, Reference
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.stage.host import StageHost
+from pipedream_rt.transport.base import Lost, Receive, Transport, sender
 
 
 class _LocalReference:
@@ -48,17 +51,53 @@ class ClusterHere:
 
     Args:
         plan: Which workers there are, and which stages each hosts.
-        hosts: The host of each worker's stages.
+        transport: Carries the messages.
+        receive: Takes messages for the coordinator.
+        fail: Called with the error when the coordinator's messages cannot be handed over.
+        generation: Number of this group in the process.
+        timeout: How long to wait for a message that is sure to come.
+        threads: Number of threads for torch's own parallel loops.
+        computing: Makes a context that is entered around every computation.
 
     Attributes:
         names: Names of the workers.
+        transport: Carries the messages.
     """
 
-    def __init__(self, plan: Plan, hosts: Sequence[StageHost]) -> None:
-        """Keep both."""
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        receive: Receive,
+        fail: Fail,
+        *,
+        generation: int,
+        timeout: timedelta,
+        threads: int,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Make a host for each worker, for whose stages `_open` is called then."""
         self._plan = plan
-        self._hosts = hosts
-        self.names = tuple(host.name.replace(" ", "-") for host in hosts)
+        self.transport = transport
+        transport.open(COORDINATOR, receive, fail)
+        self._hosts = [
+            StageHost(
+                worker,
+                plan.stages_of(worker),
+                generation,
+                lambda stage: sender(transport, stage, generation),
+                timeout,
+                threads,
+                computing,
+            )
+            for worker in range(plan.workers)
+        ]
+        self.names = tuple(host.name.replace(" ", "-") for host in self._hosts)
+
+    def _open(self, host: StageHost, receive: Receive, lost: Lost) -> None:
+        """Begin to receive for the stages of a host."""
+        for stage in self._plan.stages_of(host.worker):
+            self.transport.open(stage, receive, lost)
 
     def name_loss(self, error: PipelineError) -> PipelineError:
         """See `Cluster.name_loss`; a worker in this process is never lost."""

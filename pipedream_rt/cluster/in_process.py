@@ -15,10 +15,9 @@ from pipedream_rt.cluster.here import ClusterHere
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.schedules import COORDINATOR, Plan
-from pipedream_rt.stage.host import StageHost
+from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.seeds import kept_generator_state
-from pipedream_rt.transport.base import Receive, Transport, sender
+from pipedream_rt.transport.base import Receive
 from pipedream_rt.transport.memory import MemoryTransport
 
 _log = logging.getLogger(__name__)
@@ -125,28 +124,20 @@ class InProcessCluster(ClusterHere):
         self._life = Lifecycle("the cluster")
         self._baton = _Baton(self._life)
         self._torch_threads = torch.get_num_threads()
-        memory = transport or MemoryTransport(shuffle_seed)
-        self.transport: Transport = memory
-        memory.open(COORDINATOR, receive, fail)
-        hosts = []
+        super().__init__(
+            plan,
+            transport or MemoryTransport(shuffle_seed),
+            receive,
+            fail,
+            generation=generation,
+            timeout=timeout,
+            threads=threads,
+            computing=self._baton.computing if exclusive else nullcontext,
+        )
         self._threads = []
-        for w in range(plan.workers):
-            stages = plan.stages_of(w)
-            host = StageHost(
-                w,
-                stages,
-                generation,
-                lambda stage: sender(memory, stage, generation),
-                timeout,
-                threads,
-                self._baton.computing if exclusive else nullcontext,
-            )
-            for s in stages:
-                memory.open(s, host.inbox.put, host.inbox.close)
-            hosts.append(host)
-            name = host.name.replace(" ", "-")
+        for host, name in zip(self._hosts, self.names, strict=True):
+            self._open(host, host.inbox.put, host.inbox.close)
             self._threads.append(threading.Thread(target=host.serve, name=name, daemon=True))
-        super().__init__(plan, hosts)
         for thread in self._threads:
             thread.start()
 

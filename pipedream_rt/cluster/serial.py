@@ -21,11 +21,11 @@ from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Reason, Steps, Wanted
 from pipedream_rt.messages.message import Message
-from pipedream_rt.schedules import COORDINATOR, Plan
+from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.stage.settings import refuse_contexts
-from pipedream_rt.transport.base import Receive, Transport, sender
+from pipedream_rt.transport.base import Receive
 from pipedream_rt.transport.memory import DirectTransport
 
 
@@ -109,25 +109,18 @@ class SerialCluster(ClusterHere):
         self._threads = threads
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
-        memory = DirectTransport()
-        self.transport: Transport = memory
-        memory.open(COORDINATOR, receive, fail)
-        self._workers = []
-        for w in range(plan.workers):
-            stages = plan.stages_of(w)
-            host = StageHost(
-                w,
-                stages,
-                generation,
-                lambda stage: sender(memory, stage, generation),
-                timeout,
-                threads,
-            )
-            worker = _Worker(host, self._ready)
-            for s in stages:
-                memory.open(s, worker.receive, worker.lose)
-            self._workers.append(worker)
-        super().__init__(plan, [worker.host for worker in self._workers])
+        super().__init__(
+            plan,
+            DirectTransport(),
+            receive,
+            fail,
+            generation=generation,
+            timeout=timeout,
+            threads=threads,
+        )
+        self._workers = [_Worker(host, self._ready) for host in self._hosts]
+        for worker in self._workers:
+            self._open(worker.host, worker.receive, worker.lose)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -136,9 +129,8 @@ class SerialCluster(ClusterHere):
         Raises:
             ConfigError: The script is inside a context that would change what the stages compute.
         """
-        if (
-            not self._takes_turns
-        ):  # else a signal handler closes the pipeline while a stage computes
+        # Else a signal handler closes the pipeline while a stage computes.
+        if not self._takes_turns:
             self._takes_turns = True
             try:
                 with _as_on_a_worker(self._threads):
