@@ -1,6 +1,7 @@
 """Corrections for staleness: against the oracle, on every kind of workers, through kills."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -218,6 +219,15 @@ def test_a_correction_of_a_user(tmp_path):
         list(pipe.train_epoch(data))
         plain = pipe.state_dict()
     assert any(not torch.equal(damped[key], plain[key]) for key in plain)
+
+
+def test_a_correction_that_does_not_pickle_is_named():
+    class Locked(Correction):
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    with pytest.raises(ConfigError, match="the correction Locked"):
+        open_pipe(corrections=[Locked()])
 
 
 class Foreign(Correction):

@@ -294,6 +294,7 @@ def pickled_specs(
             ),
             ("loss_fn", loss),
             *((f"the hook of {hook.parameter}", hook.call) for hook in spec.hooks),
+            *((f"the correction {type(each).__name__}", each) for each in corrections),
         ]
         try:
             buffers: list[pickle.PickleBuffer] = []

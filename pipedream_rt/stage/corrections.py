@@ -101,17 +101,19 @@ class StageCorrections:
         """
         at = self._moment(update, read)
         kept = [_options(group) for group in optimizer.param_groups]
-        for correction in self._before_step:
-            correction.before_step(at, optimizer)
-        changed = [_options(group) for group in optimizer.param_groups]
         before: Named = {}
-        if self._after_step:
-            before = {name: p.detach().clone() for name, p in self._parameters.items()}
+        with torch.no_grad():
+            for correction in self._before_step:
+                correction.before_step(at, optimizer)
+            if self._after_step:
+                before = {name: p.clone() for name, p in self._parameters.items()}
+        changed = [_options(group) for group in optimizer.param_groups]
         try:
             yield
-            weights = {name: p.detach() for name, p in self._parameters.items()}
-            for correction in self._after_step:
-                correction.after_step(at, weights, before)
+            with torch.no_grad():
+                weights = {name: p.detach() for name, p in self._parameters.items()}
+                for correction in self._after_step:
+                    correction.after_step(at, weights, before)
         finally:
             self._corrected = changed
             for group, was, became in zip(optimizer.param_groups, kept, changed, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -1121,10 +1122,11 @@ def _views_in(
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
     """Return those views in a state that are whole, and of versions that are kept."""
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for name in parameters.named:
+    for name, parameter in parameters.named.items():
         for key, value in state.get(name, {}).items():
-            if key.startswith(_VIEW):
-                version, staleness = map(int, key[len(_VIEW) : -1].split(" at "))
+            named = re.fullmatch(re.escape(_VIEW) + r"(\d{1,18}) at (\d{1,18})\)", key)
+            if named and isinstance(value, Tensor) and value.shape == parameter.shape:
+                version, staleness = map(int, named.groups())
                 found.setdefault((version, staleness), {})[name] = value
     return {
         (version, staleness): named
