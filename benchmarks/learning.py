@@ -44,6 +44,7 @@ from pipedream_rt.corrections import (
     DelayCompensation,
     ErrorFeedback,
     Extrapolation,
+    Moment,
     StalenessMomentum,
     StalenessRate,
     StalenessRefresh,
@@ -204,6 +205,15 @@ def task_named(name: str) -> Task:
     raise click.UsageError(f"there is no task {name!r}")
 
 
+class Damped(Correction):
+    """An idea: a rate that is divided by the root of one more than the staleness."""
+
+    def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_step`."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / math.sqrt(1 + at.staleness)
+
+
 # -- how ----------------------------------------------------------------------------------------
 
 
@@ -238,6 +248,7 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
         "momentum": lambda: StalenessMomentum(),
         "dc": lambda: DelayCompensation(strength=0.1, adaptive=True),
         "refresh": lambda: StalenessRefresh(),
+        "damped": lambda: Damped(),
     }
     return optimizer, [made[other]() for other in others]
 
@@ -422,6 +433,12 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon98+ef", "rate": 0.006},
                 {"method": "muon+extrapolation", "rate": 0.006},
                 {"method": "rotated", "rate": 0.006},
+                {"method": "muon+ef+damped", "rate": 0.012},
+                {"method": "muon+ef+rate", "rate": 0.012},
+                {"method": "muon98+ef+damped", "rate": 0.012},
+                {"method": "muon+ef+extrapolation", "rate": 0.006},
+                {"method": "muon+ef", "rate": 0.012},
+                {"method": "muon+ef2", "rate": 0.006},
             )
         ],
         # The recipe: Muon, error feedback, and a tenth of the updates synchronous.

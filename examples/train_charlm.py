@@ -192,13 +192,13 @@ class Job:
 @click.option("--schedule", default="async-1f1b", show_default=True)
 @click.option("--stages", default=4, show_default=True)
 @click.option("--workers", default=None, help="serial, in-process, local or HOST:PORT.")
-@click.option("--micro-batches", default=1, show_default=True, help="Per mini-batch.")
+@click.option("--micro-batches", default=4, show_default=True, help="Per mini-batch.")
 @click.option("--steps", default=2000, show_default=True)
 @click.option("--batch", default=8, show_default=True)
 @click.option("--context", default=128, show_default=True)
 @click.option("--optimizer", default="muon", show_default=True,
               type=click.Choice(["muon", "adamw"]))  # fmt: skip
-@click.option("--lr", default=6e-3, show_default=True)
+@click.option("--lr", default=8e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--checkpoint", default=None, help="Folder for checkpoints; a killed worker is then "
               "replaced, and a killed script goes on with --resume.")  # fmt: skip
