@@ -223,7 +223,9 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
     The first is the optimizer, the others are corrections.
     """
     first, *others = name.split("+")
-    matrices = [(hidden_matrices(model), {"matrices": True})]
+    is_matrix = hidden_matrices(model)
+    there = any(is_matrix(name, p) for name, p in model.named_parameters())
+    matrices = [(is_matrix, {"matrices": True})] if there else []
     decay = {"lr": 1.0, "weight_decay": 0.1}
     optimizer: Any = {
         "sgd": (torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}),
@@ -377,9 +379,8 @@ def all_sets() -> dict[str, list[Run]]:
             "rotated", "muon", "adamw", "nadam", task="transformer", schedule="1f1b"
         ),
         "horizons": [
-            run
+            Run(task="transformer", method="muon", schedule="1f1b", rate=0.012, updates=updates)
             for updates in (900, 600, 300)
-            for run in some("rotated", task="transformer", schedule="1f1b", updates=updates)
         ],
         # With 2bw the delay is 1 at any number of stages, so two stages stand for all of them.
         "delay-1": some(
@@ -432,6 +433,7 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "adamw", "rate": 0.003},
                 {"method": "muon98+ef", "rate": 0.006},
                 {"method": "muon+extrapolation", "rate": 0.006},
+                {"method": "adamw+ef", "rate": 0.003},
                 {"method": "rotated", "rate": 0.006},
                 {"method": "muon+ef+damped", "rate": 0.012},
                 {"method": "muon+ef+rate", "rate": 0.012},

@@ -42,10 +42,12 @@ class Advice:
 
 
 TABLE: tuple[Advice, ...] = (
-    Advice(optimizer="AdamW", most=1, make=_feedback, slowdown=2.5, plain=4.0),
-    Advice(optimizer="NAdam", most=7, make=_none, slowdown=3.0, plain=3.0),
+    Advice(optimizer="AdamW", most=1, make=_feedback, slowdown=2.1, plain=3.0),
+    Advice(optimizer="AdamW", most=7, make=_feedback, slowdown=6.4, plain=6.6),
+    Advice(optimizer="NAdam", most=7, make=_none, slowdown=3.3, plain=3.3),
     Advice(optimizer="Muon", most=1, make=_feedback, slowdown=1.08, plain=1.33),
-    Advice(optimizer="RotatedAdamW", most=1, make=_feedback, slowdown=1.08, plain=1.3),
+    Advice(optimizer="Muon", most=7, make=_feedback, slowdown=2.4, plain=2.7),
+    Advice(optimizer="RotatedAdamW", most=1, make=_feedback, slowdown=1.08, plain=1.33),
 )
 """By optimizer and rising staleness."""
 
@@ -95,8 +97,8 @@ def doubt(optimizer: type, staleness: int, corrections: Sequence[Correction]) ->
     return (
         f"gradients are up to {staleness} updates stale; with {name} and a staleness of "
         f"{worst.most} it took {factor:g} times the samples of the best synchronous training to "
-        f"the same loss. Cut mini-batches into more micro-batches, use {' or '.join(better)} with "
-        'corrections="auto", or a schedule that flushes'
+        f"the same loss. What bore staleness best: at least as many micro-batches as stages, with "
+        f'{" or ".join(better)} and corrections="auto". A schedule that flushes has none'
     )
 
 
