@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.trace import CODES, Trace
@@ -35,7 +36,8 @@ class Replay:
             )
         plan = trace.plan
         self.name = f"replay of {plan.name}"
-        self._shape = plan.shape
+        # What was recorded says itself where the pipe was flushed.
+        self._shape = replace(trace.plan.shape, synchronous=0)
         self._orders = [list(trace.actions(w)) for w in range(plan.workers)]
         reads, kept = [], []
         for stage, spans in enumerate(trace.by_stage()):

@@ -140,7 +140,7 @@ class VersionedParameters:
     def _read_by(self, micro_batch: int) -> _Version:
         """Return what a micro-batch in flight reads: a version, or a view of it."""
         version = self._versions[self.ledger.pinned(micro_batch)]
-        return version.views.get(self._staleness[micro_batch], version)
+        return version.views.get(self._staleness.get(micro_batch, 0), version)
 
     @contextmanager
     def reading(self, micro_batch: int) -> Iterator[None]:

@@ -933,6 +933,8 @@ def test_statistics():
         "versions_kept": 3,
         "versions_kept_most": 3,
         "buffers_allocated": 3,
+        "weight_bytes": 8,
+        "correction_bytes": 0,
         "parameters": 2,
     }
 
