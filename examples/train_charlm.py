@@ -193,7 +193,7 @@ class Job:
 @click.option("--stages", default=4, show_default=True)
 @click.option("--workers", default=None, help="serial, in-process, local or HOST:PORT.")
 @click.option("--micro-batches", default=4, show_default=True, help="Per mini-batch.")
-@click.option("--steps", default=2000, show_default=True)
+@click.option("--steps", default=1200, show_default=True)
 @click.option("--batch", default=8, show_default=True)
 @click.option("--context", default=128, show_default=True)
 @click.option("--optimizer", default="muon", show_default=True,

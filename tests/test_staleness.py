@@ -12,7 +12,6 @@ from support.oracle import READS, assert_same, oracle
 from pipedream_rt import Checkpoints, Clip, ConfigError, Pipeline, ScheduleOptions, check, plan_for
 
 WORKERS = [
-    "serial",
     pytest.param("in-process", marks=pytest.mark.threads),
     pytest.param("local", marks=pytest.mark.processes),
 ]
@@ -74,7 +73,7 @@ def test_the_first_updates_read_the_newest_weights(kind, synchronous, monkeypatc
         assert_same(pipe.state_dict(), expected)
 
 
-@pytest.mark.parametrize("workers", WORKERS[1:])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_on_all_workers_and_with_flushes_between(workers, monkeypatch):
     data = batches(12, samples=8)
     expected, losses = judged("async, 2 per update", 5, data, monkeypatch)
@@ -200,8 +199,15 @@ def judged_on_newest(model, points, data, k):
     return model.state_dict(), losses
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "k"),
+    [
+        ("serial", 1),
+        ("serial", 2),
+        pytest.param("in-process", 2, marks=pytest.mark.threads),
+        pytest.param("local", 2, marks=pytest.mark.processes),
+    ],
+)
 def test_backwards_use_the_newest_weights(workers, k):
     data = regression(12)
     expected, losses = judged_on_newest(mlp(), [0, 2, 3, 5], data, k)
