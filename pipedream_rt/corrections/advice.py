@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipedream_rt.corrections.base import Correction
 from pipedream_rt.corrections.gradients import ErrorFeedback
+from pipedream_rt.corrections.prediction import Extrapolation
 
 
 def _none() -> list[Correction]:
@@ -19,6 +20,10 @@ def _none() -> list[Correction]:
 
 def _feedback() -> list[Correction]:
     return [ErrorFeedback()]
+
+
+def _extrapolation() -> list[Correction]:
+    return [Extrapolation()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +51,8 @@ TABLE: tuple[Advice, ...] = (
     Advice(optimizer="AdamW", most=7, make=_feedback, slowdown=6.4, plain=6.6),
     Advice(optimizer="NAdam", most=7, make=_none, slowdown=3.3, plain=3.3),
     Advice(optimizer="Muon", most=1, make=_feedback, slowdown=1.08, plain=1.33),
-    Advice(optimizer="Muon", most=7, make=_feedback, slowdown=2.4, plain=2.7),
-    Advice(optimizer="RotatedAdamW", most=1, make=_feedback, slowdown=1.08, plain=1.33),
+    Advice(optimizer="Muon", most=7, make=_extrapolation, slowdown=2.0, plain=2.7),
+    Advice(optimizer="RotatedAdamW", most=1, make=_feedback, slowdown=1.08, plain=1.39),
 )
 """By optimizer and rising staleness."""
 
