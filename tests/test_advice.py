@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.models import mlp, regression
 
 from pipedream_rt import Pipeline
-from pipedream_rt.corrections import ErrorFeedback, advice
+from pipedream_rt.corrections import ErrorFeedback, Extrapolation, advice
 from pipedream_rt.optimizers import Muon, hidden_matrices
 
 
@@ -37,7 +37,9 @@ def test_the_table_rises_and_makes_new_corrections_each_time():
 
 def test_it_is_chosen_by_optimizer_and_staleness():
     with open_pipe(MUON, schedule="2bw", micro_batches=4) as pipe:
-        assert "corrections: ErrorFeedback(limit=1.0)" in pipe.explain()
+        assert (
+            "corrections: ErrorFeedback(limit=1.0), Extrapolation(strength=1.0)" in pipe.explain()
+        )
         list(pipe.train_epoch(regression(4)))
     with open_pipe(MUON, schedule="1f1b", micro_batches=4) as pipe:
         assert "corrections" not in pipe.explain()
@@ -49,7 +51,7 @@ def test_it_is_chosen_by_optimizer_and_staleness():
 
 def test_a_chosen_correction_gives_the_bits_of_the_same_by_hand():
     states = []
-    for corrections in ("auto", [ErrorFeedback()]):
+    for corrections in ("auto", [ErrorFeedback(), Extrapolation()]):
         options = {"schedule": "2bw", "micro_batches": 4, "corrections": corrections}
         with open_pipe(MUON, **options) as pipe:
             list(pipe.train_epoch(regression(6)))
