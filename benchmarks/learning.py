@@ -443,13 +443,14 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef2", "rate": 0.006},
             )
         ],
-        # The recipe: Muon, error feedback, and a tenth of the updates synchronous.
+        # The recipe: Muon with error feedback and extrapolation, beside what it is made of.
         "main": [
             Run(task="transformer", rate=0.012, **options)
             for options in (
                 {"method": "muon", "schedule": "1f1b"},
                 {"method": "muon+ef", "stages": 8, "k": 8},
                 {"method": "muon+ef", **AT_ONE, "synchronous": 120},
+                {"method": "muon+ef+extrapolation", **AT_ONE},
                 {"method": "muon+ef", **AT_ONE},
                 {"method": "muon", **AT_ONE},
             )
@@ -458,8 +459,8 @@ def all_sets() -> dict[str, list[Run]]:
             Run(**{"task": "tiny", "updates": 10_000, "rate": 0.006, **options})
             for options in (
                 {"method": "muon", "schedule": "1f1b"},
-                {"method": "muon+ef", **AT_ONE, "synchronous": 1000},
-                {"method": "muon+ef", "stages": 8, "synchronous": 1000},
+                {"method": "muon+ef+extrapolation", **AT_ONE},
+                {"method": "muon+ef+extrapolation", "stages": 8},
                 {"method": "muon", "schedule": "1f1b", "updates": 8_000},
             )
         ],

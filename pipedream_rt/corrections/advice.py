@@ -50,7 +50,7 @@ TABLE: tuple[Advice, ...] = (
     Advice(optimizer="AdamW", most=1, make=_feedback, slowdown=2.1, plain=3.0),
     Advice(optimizer="AdamW", most=7, make=_feedback, slowdown=6.4, plain=6.6),
     Advice(optimizer="NAdam", most=7, make=_none, slowdown=3.3, plain=3.3),
-    Advice(optimizer="Muon", most=1, make=_both, slowdown=1.01, plain=1.33),
+    Advice(optimizer="Muon", most=1, make=_both, slowdown=1.03, plain=1.33),
     Advice(optimizer="Muon", most=7, make=_both, slowdown=1.62, plain=2.7),
     Advice(optimizer="RotatedAdamW", most=1, make=_feedback, slowdown=1.08, plain=1.39),
 )
