@@ -439,6 +439,8 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef+rate", "rate": 0.012},
                 {"method": "muon98+ef+damped", "rate": 0.012},
                 {"method": "muon+ef+extrapolation", "rate": 0.006},
+                {"method": "muon+ef+extrapolation", "rate": 0.012},
+                {"method": "muon+ef+extrapolation", "rate": 0.006, "synchronous": 120},
                 {"method": "muon+ef", "rate": 0.012},
                 {"method": "muon+ef2", "rate": 0.006},
             )
@@ -451,6 +453,7 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef", "stages": 8, "k": 8},
                 {"method": "muon+ef", **AT_ONE, "synchronous": 120},
                 {"method": "muon+ef+extrapolation", **AT_ONE},
+                {"method": "muon+ef+extrapolation", "stages": 8, "k": 8},
                 {"method": "muon+ef", **AT_ONE},
                 {"method": "muon", **AT_ONE},
             )
