@@ -42,6 +42,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
                 for options in ({"every": 3}, {"every": 3, "resume": True}, {"resume": True}):
                     with pytest.raises(CheckpointError, match=rf"{tmp_path} is in use by process"):
                         open_pipe(checkpoint=Checkpoints(tmp_path, **options))
+                first.save(tmp_path)  # the one of step 6 may still be on its way to the disk
                 with open_pipe() as other:
                     list(other.train_epoch(DATA[:2]))
                     other.load(tmp_path)  # to read is allowed
