@@ -242,9 +242,9 @@ class Pipeline:
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
         refuse_norms(self.plan, clip, scale)
-        corrected = correcting(corrections, self.plan, optimizer, clip, scale)
-        self._corrections = corrected
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
+        kind = None if grouped is None else grouped.optimizer_class
+        self._corrections = correcting(corrections, self.plan, kind, clip, scale)
         given = GivenOptimizer(optimizer)
         kept = checkpoint_option(checkpoint)
         require_folder(kept)
@@ -273,7 +273,7 @@ class Pipeline:
                 compile=compiled,
                 clip=clip,
                 scale=scale,
-                corrections=corrected,
+                corrections=self._corrections,
                 pretrained=pretrained,
                 programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
             )
@@ -319,7 +319,7 @@ class Pipeline:
                     seed=seed,
                     threads=threads,
                     loss=name_of_loss(loss_fn),
-                    corrections=names_of(corrected),
+                    corrections=names_of(self._corrections),
                 ),
                 preemption,
             )

@@ -41,6 +41,8 @@ def test_it_is_chosen_by_optimizer_and_staleness():
             "corrections: ErrorFeedback(limit=1.0), Extrapolation(strength=1.0)" in pipe.explain()
         )
         list(pipe.train_epoch(regression(4)))
+    with open_pipe([*MUON], schedule="2bw", micro_batches=4) as pipe:  # a list does as well
+        assert "corrections: ErrorFeedback" in pipe.explain()
     with open_pipe(MUON, schedule="1f1b", micro_batches=4) as pipe:
         assert "corrections" not in pipe.explain()
     with open_pipe((torch.optim.Adagrad, {"lr": 0.01})) as pipe:

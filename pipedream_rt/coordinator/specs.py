@@ -113,7 +113,11 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
 
 
 def correcting(
-    corrections: Any, plan: Plan, optimizer: Any, clip: Clip | None, scale: LossScale | None
+    corrections: Any,
+    plan: Plan,
+    optimizer: type[torch.optim.Optimizer] | None,
+    clip: Clip | None,
+    scale: LossScale | None,
 ) -> tuple[Correction, ...]:
     """Return the corrections, of the argument ``corrections`` of `Pipeline`.
 
@@ -123,10 +127,9 @@ def correcting(
         ConfigError: It makes no sense; or a correction of gradients needs weights that are not
             there yet, or gradients that are not scaled.
     """
-    kind = optimizer[0] if isinstance(optimizer, tuple) else type(optimizer)
     stalest = max(map(plan.staleness, range(plan.num_stages)))
     if corrections == "auto":
-        corrections = advised(kind, stalest)
+        corrections = advised(optimizer, stalest)
     if isinstance(corrections, Correction) or not isinstance(corrections, list | tuple):
         raise ConfigError(
             f'corrections must be "auto" or a list of Correction objects, not {corrections!r}'
@@ -148,7 +151,7 @@ def correcting(
                 "Clip(norm=...) over the model updates wait for the norm of all gradients, so they "
                 'are not there yet; use Clip(..., over="stage"), or another schedule'
             )
-    if optimizer is not None and (warning := doubt(kind, stalest, corrections)):
+    if optimizer is not None and (warning := doubt(optimizer, stalest, corrections)):
         _log.warning("%s", warning)
     return tuple(corrections)
 
