@@ -24,7 +24,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -239,18 +239,18 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
         "muon98": (Muon, {**decay, "momentum": 0.98}, matrices),
         "rotated": (RotatedAdamW, decay, matrices),
     }[first]
-    made = {
-        "ef": lambda: ErrorFeedback(),
+    made: dict[str, Callable[[], Correction]] = {
+        "ef": ErrorFeedback,
         "ef05": lambda: ErrorFeedback(limit=0.5),
         "ef2": lambda: ErrorFeedback(limit=2.0),
-        "prediction": lambda: WeightPrediction(),
-        "extrapolation": lambda: Extrapolation(),
+        "prediction": WeightPrediction,
+        "extrapolation": Extrapolation,
         "half-prediction": lambda: WeightPrediction(strength=0.5),
         "rate": lambda: StalenessRate(updates=400),
-        "momentum": lambda: StalenessMomentum(),
+        "momentum": StalenessMomentum,
         "dc": lambda: DelayCompensation(strength=0.1, adaptive=True),
-        "refresh": lambda: StalenessRefresh(),
-        "damped": lambda: Damped(),
+        "refresh": StalenessRefresh,
+        "damped": Damped,
     }
     return optimizer, [made[other]() for other in others]
 
@@ -295,17 +295,10 @@ class Run:
         return replace(self, rate=0.0, seed=0)
 
 
-def rate_factor(step: int, updates: int) -> float:
-    """Linear warm-up over 10 % of the updates, then a cosine to a tenth."""
-    warm_up = max(1, updates // 10)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = min(1.0, (step - warm_up) / max(1, updates - warm_up))
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-
 def done(run: Run) -> dict[str, Any]:
     """Do a run; return its results. A run whose loss is not finite has a final loss of None."""
+    from train_charlm import learning_rate_factor
+
     torch.set_num_threads(1)
     task = task_named(run.task)
     torch.manual_seed(run.seed)
@@ -313,7 +306,6 @@ def done(run: Run) -> dict[str, Any]:
     optimizer, corrections = method_named(run.method, model)
     validation = task.validation()
     curve: list[tuple[int, float]] = []
-    losses: list[float] = []
     start = time.process_time()
     with Pipeline(
         model,
@@ -330,15 +322,13 @@ def done(run: Run) -> dict[str, Any]:
         on_nan="ignore",
     ) as pipe:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            pipe.optimizer, lambda step: run.rate * rate_factor(step, run.updates)
+            pipe.optimizer, lambda step: run.rate * learning_rate_factor(step, run.updates, 10)
         )
         batches = task.batches(run.updates, run.batch, run.seed)
         for number, batch in enumerate(batches, 1):
-            losses.append(0.0)
-            pending = pipe.submit(*batch)
+            pipe.submit(*batch)
             scheduler.step()
             if number % max(1, run.updates // 8) == 0:
-                losses[-1] = pending.result().loss
                 curve.append((number, pipe.evaluate(validation)))
                 if not math.isfinite(curve[-1][1]):
                     break

@@ -139,9 +139,9 @@ class Corpus:
         return -log_p[self.validation[:-1].long(), self.validation[1:].long()].mean().item()
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over 5 % of the steps, then a cosine to a tenth."""
-    warm_up = max(1, steps // 20)
+def learning_rate_factor(step: int, steps: int, part: int = 20) -> float:
+    """Linear warm-up over one of so many parts of the steps, then a cosine to a tenth."""
+    warm_up = max(1, steps // part)
     if step < warm_up:
         return (step + 1) / warm_up
     progress = (step - warm_up) / max(1, steps - warm_up)

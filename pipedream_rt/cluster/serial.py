@@ -51,12 +51,16 @@ class _Worker:
 
     def receive(self, message: Message) -> None:
         """Take a message, with which the worker may be able to go on."""
-        if self.host.inbox.put(message) and not self.has_ended and self not in self._ready:
-            self._ready.append(self)
+        if self.host.inbox.put(message):
+            self._want_a_turn()
 
     def lose(self, reason: Reason) -> None:
         """Close the inbox with a reason, which the worker finds at its next turn."""
         self.host.inbox.close(reason)
+        self._want_a_turn()
+
+    def _want_a_turn(self) -> None:
+        """Be among those that are ready, once, unless the worker has ended."""
         if not self.has_ended and self not in self._ready:
             self._ready.append(self)
 

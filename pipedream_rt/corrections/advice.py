@@ -72,9 +72,7 @@ def advised(optimizer: type | None, staleness: int) -> list[Correction]:
         staleness: The largest staleness of a stage.
     """
     rows = _rows(optimizer)
-    if not staleness or not rows:
-        return []
-    return next((row for row in rows if row.most >= staleness), rows[-1]).make()
+    return _nearest(rows, staleness).make() if staleness and rows else []
 
 
 def doubt(optimizer: type, staleness: int, corrections: Sequence[Correction]) -> str:
@@ -96,15 +94,20 @@ def doubt(optimizer: type, staleness: int, corrections: Sequence[Correction]) ->
     if not rows or staleness <= borne or (name, staleness) in _told:
         return ""
     _told.add((name, staleness))
-    worst = next((row for row in rows if row.most >= staleness), rows[-1])
-    factor = worst.slowdown if corrections else worst.plain
+    nearest = _nearest(rows, staleness)
+    factor = nearest.slowdown if corrections else nearest.plain
     better = sorted({row.optimizer for row in TABLE if row.slowdown <= BEARABLE and row.most == 1})
     return (
         f"gradients are up to {staleness} updates stale; with {name} and a staleness of "
-        f"{worst.most} it took {factor:g} times the samples of the best synchronous training to "
+        f"{nearest.most} it took {factor:g} times the samples of the best synchronous training to "
         f"the same loss. What bore staleness best: at least as many micro-batches as stages, with "
         f'{" or ".join(better)} and corrections="auto". A schedule that flushes has none'
     )
+
+
+def _nearest(rows: Sequence[Advice], staleness: int) -> Advice:
+    """Return what was measured with at least a staleness, or else with the largest one."""
+    return next((row for row in rows if row.most >= staleness), rows[-1])
 
 
 def _rows(optimizer: type | None) -> list[Advice]:

@@ -106,37 +106,44 @@ def expected_step(
         step = own(parameter, group)
         return step
     state = optimizer.state[parameter]
-    rate: Any = group["lr"]
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
         buffer = state.get("momentum_buffer")
-        step = rate * (torch.zeros_like(parameter) if buffer is None else buffer)
+        step = group["lr"] * (torch.zeros_like(parameter) if buffer is None else buffer)
         return step
     if isinstance(optimizer, torch.optim.NAdam):
-        direction = _of_moments(group, state, state["mu_product"])
         decays = group["decoupled_weight_decay"]
-    elif isinstance(optimizer, torch.optim.Adam):  # AdamW is one too
-        direction = _of_moments(group, state, group["betas"][0] ** _number(state["step"]))
+        return step_of_moments(group, state, parameter, decays, state["mu_product"])
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one too
         decays = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-    else:
-        raise ConfigError(
-            f"WeightPrediction has no rule for {type(optimizer).__name__}: use SGD with momentum, "
-            "Adam, AdamW or NAdam, or give the optimizer a method expected_step(parameter, group)"
-        )
+        return step_of_moments(group, state, parameter, decays)
+    raise ConfigError(
+        f"WeightPrediction has no rule for {type(optimizer).__name__}: use SGD with momentum, "
+        "Adam, AdamW or NAdam, or give the optimizer a method expected_step(parameter, group)"
+    )
+
+
+def step_of_moments(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    parameter: Tensor,
+    decays: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return lr * (m^ / (sqrt(v^) + eps)), with the decoupled decay of weights if it decays.
+
+    Args:
+        group: The options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
+        state: The moments of the parameter, under the names that `torch.optim.Adam` gives them.
+        parameter: The parameter.
+        decays: Whether weights decay apart from the gradient.
+        bias: What the first moment still lacks of one; None for beta1 to the number of steps.
+    """
+    betas, number = group["betas"], float(state["step"])
+    lacks = betas[0] ** number if bias is None else float(bias)
+    second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    scale = (second / (1 - betas[1] ** number)).sqrt() + group["eps"]
+    direction = state["exp_avg"] / (1 - lacks) / scale
     if decays:
         direction = direction + group["weight_decay"] * parameter
-    step = rate * direction
+    step: Tensor = group["lr"] * direction
     return step
-
-
-def _of_moments(group: dict[str, Any], state: dict[str, Any], bias: Any) -> Tensor:
-    """Return m^ / (sqrt(v^) + eps); ``bias`` is what the first moment still lacks of one."""
-    second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    lacks = 1 - group["betas"][1] ** _number(state["step"])
-    first = state["exp_avg"] / (1 - _number(bias))
-    direction: Tensor = first / ((second / lacks).sqrt() + group["eps"])
-    return direction
-
-
-def _number(value: Any) -> float:
-    """Return a number that may be a tensor with one element."""
-    return float(value)

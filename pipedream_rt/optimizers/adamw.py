@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pipedream_rt.corrections.prediction import step_of_moments
+
 
 class AdamWBeside(torch.optim.Optimizer):
     """An optimizer whose groups with ``matrices=True`` a subclass steps, and AdamW all others.
@@ -100,12 +102,7 @@ class AdamWBeside(torch.optim.Optimizer):
         """
         if group["matrices"]:
             return self.expected_step_of_matrix(parameter, group)
-        state = self.state[parameter]
-        first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
-        scale = (state["exp_avg_sq"] / second).sqrt() + group["eps"]
-        direction = state["exp_avg"] / first / scale + group["weight_decay"] * parameter
-        step: Tensor = group["lr"] * direction
-        return step
+        return step_of_moments(group, self.state[parameter], parameter, decays=True)
 
     def expected_step_of_matrix(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Return what the next step would take off a matrix if no gradient came."""

@@ -25,12 +25,10 @@ def corrected(
     seed=0,
     names=(),
     tied=(),
-    backward="stashed",
 ):
     """Train a copy of the model as n stages would with corrections; return state dict and losses.
 
-    names: the corrections, by the names of the classes below. backward: "current" for backwards on
-    the newest weights.
+    names: the corrections, by their names in RULES.
     """
     model, n = copy.deepcopy(model), len(points)
     w = warm_ups(n)
