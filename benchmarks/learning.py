@@ -119,6 +119,34 @@ class FeedForward(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Window(nn.Module):
+    """Vectors of bytes by their place, added up: (B, T) -> (B, D)."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        from train_charlm import BYTES
+
+        self.table = nn.Embedding(context * BYTES, width)
+        self.register_buffer("first", BYTES * torch.arange(context))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up."""
+        return self.table(x + self.first).sum(1)
+
+
+class Narrow(nn.Module):
+    """One matrix after a norm and a GELU, beside a residual: (B, D) -> (B, D)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        return x + self.linear(F.gelu(self.norm(x)))
+
+
 class Recurrent(nn.Module):
     """An LSTM layer beside a residual: (B, T, D) -> (B, T, D)."""
 
@@ -157,6 +185,25 @@ def _text(context: int) -> Task:
     )
 
 
+def _last_byte(context: int, width: int, layers: int) -> Task:
+    """The byte after a window, by a network without attention."""
+    from train_charlm import BYTES, Corpus
+
+    corpus = Corpus.load()
+
+    def model() -> nn.Sequential:
+        head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+        return nn.Sequential(Window(width, context), *(Narrow(width) for _ in range(layers)), head)
+
+    def batches(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x, y[:, -1]) for x, y in corpus.batches(batch, context, count, seed))
+
+    def validation() -> list[tuple[Tensor, Tensor]]:
+        return [(x, y[:, -1]) for x, y in corpus.validation_batches(1024, context, 16)]
+
+    return Task(model=model, batches=batches, validation=validation, loss_fn=F.cross_entropy)
+
+
 def _lstm(width: int, layers: int) -> nn.Sequential:
     from train_charlm import BYTES
 
@@ -189,10 +236,8 @@ def task_named(name: str) -> Task:
     """A task by its name."""
     if name == "transformer":
         return replace(_text(64), model=lambda: transformer_layers(8, 64, 64))
-    if name == "deep":  # 34 layers, for up to 32 stages
-        return replace(_text(32), model=lambda: transformer_layers(16, 32, 32))
-    if name == "tiny":  # 34 layers, for 10,000 updates
-        return replace(_text(16), model=lambda: transformer_layers(16, 16, 16))
+    if name == "narrow":  # 34 layers for up to 32 stages, quick enough for 10,000 updates
+        return _last_byte(16, 48, 32)
     if name == "lstm":
         return replace(_text(32), model=lambda: _lstm(64, 8))
     if name == "conv":
@@ -245,6 +290,9 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
         "ef2": lambda: ErrorFeedback(limit=2.0),
         "prediction": WeightPrediction,
         "extrapolation": Extrapolation,
+        "velocity50": lambda: Extrapolation(decay=0.5),
+        "velocity80": lambda: Extrapolation(decay=0.8),
+        "velocity90": lambda: Extrapolation(decay=0.9),
         "half-prediction": lambda: WeightPrediction(strength=0.5),
         "rate": lambda: StalenessRate(updates=400),
         "momentum": StalenessMomentum,
@@ -270,6 +318,7 @@ class Run:
         batch: The samples of an update.
         seed: Of the model and the data.
         synchronous: The number of updates at the start that flush the pipe.
+        options: Other `ScheduleOptions`.
     """
 
     task: str
@@ -282,11 +331,13 @@ class Run:
     batch: int = 16
     seed: int = 0
     synchronous: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> str:
         """A short digest of the run."""
-        fields = {k: v for k, v in asdict(self).items() if k != "synchronous" or v}
+        later = ("synchronous", "options")  # came later: a run without them keeps its key
+        fields = {k: v for k, v in asdict(self).items() if k not in later or v}
         text = json.dumps(fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
@@ -315,7 +366,7 @@ def done(run: Run) -> dict[str, Any]:
         schedule=run.schedule,  # type: ignore[arg-type]
         micro_batches=run.k,
         corrections=corrections,
-        schedule_options=ScheduleOptions(synchronous_updates=run.synchronous),
+        schedule_options=ScheduleOptions(synchronous_updates=run.synchronous, **dict(run.options)),
         clip=Clip(norm=1.0),
         seed=run.seed,
         workers="serial",
@@ -347,6 +398,9 @@ def done(run: Run) -> dict[str, Any]:
 
 AT_ONE = {"stages": 2, "k": 2, "schedule": "2bw"}
 """A delay of one update everywhere, as at any number of stages with this schedule."""
+
+NARROW = {"task": "narrow", "batch": 64}
+"""The smallest model, with as many samples per update as suit it."""
 
 GRID = tuple(1.5e-3 * 2.0**power for power in range(-3, 5))
 """The rates that may be tried; tuning begins in the middle, and goes on while it gets better."""
@@ -449,21 +503,22 @@ def all_sets() -> dict[str, list[Run]]:
             )
         ],
         "long": [
-            Run(**{"task": "tiny", "updates": 10_000, "rate": 0.006, **options})
+            Run(**{**NARROW, "updates": 10_000, "rate": 0.006, **options})
             for options in (
                 {"method": "muon", "schedule": "1f1b"},
+                {"method": "muon", "schedule": "1f1b", "updates": 8_000},
                 {"method": "muon+ef+extrapolation", **AT_ONE},
                 {"method": "muon+ef+extrapolation", "stages": 8},
-                {"method": "muon", "schedule": "1f1b", "updates": 8_000},
+                {"method": "muon+ef+extrapolation", "stages": 32},
             )
         ],
         "trend": [
             run
             for stages in (1, 2, 4, 8, 16, 32)
-            for run in some("adamw", "nadam", "rotated", task="tiny", stages=stages, updates=600)
+            for run in some("adamw", "nadam", "rotated", **NARROW, stages=stages, updates=600)
         ],
         "trend-horizons": [
-            run for updates in (150, 300) for run in some("rotated", task="tiny", updates=updates)
+            run for updates in (150, 300) for run in some("rotated", **NARROW, updates=updates)
         ],
     }
 
@@ -574,7 +629,11 @@ def losses(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, 
 def synchronous_curve(results: dict[str, dict[str, Any]], like: Run) -> list[tuple[int, float]]:
     """The lowest loss of synchronous training by number of updates, over all optimizers."""
     names, best = asdict(like).keys(), {}
-    lines = (Run(**{k: v for k, v in line.items() if k in names}) for line in results.values())
+    lines = (
+        Run(**{k: v for k, v in line.items() if k in names and k != "options"})
+        for line in results.values()
+        if not line.get("options")
+    )
     of_task = {r.over() for r in lines if (r.task, r.stages, r.batch) == (like.task, 1, like.batch)}
     for run in of_task:
         rates = [replace(run, rate=rate) for rate in GRID]

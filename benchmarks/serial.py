@@ -1,7 +1,7 @@
 """What stages in the thread of the script cost beside the work itself (workers="serial").
 
-The transformer of `learning.py` is trained by a plain loop, and by pipelines of more and more
-stages in one thread. Processor time for each mini-batch, repeats in turn. The time to copy all
+The transformer of `learning.py` is trained by a plain loop, and by pipelines of more and more stages
+in one thread, which take short turns. Processor time for each mini-batch. The time to copy all
 weights once, which an update of an asynchronous schedule must do, is measured too.
 
     python benchmarks/serial.py
@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import click
 import torch
@@ -27,8 +28,8 @@ Data = list[tuple[Tensor, Tensor]]
 OPTIMIZER = {"lr": 1e-3, "fused": True}
 
 
-def plain(data: Data) -> float:
-    """Seconds of processor time for each mini-batch of a plain loop."""
+def plain() -> Callable[[Data], None]:
+    """What trains the model on mini-batches by a plain loop."""
     task = task_named("transformer")
     torch.manual_seed(0)
     model = task.model()
@@ -40,32 +41,36 @@ def plain(data: Data) -> float:
             task.loss_fn(model(x), y).backward()
             optimizer.step()
 
-    train(data[:10])
-    start = time.process_time()
-    train(data)
-    return (time.process_time() - start) / len(data)
+    return train
 
 
-def piped(data: Data, stages: int, schedule: str) -> float:
-    """The same of a pipeline in this thread."""
+def piped(stack: ExitStack, stages: int, schedule: str) -> Callable[[Data], None]:
+    """What does so by a pipeline in this thread."""
     task = task_named("transformer")
     torch.manual_seed(0)
-    with Pipeline(
+    pipe = Pipeline(
         task.model(),
         stages=stages,
         loss_fn=task.loss_fn,
         optimizer=(torch.optim.AdamW, OPTIMIZER),
         schedule=schedule,  # type: ignore[arg-type]
         workers="serial",
-    ) as pipe:
-        for _ in pipe.train_epoch(data[:10]):
+    )
+    stack.enter_context(pipe)
+
+    def train(batches: Data) -> None:
+        for _ in pipe.train_epoch(batches):
             pass
         pipe.flush()
-        start = time.process_time()
-        for _ in pipe.train_epoch(data):
-            pass
-        pipe.flush()
-        return (time.process_time() - start) / len(data)
+
+    return train
+
+
+def turn(train: Callable[[Data], None], data: Data) -> float:
+    """Seconds of processor time for each mini-batch."""
+    start = time.process_time()
+    train(data)
+    return (time.process_time() - start) / len(data)
 
 
 def copying() -> float:
@@ -81,29 +86,32 @@ def copying() -> float:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-@click.option("--repeats", default=5, show_default=True)
-@click.option("--batches", default=60, show_default=True)
-def main(as_json: bool, repeats: int, batches: int) -> None:
+@click.option("--turns", default=30, show_default=True)
+@click.option("--batches", default=12, show_default=True, help="In a turn.")
+def main(as_json: bool, turns: int, batches: int) -> None:
     """Print the ratios to the plain loop."""
     torch.set_num_threads(1)
     data = list(task_named("transformer").batches(batches, 16, 0))
-    kinds: list[tuple[str, Any]] = [("a plain loop", lambda: plain(data))]
-    for schedule, stages in (("1f1b", 1), ("1f1b", 8), ("async-1f1b", 8), ("async-1f1b", 16)):
-        text = f"{schedule}, {stages} stages"
-        kinds.append((text, lambda s=schedule, n=stages: piped(data, n, s)))
-    found: dict[str, list[float]] = {text: [] for text, _ in kinds}
-    for _ in range(repeats):
-        for text, measure in kinds:
-            found[text].append(1e3 * measure())
+    with ExitStack() as stack:
+        kinds = {"a plain loop": plain()}
+        for schedule, stages in (("1f1b", 1), ("1f1b", 8), ("async-1f1b", 8), ("async-1f1b", 16)):
+            kinds[f"{schedule}, {stages} stages"] = piped(stack, stages, schedule)
+        found: dict[str, list[float]] = {text: [] for text in kinds}
+        for number in range(-1, turns):
+            for text, train in kinds.items():
+                taken = 1e3 * turn(train, data)
+                if number >= 0:  # the first round warms up
+                    found[text].append(taken)
     base = found["a plain loop"]
-    shown = Table("", "ms for each mini-batch", "of the plain loop", "max - min")
+    shown = Table("", "ms for each mini-batch", "of the plain loop", "middle half")
     for text, times in found.items():
         ratios = [t / b for t, b in zip(times, base, strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4)
         line = {
             "what": text,
             "ms": statistics.median(times),
             "ratio": statistics.median(ratios),
-            "spread": max(ratios) - min(ratios),
+            "spread": quartiles[2] - quartiles[0],
         }
         if as_json:
             print(json.dumps(line), flush=True)

@@ -37,6 +37,7 @@ MADE = {
     "momentum": lambda: StalenessMomentum(),
     "prediction": lambda: WeightPrediction(),
     "extrapolation": lambda: Extrapolation(),
+    "averaged": lambda: Extrapolation(decay=0.6),
     "compensation": lambda: DelayCompensation(strength=0.3),
     "adaptive": lambda: DelayCompensation(strength=0.3, adaptive=True),
     "feedback": lambda: ErrorFeedback(),
@@ -312,6 +313,7 @@ def test_what_makes_no_sense_is_refused(options, words):
         lambda: StalenessRate(updates=0),
         lambda: StalenessMomentum(top=1.0),
         lambda: ErrorFeedback(limit=-1.0),
+        lambda: Extrapolation(decay=1.0),
     ],
 )
 def test_so_are_numbers_out_of_range(made):

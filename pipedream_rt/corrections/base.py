@@ -77,8 +77,10 @@ class Correction:
             has made some updates.
         copies_per_version: The memory that the weights of `before_forward` take, in copies for each
             version that a stage keeps.
-        passes: How often the correction reads or writes all weights, or as much other memory, in an
-            update: its time in the simulator (`Costs.corrected`).
+        passes: The time of the correction in an update, as a number of times that all weights, or
+            as much other memory, are read or written: its time in the simulator
+            (`Costs.corrected`). Those of this package are measured, so that memory that must be
+            newly found counts too.
         state: What the correction remembers, by name of a parameter, then by a name of its own:
             tensors and numbers.
     """

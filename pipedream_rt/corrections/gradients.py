@@ -38,7 +38,7 @@ class DelayCompensation(Correction):
     def __post_init__(self) -> None:
         """Say what it takes."""
         self.copies = 1.0 if self.adaptive else 0.0
-        self.passes = 20.0 if self.adaptive else 11.0
+        self.passes = 28.0 if self.adaptive else 11.0
 
     def after_backward(self, at: Moment, gradients: Named, read: Named, newest: Named) -> None:
         """See `Correction.after_backward`."""
@@ -76,7 +76,7 @@ class ErrorFeedback(Correction):
 
     limit: float = 1.0
     copies = 1.0
-    passes = 11.0
+    passes = 8.0
 
     def __post_init__(self) -> None:
         """Check the number."""

@@ -161,11 +161,22 @@ class Prediction(Rule):
 
 
 class Extrapolated(Rule):
+    decay = 0.0
+    velocity = None
+
     def weights(self, own, before, tau):
-        self.update = {name: p.detach() - before[name] for name, p in own.items()}
+        update = {name: p.detach() - before[name] for name, p in own.items()}
+        if self.velocity and self.decay:
+            old, part = self.velocity, 1.0 - self.decay
+            update = {name: torch.lerp(old[name], u, part) for name, u in update.items()}
+        self.velocity = update
 
     def view(self, seen, own, optimizer, d):
-        return {a: torch.add(b, self.update[a], alpha=float(d)) for a, b in seen.items()}
+        return {a: torch.add(b, self.velocity[a], alpha=float(d)) for a, b in seen.items()}
+
+
+class Averaged(Extrapolated):
+    decay = 0.6
 
 
 class Compensation(Rule):
@@ -216,6 +227,7 @@ RULES = {
     "momentum": Momentum,
     "prediction": Prediction,
     "extrapolation": Extrapolated,
+    "averaged": Averaged,
     "compensation": Compensation,
     "adaptive": Adaptive,
     "feedback": Feedback,
