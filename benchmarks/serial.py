@@ -1,6 +1,6 @@
 """What stages in the thread of the script cost beside the work itself (workers="serial").
 
-The transformer of `learning.py` is trained by a plain loop, and by pipelines of more and more stages
+The transformer of `learning.py` is trained by a plain loop and by pipelines of more and more stages
 in one thread, which take short turns. Processor time for each mini-batch. The time to copy all
 weights once, which an update of an asynchronous schedule must do, is measured too.
 
