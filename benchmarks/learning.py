@@ -45,6 +45,7 @@ from pipedream_rt.corrections import (
     ErrorFeedback,
     Extrapolation,
     Moment,
+    StalenessDamping,
     StalenessMomentum,
     StalenessRate,
     StalenessRefresh,
@@ -228,7 +229,7 @@ def _textures(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tenso
         classes = torch.randint(10, (batch,), generator=generator)
         moved = 6.3 * torch.rand(batch, 3, 1, 1, generator=generator)
         phase = torch.einsum("bwd,dij->bwij", numbers[classes], grid) + moved
-        noise = 1.5 * torch.randn(batch, 16, 16, generator=generator)
+        noise = 4.0 * torch.randn(batch, 16, 16, generator=generator)
         yield (phase.sin().sum(1) + noise)[:, None], classes
 
 
@@ -250,13 +251,14 @@ def task_named(name: str) -> Task:
     raise click.UsageError(f"there is no task {name!r}")
 
 
-class Damped(Correction):
-    """An idea: a rate that is divided by the root of one more than the staleness."""
+class DampedVectors(Correction):
+    """An idea: `StalenessDamping` of what AdamW steps beside Muon, and not of matrices."""
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_step`."""
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] / math.sqrt(1 + at.staleness)
+            if not group.get("matrices"):
+                group["lr"] = group["lr"] / math.sqrt(1 + at.staleness)
 
 
 # -- how ----------------------------------------------------------------------------------------
@@ -271,6 +273,7 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
     is_matrix = hidden_matrices(model)
     there = any(is_matrix(name, p) for name, p in model.named_parameters())
     matrices = [(is_matrix, {"matrices": True})] if there else []
+    all_matrices = [name for name, p in model.named_parameters() if p.ndim == 2][:-1]
     decay = {"lr": 1.0, "weight_decay": 0.1}
     optimizer: Any = {
         "sgd": (torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}),
@@ -281,6 +284,12 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
             {**decay, "betas": (0.99, 0.999), "decoupled_weight_decay": True},
         ),
         "muon": (Muon, decay, matrices),
+        "muon90": (Muon, {**decay, "momentum": 0.9}, matrices),
+        "muon-all": (  # embeddings too
+            Muon,
+            decay,
+            [(lambda name, _: name in all_matrices, {"matrices": True})],
+        ),
         "muon98": (Muon, {**decay, "momentum": 0.98}, matrices),
         "rotated": (RotatedAdamW, decay, matrices),
     }[first]
@@ -290,15 +299,16 @@ def method_named(name: str, model: nn.Module) -> tuple[Any, list[Correction]]:
         "ef2": lambda: ErrorFeedback(limit=2.0),
         "prediction": WeightPrediction,
         "extrapolation": Extrapolation,
+        "extrapolation15": lambda: Extrapolation(strength=1.5),
         "velocity50": lambda: Extrapolation(decay=0.5),
         "velocity80": lambda: Extrapolation(decay=0.8),
-        "velocity90": lambda: Extrapolation(decay=0.9),
         "half-prediction": lambda: WeightPrediction(strength=0.5),
         "rate": lambda: StalenessRate(updates=400),
         "momentum": StalenessMomentum,
         "dc": lambda: DelayCompensation(strength=0.1, adaptive=True),
         "refresh": StalenessRefresh,
-        "damped": Damped,
+        "damped": StalenessDamping,
+        "damped-vectors": DampedVectors,
     }
     return optimizer, [made[other]() for other in others]
 
@@ -340,6 +350,11 @@ class Run:
         fields = {k: v for k, v in asdict(self).items() if k not in later or v}
         text = json.dumps(fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    @property
+    def title(self) -> str:
+        """The method, with the options of the schedule."""
+        return ", ".join([self.method, *(f"{name}={value}" for name, value in self.options)])
 
     def over(self) -> Run:
         """The run without what is tuned and averaged."""
@@ -401,6 +416,8 @@ AT_ONE = {"stages": 2, "k": 2, "schedule": "2bw"}
 
 NARROW = {"task": "narrow", "batch": 64}
 """The smallest model, with as many samples per update as suit it."""
+
+CURRENT = (("versions", "current"),)
 
 GRID = tuple(1.5e-3 * 2.0**power for power in range(-3, 5))
 """The rates that may be tried; tuning begins in the middle, and goes on while it gets better."""
@@ -479,14 +496,21 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+extrapolation", "rate": 0.006},
                 {"method": "adamw+ef", "rate": 0.003},
                 {"method": "rotated", "rate": 0.006},
-                {"method": "muon+ef+damped", "rate": 0.012},
-                {"method": "muon+ef+rate", "rate": 0.012},
-                {"method": "muon98+ef+damped", "rate": 0.012},
                 {"method": "muon+ef+extrapolation", "rate": 0.006},
                 {"method": "muon+ef+extrapolation", "rate": 0.012},
                 {"method": "muon+ef+extrapolation", "rate": 0.006, "synchronous": 120},
-                {"method": "muon+ef", "rate": 0.012},
-                {"method": "muon+ef2", "rate": 0.006},
+                {"method": "muon+ef+extrapolation", "rate": 0.006, "options": CURRENT},
+                {"method": "muon+ef+extrapolation15", "rate": 0.006},
+                {"method": "muon+velocity80", "rate": 0.006},
+                {"method": "muon+ef+velocity80", "rate": 0.006},
+                {"method": "muon+ef+velocity50", "rate": 0.006},
+                {"method": "muon+velocity80+ef", "rate": 0.006},
+                {"method": "muon90+ef+extrapolation", "rate": 0.006},
+                {"method": "muon+ef2+extrapolation", "rate": 0.006},
+                {"method": "muon-all+ef2+extrapolation", "rate": 0.006},
+                {"method": "muon+ef2+extrapolation+damped-vectors", "rate": 0.006},
+                {"method": "muon+ef2+extrapolation+damped", "rate": 0.012},
+                {"method": "muon+ef2+extrapolation+damped", "rate": 0.024},
             )
         ],
         # The recipe: Muon with error feedback and extrapolation, beside what it is made of.
@@ -510,6 +534,18 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef+extrapolation", **AT_ONE},
                 {"method": "muon+ef+extrapolation", "stages": 8},
                 {"method": "muon+ef+extrapolation", "stages": 32},
+            )
+        ],
+        "other-models": [
+            run
+            for task in ("lstm", "conv")
+            for run in (
+                *some("adamw", task=task, schedule="1f1b", updates=600),
+                *some("adamw", task=task, schedule="1f1b", updates=300),
+                *some(
+                    "adamw", "adamw+ef", "adamw+ef+extrapolation", task=task, updates=600, **AT_ONE
+                ),
+                *some("adamw", "nadam", "adamw+ef+extrapolation", task=task, updates=600, stages=8),
             )
         ],
         "trend": [
@@ -674,14 +710,14 @@ def table(names: tuple[str, ...], quick: bool) -> None:
             curve = synchronous_curve(results, run)
             factor = slowdown(curve, run.updates, mean(found)) if found else None
             shown.add_row(
-                *(name, run.method, run.schedule, str(run.stages), str(run.k), str(run.updates)),
+                *(name, run.title, run.schedule, str(run.stages), str(run.k), str(run.updates)),
                 *(str(run.synchronous), f"{rate:g}"),
                 f"{mean(found):.4f}" if found else "diverged",
                 f"{max(found) - min(found):.4f}" if found else "",
                 str(len(found)),
                 f"{factor:.2f}" if factor else "",
             )
-    Console(width=130).print(shown)
+    Console(width=160).print(shown)
 
 
 @main.command()
@@ -706,7 +742,7 @@ def plot(names: tuple[str, ...], output: Path, over: str) -> None:
             continue
         if over == "samples":
             line = results[replace(run, rate=rate, seed=0).key]
-            text = f"{run.method}, {run.schedule}, {run.stages} stages, k = {run.k}"
+            text = f"{run.title}, {run.schedule}, {run.stages} stages, k = {run.k}"
             lines[text] = [(number * run.batch, loss) for number, loss in line["curve"]]
         else:
             factor = slowdown(synchronous_curve(results, run), run.updates, mean(found))

@@ -25,6 +25,7 @@ from pipedream_rt.corrections import (
     DelayCompensation,
     ErrorFeedback,
     Extrapolation,
+    StalenessDamping,
     StalenessMomentum,
     StalenessRate,
     StalenessRefresh,
@@ -34,6 +35,7 @@ from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 
 MADE = {
     "rate": lambda: StalenessRate(updates=8),
+    "damping": lambda: StalenessDamping(),
     "momentum": lambda: StalenessMomentum(),
     "prediction": lambda: WeightPrediction(),
     "extrapolation": lambda: Extrapolation(),
@@ -44,7 +46,11 @@ MADE = {
     "stronger": lambda: ErrorFeedback(limit=2.0),
 }
 ALONE = [(name,) for name in MADE]
-TOGETHER = [("feedback", "prediction"), ("adaptive", "rate", "prediction", "feedback")]
+TOGETHER = [
+    ("feedback", "prediction"),
+    ("adaptive", "rate", "prediction", "feedback"),
+    ("stronger", "averaged", "damping"),
+]
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -135,7 +141,12 @@ def test_threads_give_the_same_bits(names):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("names", "victim"),
-    [(TOGETHER[0], "worker-1"), (TOGETHER[1], ""), (TOGETHER[1], "worker-0")],
+    [
+        (TOGETHER[0], "worker-1"),
+        (TOGETHER[1], ""),
+        (TOGETHER[1], "worker-0"),
+        (TOGETHER[2], "worker-1"),
+    ],
     ids=str,
 )
 def test_so_do_processes_and_the_death_of_one(names, victim, tmp_path):
@@ -311,6 +322,7 @@ def test_what_makes_no_sense_is_refused(options, words):
     "made",
     [
         lambda: StalenessRate(updates=0),
+        lambda: StalenessDamping(power=-1.0),
         lambda: StalenessMomentum(top=1.0),
         lambda: ErrorFeedback(limit=-1.0),
         lambda: Extrapolation(decay=1.0),

@@ -6,7 +6,12 @@ They are given to ``Pipeline(corrections=[...])``, and applied in that order.
 from pipedream_rt.corrections.base import Correction, Moment
 from pipedream_rt.corrections.gradients import DelayCompensation, ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation, WeightPrediction
-from pipedream_rt.corrections.rates import StalenessMomentum, StalenessRate, StalenessRefresh
+from pipedream_rt.corrections.rates import (
+    StalenessDamping,
+    StalenessMomentum,
+    StalenessRate,
+    StalenessRefresh,
+)
 
 __all__ = [
     "Correction",
@@ -14,6 +19,7 @@ __all__ = [
     "ErrorFeedback",
     "Extrapolation",
     "Moment",
+    "StalenessDamping",
     "StalenessMomentum",
     "StalenessRate",
     "StalenessRefresh",

@@ -43,6 +43,37 @@ class StalenessRate(Correction):
 
 
 @dataclass(eq=False)
+class StalenessDamping(Correction):
+    """A learning rate that is the lower, the staler the gradients of a step are.
+
+    With the staleness tau of a step, the rate is divided by ``(1 + tau) ** power``. The last stage,
+    whose gradients are fresh, keeps the rate, so it may be that of synchronous training.
+
+    Source: Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning (IJCAI 2016),
+    which divides by the staleness itself.
+
+    Attributes:
+        power: The power p.
+
+    Raises:
+        ConfigError: It is negative.
+    """
+
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if not self.power >= 0.0:
+            raise ConfigError(f"power must be a number of at least 0, not {self.power!r}")
+
+    def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
+        """See `Correction.before_step`."""
+        if at.staleness:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / (1 + at.staleness) ** self.power
+
+
+@dataclass(eq=False)
 class StalenessMomentum(Correction):
     """A momentum that is the higher, the staler the gradients of a step are.
 

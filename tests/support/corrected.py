@@ -129,6 +129,12 @@ class Rate(Rule):
                 group["lr"] = group["lr"] / tau ** (1.0 - t / 8)
 
 
+class Damping(Rule):
+    def options(self, optimizer, tau, t, n):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / (1 + tau) ** 0.5
+
+
 class Momentum(Rule):
     def options(self, optimizer, tau, t, n):
         for group in optimizer.param_groups:
@@ -224,6 +230,7 @@ class Stronger(Feedback):
 
 RULES = {
     "rate": Rate,
+    "damping": Damping,
     "momentum": Momentum,
     "prediction": Prediction,
     "extrapolation": Extrapolated,
