@@ -520,9 +520,21 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef2+extrapolation+damped", "rate": 0.024},
             )
         ],
+        # For the picture of docs/results.md.
+        "figure": [
+            Run(task="transformer", **options)
+            for options in (
+                {"method": "adamw", "schedule": "1f1b", "rate": 0.006},
+                {"method": "muon", "schedule": "1f1b", "rate": 0.012},
+                {"method": "muon+ef+extrapolation", **AT_ONE, "rate": 0.012},
+                {"method": "muon+ef2+extrapolation+damped", "stages": 8, "rate": 0.012},
+                {"method": "muon", "stages": 8, "rate": 0.006},
+                {"method": "adamw", "stages": 8, "rate": 0.003},
+            )
+        ],
         # The recipe: Muon with error feedback and extrapolation, beside what it is made of.
         "main": [
-            Run(task="transformer", rate=0.012, **options)
+            Run(**{"task": "transformer", "rate": 0.012, **options})
             for options in (
                 {"method": "muon", "schedule": "1f1b"},
                 {"method": "muon+ef", "stages": 8, "k": 8},
@@ -531,6 +543,10 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef+extrapolation", "stages": 8, "k": 8},
                 {"method": "muon+ef", **AT_ONE},
                 {"method": "muon", **AT_ONE},
+                {"method": "adamw+ef+extrapolation", **AT_ONE, "rate": 0.006},
+                {"method": "rotated+ef+extrapolation", **AT_ONE},
+                {"method": "muon+ef2+extrapolation+damped", "stages": 8},
+                {"method": "adamw+ef2+extrapolation+damped", "stages": 8, "rate": 0.006},
             )
         ],
         "long": [
@@ -776,7 +792,8 @@ def plot(names: tuple[str, ...], output: Path, over: str) -> None:
             continue
         if over == "samples":
             line = results[replace(run, rate=rate, seed=0).key]
-            text = f"{run.title}, {run.schedule}, {run.stages} stages, k = {run.k}"
+            stages = f"{run.stages} stage" + "s" * (run.stages > 1)
+            text = f"{run.title}, {run.schedule}, {stages}, k = {run.k}"
             lines[text] = [(number * run.batch, loss) for number, loss in line["curve"]]
         else:
             factor = slowdown(synchronous_curve(results, run), run.updates, mean(found))
