@@ -197,15 +197,17 @@ def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
         tensor: Any tensor.
         copy: Whether the storage must be a new one.
     """
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if not copy and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        return tensor.clone()  # most tensors: the rest of this is what others need
     # A conjugate or negative view says so in a flag, which does not travel.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.resolve_conj().resolve_neg()
     expanded = [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     if any(expanded):
         once = tensor[tuple(slice(0, 1) if e else slice(None) for e in expanded)]
         return own(once, copy=True).expand(tensor.shape)
-    size_bytes = tensor.numel() * tensor.element_size()
-    if not copy and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == size_bytes:
-        return tensor
     return tensor.clone(memory_format=torch.preserve_format)
 
 

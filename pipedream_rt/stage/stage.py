@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -335,13 +335,9 @@ class Stage:
             _unpack(unflatten(structure, tensors), program.takes.get(source, ()), values)
         return values
 
-    @contextmanager
-    def _reading(self, micro_batch: int) -> Iterator[None]:
+    def _reading(self, micro_batch: int) -> AbstractContextManager[None]:
         """Let all weights be those that a micro-batch reads, while the body runs."""
-        with ExitStack() as all_owners:
-            for _, weights in self._by_owner:
-                all_owners.enter_context(weights.reading(micro_batch))
-            yield
+        return _all(weights.reading(micro_batch) for _, weights in self._by_owner)
 
     def _saving_weights(self, micro_batch: int) -> AbstractContextManager[object]:
         """Return the context of a forward in which autograd saves weights."""
@@ -349,14 +345,14 @@ class Stage:
             return self.parameters.followed(micro_batch)
         return nullcontext()
 
-    @contextmanager
-    def _accumulating(self, micro_batch: int) -> Iterator[None]:
+    def _accumulating(self, micro_batch: int) -> AbstractContextManager[None]:
         """Run the body as `_reading` does, and add its gradients to those of the pending update."""
-        with ExitStack() as all_owners:
-            for owner, weights in self._by_owner:
-                adjust = self._adjust(micro_batch) if owner == self.index else None
-                all_owners.enter_context(weights.accumulating(micro_batch, adjust))
-            yield
+        return _all(
+            weights.accumulating(
+                micro_batch, self._adjust(micro_batch) if owner == self.index else None
+            )
+            for owner, weights in self._by_owner
+        )
 
     def _adjust(self, micro_batch: int) -> Adjust | None:
         """Return what corrections do to the gradients of a micro-batch; None for nothing."""
@@ -1203,6 +1199,21 @@ def _outgoing(output: Any) -> Value:
         tuple(own(t, copy=not t.requires_grad) for t in tensors),
         tuple(t.requires_grad for t in tensors),
     )
+
+
+def _all(contexts: Iterable[AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Return one context for several, which is itself if there is one."""
+    first, *others = contexts
+    return _entered([first, *others]) if others else first
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter all contexts, one after another."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _to_derive(
