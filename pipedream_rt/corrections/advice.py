@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pipedream_rt.corrections.base import Correction
 from pipedream_rt.corrections.gradients import ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation
+from pipedream_rt.corrections.rates import StalenessDamping
 
 
 def _none() -> list[Correction]:
     return []
 
 
-def _feedback() -> list[Correction]:
-    return [ErrorFeedback()]
-
-
 def _both() -> list[Correction]:
     return [ErrorFeedback(), Extrapolation()]
+
+
+def _three() -> list[Correction]:
+    return [ErrorFeedback(limit=2.0), Extrapolation(), StalenessDamping()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,12 @@ class Advice:
 
 
 TABLE: tuple[Advice, ...] = (
-    Advice(optimizer="AdamW", most=1, make=_feedback, slowdown=2.1, plain=3.0),
-    Advice(optimizer="AdamW", most=7, make=_feedback, slowdown=6.4, plain=6.6),
+    Advice(optimizer="AdamW", most=1, make=_both, slowdown=1.90, plain=3.0),
+    Advice(optimizer="AdamW", most=7, make=_three, slowdown=3.9, plain=6.6),
     Advice(optimizer="NAdam", most=7, make=_none, slowdown=3.3, plain=3.3),
     Advice(optimizer="Muon", most=1, make=_both, slowdown=1.03, plain=1.33),
-    Advice(optimizer="Muon", most=7, make=_both, slowdown=1.62, plain=2.7),
-    Advice(optimizer="RotatedAdamW", most=1, make=_feedback, slowdown=1.08, plain=1.39),
+    Advice(optimizer="Muon", most=7, make=_three, slowdown=1.47, plain=2.7),
+    Advice(optimizer="RotatedAdamW", most=1, make=_both, slowdown=0.98, plain=1.39),
 )
 """By optimizer and rising staleness."""
 
