@@ -195,10 +195,17 @@ def _optimizer_state(
     own = tuple(f"{EVERY_STAGE}{kind}/" for kind in ("group", "attributes", "state"))
     mine = {*parameters, *(name for name in plain if name.startswith(own))}
     state = {name: dict(plain[name]) for name in mine if name in plain}
-    tensors = tensors_of("optimizer", lambda key: key.rpartition("/")[0] in mine)
-    for key, tensor in tensors.items():
-        parameter, _, name = key.rpartition("/")
-        state.setdefault(parameter, {})[name] = tensor
+
+    def owner(key: str) -> str | None:
+        # Names of parameters and of what is kept of them may have slashes.
+        parts = key.split("/")
+        names = ("/".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
+        return next((name for name in names if name in mine), None)
+
+    for key, tensor in tensors_of("optimizer", lambda key: owner(key) is not None).items():
+        parameter = owner(key)
+        assert parameter is not None
+        state.setdefault(parameter, {})[key[len(parameter) + 1 :]] = tensor
     return state
 
 

@@ -8,6 +8,9 @@ as the order allows, before the coordinator looks for what it waits for.
 
 from __future__ import annotations
 
+import signal
+import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +27,13 @@ from pipedream_rt.messages.message import Message
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
-from pipedream_rt.stage.settings import refuse_contexts
+from pipedream_rt.stage.settings import (
+    Settings,
+    refuse_contexts,
+    refuse_global_hooks,
+    refuse_other_settings,
+    settings_now,
+)
 from pipedream_rt.transport.base import Receive
 from pipedream_rt.transport.memory import DirectTransport
 
@@ -73,6 +82,8 @@ class _Worker:
             self._wanted = wanted
         except Exception as error:
             self.has_ended = True
+            if _is_of_a_handler(error):
+                raise  # as Ctrl-C
             if not isinstance(error, PipelineClosed):
                 self.host.report(error)
         except BaseException:  # as Ctrl-C, which is meant for the caller
@@ -110,7 +121,7 @@ class SerialCluster(ClusterHere):
     ) -> None:
         """Give no worker a turn yet."""
         self._life = Lifecycle("the cluster")
-        self._threads = threads
+        self._threads, self._settings = threads, settings_now()
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
         super().__init__(
@@ -137,7 +148,7 @@ class SerialCluster(ClusterHere):
         if not self._takes_turns:
             self._takes_turns = True
             try:
-                with _as_on_a_worker(self._threads):
+                with _as_on_a_worker(self._threads, self._settings):
                     while self._ready and self._life.is_open:
                         self._ready.popleft().take_turn()
             finally:
@@ -165,16 +176,30 @@ class SerialCluster(ClusterHere):
         self.transport.close()
 
 
+def _is_of_a_handler(error: Exception) -> bool:
+    """Whether a signal handler of the script raised an error, while a stage happened to compute."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    codes = {
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in map(signal.getsignal, signal.valid_signals())
+    }
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 @contextmanager
-def _as_on_a_worker(threads: int) -> Iterator[None]:
+def _as_on_a_worker(threads: int, settings: Settings) -> Iterator[None]:
     """Let the body compute as on a worker, which knows nothing of what the script is doing.
 
     Raises:
-        ConfigError: The script is inside a context that cannot be left for a while.
+        ConfigError: The script is inside a context, or has other settings than at the start, or
+            hooks on all modules, which workers would not have.
     """
     # Autocast could be turned off, but inside a context of the script's own it would keep its
     # copies of weights from one update to the next.
+    refuse_other_settings(settings)
     refuse_contexts()
+    refuse_global_hooks()
     before = torch.get_num_threads()
     with torch.inference_mode(False), torch.enable_grad(), kept_generator_state():
         if threads != before:

@@ -15,7 +15,7 @@ from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import advised, doubt
-from pipedream_rt.corrections.base import overrides
+from pipedream_rt.corrections.base import overrides, refuse_nonsense
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
     alias,
@@ -137,6 +137,7 @@ def correcting(
     for each in corrections:
         if not isinstance(each, Correction):
             raise ConfigError(f"corrections must be Correction objects, not {each!r}")
+        refuse_nonsense(each)
         if plan.flushes or not overrides(each, "after_backward"):
             continue
         name = type(each).__name__
@@ -282,7 +283,7 @@ def pickled_specs(
             pretrained=pretrained,
             numbers=_numbers(model, part),
             trace_spans=trace_spans,
-            hooks=_hooks(part, plan),
+            hooks=_hooks(part, plan, corrections),
             shared=shared[stage],
             tied=tied[stage],
             aliases=_aliases(parts, plan, tied, stage),
@@ -382,11 +383,14 @@ def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Ra
     raise AssertionError("the stage as a whole has such a tensor, and no piece of it")
 
 
-def _hooks(part: nn.Module, plan: Plan) -> tuple[GradientHook, ...]:
+def _hooks(
+    part: nn.Module, plan: Plan, corrections: Sequence[Correction]
+) -> tuple[GradientHook, ...]:
     """Return the hooks on the parameters of a stage.
 
     Raises:
-        ConfigError: The schedule cuts a backward in two, and a hook would run for a part of it.
+        ConfigError: The schedule cuts a backward in two, and a hook would run for a part of it; or
+            a hook on accumulated gradients would find those of one micro-batch alone.
     """
     found: list[GradientHook] = []
     for name, parameter in part.named_parameters():
@@ -400,6 +404,14 @@ def _hooks(part: nn.Module, plan: Plan) -> tuple[GradientHook, ...]:
         raise ConfigError(
             f"{found[0].parameter} has a hook on its gradient, and {plan.name} computes gradients "
             "in two halves; remove the hook, or use a schedule that does not split the backward"
+        )
+    alone = [each for each in corrections if overrides(each, "after_backward")]
+    accumulated = [hook for hook in found if hook.after_sum]
+    if accumulated and alone and plan.per_update > 1:
+        raise ConfigError(
+            f"{accumulated[0].parameter} has a hook on its accumulated gradient, and "
+            f"{type(alone[0]).__name__} changes gradients before they are added up, so the hook "
+            "would find those of one micro-batch; remove one of the two, or use micro_batches=1"
         )
     return tuple(found)
 

@@ -60,6 +60,9 @@ TABLE: tuple[Advice, ...] = (
 BEARABLE = 1.5
 """The slowdown that a pipe without a bubble makes good, where the bubble of others is large."""
 
+_OF = ("torch.optim", "pipedream_rt.optimizers")
+"""Where the optimizers of the table come from; others may have the same names."""
+
 _told: set[tuple[str, int]] = set()
 
 
@@ -112,6 +115,9 @@ def _nearest(rows: Sequence[Advice], staleness: int) -> Advice:
 
 
 def _rows(optimizer: type | None) -> list[Advice]:
-    """Return what was measured of an optimizer, by rising staleness."""
-    name = "" if optimizer is None else optimizer.__name__
-    return [row for row in TABLE if row.optimizer == name]
+    """Return what was measured of an optimizer, or of the class that it is a kind of."""
+    measured = {row.optimizer for row in TABLE}
+    for cls in () if optimizer is None else optimizer.__mro__:
+        if cls.__name__ in measured and cls.__module__.startswith(_OF):
+            return [row for row in TABLE if row.optimizer == cls.__name__]
+    return []

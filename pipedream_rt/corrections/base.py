@@ -16,12 +16,16 @@ into checkpoints, and comes back after the death of a worker.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
 
 Named: TypeAlias = dict[str, Tensor]
 """Tensors of the shapes of parameters, by the names of the parameters in the unsplit model."""
@@ -136,6 +140,55 @@ class Correction:
             weights: The weights after the step, to be changed in place.
             before: Copies of them as they were before the step.
         """
+
+
+HOOKS = ("before_forward", "after_backward", "before_step", "after_step")
+"""The names of the hooks."""
+
+
+def require_number(name: str, value: object, least: float, below: float = math.inf) -> None:
+    """Refuse an attribute that is no number in a range.
+
+    Args:
+        name: Name of the attribute.
+        value: Its value.
+        least: The least that it may be.
+        below: What it must be less than.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value < below:  # type: ignore[operator]  # NaN is neither
+        most = "" if below == math.inf else f", and less than {below:g}"
+        raise ConfigError(f"{name} must be a number of at least {least:g}{most}, not {value!r}")
+
+
+def refuse_nonsense(correction: Correction) -> None:
+    """Refuse a correction that would do nothing, or whose hooks would not be called.
+
+    Raises:
+        ConfigError: It has no hooks, or hooks on the object rather than in its class, or a method
+            with a name that is nearly that of a hook; or it cannot be given its state.
+    """
+    name, known = type(correction).__name__, ", ".join(HOOKS)
+    for found in {*dir(type(correction)), *vars(correction)}:
+        on_object = found in HOOKS and found in vars(correction)
+        if on_object or (found.startswith(("before_", "after_")) and found not in HOOKS):
+            raise ConfigError(
+                f"{name} has {found!r}, which would never be called; hooks are methods of the "
+                f"class, and their names are {known}"
+            )
+    if not any(overrides(correction, hook) for hook in HOOKS):
+        raise ConfigError(f"{name} corrects nothing: it has none of the hooks {known}")
+    try:
+        probe = copy.copy(correction)
+        probe.state, probe.parameters = {}, {}
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be given its state, as by correction.state = {{}}: {error}; a "
+            "dataclass must not be frozen"
+        ) from error
 
 
 def overrides(correction: Correction, hook: str) -> bool:

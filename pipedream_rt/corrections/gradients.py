@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from pipedream_rt.corrections.base import Correction, Moment, Named
+from pipedream_rt.corrections.base import Correction, Moment, Named, require_number
 from pipedream_rt.errors import ConfigError
 
 
@@ -29,6 +30,9 @@ class DelayCompensation(Correction):
         strength: The factor lambda.
         adaptive: Whether it adapts (DC-ASGD-a).
         decay: The decay m of the moving average.
+
+    Raises:
+        ConfigError: A number is out of range.
     """
 
     strength: float = 0.04
@@ -36,13 +40,20 @@ class DelayCompensation(Correction):
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        """Say what it takes."""
+        """Check the numbers, and say what it takes."""
+        require_number("strength", self.strength, 0.0)
+        require_number("decay", self.decay, 0.0, below=1.0)
         self.copies = 1.0 if self.adaptive else 0.0
         self.passes = 28.0 if self.adaptive else 11.0
 
     def after_backward(self, at: Moment, gradients: Named, read: Named, newest: Named) -> None:
         """See `Correction.after_backward`."""
         for name, gradient in gradients.items():
+            if self.adaptive and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"DelayCompensation(adaptive=True) needs dense gradients, and that of {name!r} "
+                    "is sparse; use sparse=False, or do not let it adapt"
+                )
             squared = gradient * gradient
             guess = squared * (newest[name] - read[name])
             if self.adaptive:
@@ -80,8 +91,8 @@ class ErrorFeedback(Correction):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if not self.limit >= 0.0:
-            raise ConfigError(f"limit must be a number of at least 0, not {self.limit!r}")
+        if self.limit != math.inf:
+            require_number("limit", self.limit, 0.0)
 
     def after_step(self, at: Moment, weights: Named, before: Named) -> None:
         """See `Correction.after_step`."""

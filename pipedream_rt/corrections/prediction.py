@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.corrections.base import Correction, Moment, Named
+from pipedream_rt.corrections.base import Correction, Moment, Named, require_number
 from pipedream_rt.errors import ConfigError
 
 
@@ -35,11 +35,18 @@ class WeightPrediction(Correction):
 
     Attributes:
         strength: A factor for the distance; 1 for the papers.
+
+    Raises:
+        ConfigError: It is negative, or no number.
     """
 
     strength: float = 1.0
     copies_per_version = 1.0
     passes = 29.0  # with AdamW
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        require_number("strength", self.strength, 0.0)
 
     def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_forward`.
@@ -49,6 +56,7 @@ class WeightPrediction(Correction):
         """
         names = {id(p): name for name, p in self.parameters.items()}
         for group in optimizer.param_groups:
+            _require_rule(optimizer, group)
             for parameter in group["params"]:
                 if (name := names.get(id(parameter))) in weights and optimizer.state[parameter]:
                     step = expected_step(optimizer, group, parameter)
@@ -72,7 +80,7 @@ class Extrapolation(Correction):
         decay: The decay of the moving average; 0 for the last update alone.
 
     Raises:
-        ConfigError: The decay is no number from 0 to less than 1.
+        ConfigError: A number is out of range.
     """
 
     strength: float = 1.0
@@ -82,9 +90,9 @@ class Extrapolation(Correction):
     passes = 15.0
 
     def __post_init__(self) -> None:
-        """Check the number."""
-        if not 0.0 <= self.decay < 1.0:
-            raise ConfigError(f"decay must be a number from 0 to less than 1, not {self.decay!r}")
+        """Check the numbers."""
+        require_number("strength", self.strength, 0.0)
+        require_number("decay", self.decay, 0.0, below=1.0)
 
     def after_step(self, at: Moment, weights: Named, before: Named) -> None:
         """See `Correction.after_step`."""
@@ -121,16 +129,30 @@ def expected_step(
         step = own(parameter, group)
         return step
     state = optimizer.state[parameter]
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+    _require_rule(optimizer, group)
+    if isinstance(optimizer, torch.optim.SGD):
         buffer = state.get("momentum_buffer")
         step = group["lr"] * (torch.zeros_like(parameter) if buffer is None else buffer)
         return step
     if isinstance(optimizer, torch.optim.NAdam):
         decays = group["decoupled_weight_decay"]
         return step_of_moments(group, state, parameter, decays, state["mu_product"])
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one too
-        decays = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        return step_of_moments(group, state, parameter, decays)
+    decays = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    return step_of_moments(group, state, parameter, decays)  # AdamW is an Adam too
+
+
+def _require_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Refuse an optimizer whose next step cannot be told.
+
+    Raises:
+        ConfigError: There is no rule for it.
+    """
+    if hasattr(optimizer, "expected_step") or isinstance(
+        optimizer, torch.optim.Adam | torch.optim.NAdam
+    ):
+        return
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        return
     raise ConfigError(
         f"WeightPrediction has no rule for {type(optimizer).__name__}: use SGD with momentum, "
         "Adam, AdamW or NAdam, or give the optimizer a method expected_step(parameter, group)"
@@ -155,9 +177,13 @@ def step_of_moments(
     """
     betas, number = group["betas"], float(state["step"])
     lacks = betas[0] ** number if bias is None else float(bias)
-    second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    first, second = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    if parameter.is_complex():  # whose parts have moments of their own
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
     scale = (second / (1 - betas[1] ** number)).sqrt() + group["eps"]
-    direction = state["exp_avg"] / (1 - lacks) / scale
+    direction = first / (1 - lacks) / scale
+    if parameter.is_complex():
+        direction = torch.view_as_complex(direction)
     if decays:
         direction = direction + group["weight_decay"] * parameter
     step: Tensor = group["lr"] * direction

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipedream_rt.corrections.base import Correction, Moment
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.corrections.base import Correction, Moment, require_number
 
 
 @dataclass(eq=False)
@@ -31,8 +30,7 @@ class StalenessRate(Correction):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if isinstance(self.updates, bool) or not self.updates > 0:
-            raise ConfigError(f"updates must be a positive number, not {self.updates!r}")
+        require_number("updates", self.updates, 1)
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_step`."""
@@ -63,8 +61,7 @@ class StalenessDamping(Correction):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if not self.power >= 0.0:
-            raise ConfigError(f"power must be a number of at least 0, not {self.power!r}")
+        require_number("power", self.power, 0.0)
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_step`."""
@@ -77,8 +74,8 @@ class StalenessDamping(Correction):
 class StalenessMomentum(Correction):
     """A momentum that is the higher, the staler the gradients of a step are.
 
-    The first of ``betas``, or else ``momentum``, becomes ``b + tau (top - b) / n`` with the
-    staleness tau and n stages, and at most ``top``.
+    The first of ``betas``, and ``momentum`` unless it is 0, becomes ``b + tau (top - b) / n`` with
+    the staleness tau and n stages, and at most ``top``.
 
     Source: Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization (ICML
     2025), the option ``adaptive_momentum`` of its code (AsyncPP).
@@ -94,8 +91,7 @@ class StalenessMomentum(Correction):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if not 0.0 <= self.top < 1.0:
-            raise ConfigError(f"top must be a number from 0 to less than 1, not {self.top!r}")
+        require_number("top", self.top, 0.0, below=1.0)
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_step`."""
@@ -104,7 +100,7 @@ class StalenessMomentum(Correction):
             if "betas" in group:
                 first, *others = group["betas"]
                 group["betas"] = (first + share * (self.top - first), *others)
-            if "momentum" in group:
+            if group.get("momentum"):  # an optimizer without momentum has no buffers for it
                 group["momentum"] += share * (self.top - group["momentum"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,41 +22,65 @@ class AdamWBeside(torch.optim.Optimizer):
             ``weight_decay``.
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Check the options that all such optimizers have.
+    matrix_types: tuple[torch.dtype, ...] = (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+    )
+    """The types that matrices may have."""
 
-        Raises:
-            ValueError: One makes no sense.
-        """
-        for name in ("lr", "eps", "weight_decay"):
-            if not float(defaults[name]) >= 0.0:
-                raise ValueError(f"{name} must be at least 0, not {defaults[name]!r}")
-        if not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
-            raise ValueError(f"betas must be from 0 to less than 1, not {defaults['betas']!r}")
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Make the groups, each of which is checked."""
         super().__init__(params, {"matrices": False, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
 
         Raises:
-            ValueError: It is one of matrices, and has a parameter that is none.
+            ValueError: An option makes no sense; or it is a group of matrices, and has a parameter
+                that is none, or whose type is not among those that matrices may have.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        self.check(group)
         for parameter in group["params"] if group["matrices"] else ():
-            if parameter.ndim != 2:
+            if parameter.ndim != 2 or parameter.dtype not in self.matrix_types:
+                shape, dtype = tuple(parameter.shape), parameter.dtype
+                types = ", ".join(str(each) for each in self.matrix_types)
                 raise ValueError(
-                    f"a group with matrices=True has a parameter of shape {tuple(parameter.shape)}"
+                    f"a group with matrices=True has a parameter of shape {shape} and type "
+                    f"{dtype}; those of {type(self).__name__} are matrices of {types}"
                 )
 
+    def check(self, group: dict[str, Any]) -> None:
+        """Refuse options of a group that make no sense.
+
+        Raises:
+            ValueError: One does not.
+        """
+        for name in ("lr", "eps", "weight_decay"):
+            if not 0.0 <= float(group[name]) < math.inf:
+                raise ValueError(f"{name} must be at least 0, not {group[name]!r}")
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to less than 1, not {betas!r}")
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step once, on the parameters that have a gradient."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Step once, on the parameters that have a gradient; return the loss of the closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             if group["matrices"]:
                 self.step_matrices(group)
             else:
                 self._step_others(group)
+        return loss
 
     def step_matrices(self, group: dict[str, Any]) -> None:
         """Step a group of matrices."""

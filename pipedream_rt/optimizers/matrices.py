@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 
-def hidden_matrices(model: nn.Module) -> Callable[[str, Tensor], bool]:
+def hidden_matrices(model: nn.Module | Sequence[nn.Module]) -> Callable[[str, Tensor], bool]:
     """Return a rule for parameter groups: the matrices inside a model, as of attention and MLPs.
 
     These are the weights of all `torch.nn.Linear` and the input projections of all
@@ -17,8 +17,10 @@ def hidden_matrices(model: nn.Module) -> Callable[[str, Tensor], bool]:
         optimizer=(Muon, {"lr": 1e-3}, [(hidden_matrices(model), {"matrices": True})])
 
     Args:
-        model: The unsplit model.
+        model: The unsplit model, or its layers.
     """
+    if not isinstance(model, nn.Module):
+        model = nn.Sequential(*model)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     found = {id(m.weight) for m in linear[:-1]}

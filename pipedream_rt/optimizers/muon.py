@@ -68,6 +68,12 @@ class Muon(AdamWBeside):
         super().__init__(params, options)
         self._parts = _Parts()
 
+    def check(self, group: dict[str, Any]) -> None:
+        """See `AdamWBeside.check`."""
+        super().check(group)
+        if not 0.0 <= group["momentum"] < 1.0:
+            raise ValueError(f"momentum must be from 0 to less than 1, not {group['momentum']!r}")
+
     def step_matrices(self, group: dict[str, Any]) -> None:
         """See `AdamWBeside.step_matrices`."""
         part = self._part(group)

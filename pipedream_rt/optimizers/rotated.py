@@ -39,6 +39,9 @@ class RotatedAdamW(AdamWBeside):
         weight_decay: The decay of weights.
         refresh: The number of steps between two refreshes of the bases.
         longest: The longest side of a matrix that is rotated.
+
+    Raises:
+        ValueError: An option makes no sense.
     """
 
     def __init__(
@@ -51,13 +54,7 @@ class RotatedAdamW(AdamWBeside):
         refresh: int = 10,
         longest: int = 4096,
     ) -> None:
-        """Check the options.
-
-        Raises:
-            ValueError: One makes no sense.
-        """
-        if refresh < 1:
-            raise ValueError(f"refresh must be at least 1, not {refresh!r}")
+        """Gather the options."""
         options = {
             "lr": lr,
             "betas": betas,
@@ -67,6 +64,15 @@ class RotatedAdamW(AdamWBeside):
             "longest": longest,
         }
         super().__init__(params, options)
+
+    matrix_types = (torch.float32, torch.float64)  # of which eigenvectors can be computed
+
+    def check(self, group: dict[str, Any]) -> None:
+        """See `AdamWBeside.check`."""
+        super().check(group)
+        for name, least in (("refresh", 1), ("longest", 0)):
+            if not (isinstance(group[name], int) and group[name] >= least):
+                raise ValueError(f"{name} must be an int of at least {least}, not {group[name]!r}")
 
     def step_matrices(self, group: dict[str, Any]) -> None:
         """See `AdamWBeside.step_matrices`."""

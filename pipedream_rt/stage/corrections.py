@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -18,9 +18,15 @@ from pipedream_rt.stage.optimizer import Hyper, like
 _STATE = "(correction "
 """The beginning of the keys, beside the optimizer's state of a parameter, of corrections' state."""
 
+_FARTHEST = 1000
+"""The most updates for which a version may be read, if corrections change what is read."""
+
 
 class StageCorrections:
     """The corrections of one stage.
+
+    Attributes:
+        at: The hook that is running, or that has raised an error, as ``Class.hook``; else empty.
 
     Args:
         corrections: The corrections, in the order in which they are applied.
@@ -52,6 +58,7 @@ class StageCorrections:
         self._before_step = self._with("before_step")
         self._after_step = self._with("after_step")
         self._corrected: list[Hyper] = []  # the options that the last step had
+        self.at = ""
 
     def _with(self, hook: str) -> list[Correction]:
         """Return the corrections that have a hook of their own."""
@@ -67,6 +74,35 @@ class StageCorrections:
             update=update,
             read=read,
         )
+
+    def _call(self, correction: Correction, hook: str, at: Moment, *given: Any) -> None:
+        """Call a hook, and refuse what would be lost.
+
+        What a correction remembers is looked at in the updates 0, 1, 3, 7 and so on.
+
+        Raises:
+            ConfigError: The hook has returned something, has put a tensor in the place of one that
+                it was given, or keeps what cannot be kept.
+        """
+        dicts = [each for each in given if isinstance(each, dict)]
+        before = [{name: (t, t.data_ptr()) for name, t in each.items()} for each in dicts]
+        self.at = f"{type(correction).__name__}.{hook}"
+        result = getattr(correction, hook)(at, *given)
+        if result is not None:
+            raise ConfigError(f"{self.at} returned {result!r}, which nobody would use; it changes "
+                              "what it is given in place, and returns nothing")  # fmt: skip
+        for each, was in zip(dicts, before, strict=True):
+            now = {name: (t, t.data_ptr()) for name, t in each.items()}
+            if now.keys() != was.keys() or any(
+                now[name][0] is not t or now[name][1] != place for name, (t, place) in was.items()
+            ):
+                raise ConfigError(
+                    f"{self.at} put another tensor in the place of one that it was given, which "
+                    "would be lost; change it in place, as by tensor.mul_(2) or tensor[...] = value"
+                )
+        if at.update & (at.update + 1) == 0:
+            self._check_state(correction, (t for each in dicts for t in each.values()))
+        self.at = ""
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -84,7 +120,7 @@ class StageCorrections:
         at = self._moment(update, read)
         mine = {name: gradients[name] for name in self.names if name in gradients}
         for correction in self._after_backward:
-            correction.after_backward(at, mine, then, now)
+            self._call(correction, "after_backward", at, mine, then, now)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -99,43 +135,78 @@ class StageCorrections:
             read: The mean of the versions that its micro-batches have read.
             optimizer: The optimizer.
         """
-        at = self._moment(update, read)
-        kept = [_options(group) for group in optimizer.param_groups]
+        at, groups = self._moment(update, read), optimizer.param_groups
+        kept = [_options(group) for group in groups]
         before: Named = {}
         with torch.no_grad():
+            if self._before_step:
+                for group, was in zip(groups, kept, strict=True):
+                    _set(group, copy.deepcopy(was))  # a hook may change a tensor or a list in place
             for correction in self._before_step:
-                correction.before_step(at, optimizer)
+                self._call(correction, "before_step", at, optimizer)
+            for group, was in zip(groups, kept, strict=True):
+                group.update({k: v for k, v in was.items() if k in group and _equal(group[k], v)})
             if self._after_step:
                 before = {name: p.clone() for name, p in self._parameters.items()}
-        changed = [_options(group) for group in optimizer.param_groups]
+        self._corrected = [_options(group) for group in groups]
+        marks = list(map(_marks, self._corrected))
         try:
             yield
+            for group, became, was, mark in zip(groups, self._corrected, kept, marks, strict=True):
+                self._refuse_a_second_change(group, became, was, mark)
             with torch.no_grad():
                 weights = {name: p.detach() for name, p in self._parameters.items()}
                 for correction in self._after_step:
-                    correction.after_step(at, weights, before)
+                    self._call(correction, "after_step", at, weights, before)
         finally:
-            self._corrected = changed
-            for group, was, became in zip(optimizer.param_groups, kept, changed, strict=True):
+            for group, became, was in zip(groups, self._corrected, kept, strict=True):
+                for name in became.keys() - was.keys():
+                    group.pop(name, None)
                 for name, value in was.items():
-                    if became.get(name) is not value and group.get(name) is became.get(name):
+                    if became.get(name) is not value:
                         group[name] = value
+
+    def _refuse_a_second_change(
+        self, group: Hyper, became: Hyper, was: Hyper, marks: dict[str, int]
+    ) -> None:
+        """Refuse a step that has changed an option which corrections had changed for it alone.
+
+        Raises:
+            ConfigError: It has.
+        """
+        now = _marks(group)
+        for name, value in became.items():
+            changed = group.get(name) is not value or now.get(name) != marks.get(name)
+            if changed and value is not was.get(name):
+                raise ConfigError(
+                    f"the step of the optimizer changes its option {name!r}, which corrections "
+                    "have changed for this step alone, so what it is to be afterwards is not "
+                    "known; use a scheduler instead, or leave these corrections out"
+                )
 
     # -- views ----------------------------------------------------------------------------------
 
     def distances(self, version: int) -> list[int]:
-        """Return the stalenesses above 0 with which micro-batches will read a version."""
+        """Return the stalenesses above 0 with which micro-batches will read a version.
+
+        Raises:
+            ConfigError: There is no end of them.
+        """
         if not self._before_forward or not self.names:
             return []
         found: set[int] = set()
         k = self._plan.per_update
-        for m in count(version * k):  # earlier ones read older versions
+        for m in range(version * k, (version + _FARTHEST) * k):  # earlier ones read older versions
             read = self._plan.reads(self._stage, m)
             if read > version:
                 return sorted(found)
             if read == version and m // k > version:
                 found.add(m // k - version)
-        raise AssertionError("a policy that names one version for ever")
+        raise ConfigError(
+            f"stage {self._stage} would read version {version} for {_FARTHEST} updates by the "
+            "policy of the schedule, and a correction with before_forward needs a copy of the "
+            "weights for each of them; leave it out, or change the policy"
+        )
 
     def look_ahead(
         self, version: int, distance: int, weights: Named, optimizer: torch.optim.Optimizer
@@ -150,13 +221,14 @@ class StageCorrections:
         """
         at = self._moment(version + distance, version)
         kept = [_options(group) for group in optimizer.param_groups]
-        for group, options in zip(optimizer.param_groups, self._corrected, strict=True):
-            group.update(options)
+        # Where no step was made so far, there are the options of the next one alone.
+        for group, options in zip(optimizer.param_groups, self._corrected or kept, strict=True):
+            _set(group, options)
         mine = {name: weights[name] for name in self.names}
         for correction in self._before_forward:
-            correction.before_forward(at, mine, optimizer)
+            self._call(correction, "before_forward", at, mine, optimizer)
         for group, options in zip(optimizer.param_groups, kept, strict=True):
-            group.update(options)
+            _set(group, options)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -164,19 +236,54 @@ class StageCorrections:
         """Return the state of all corrections, by name of a parameter and then by a key of ours.
 
         Raises:
-            ConfigError: A correction has a state that belongs to no parameter of the stage.
+            ConfigError: A correction keeps what cannot be kept.
         """
         found: dict[str, dict[str, Any]] = {}
         for number, correction in enumerate(self._all):
+            self._check_state(correction, ())
             for name, values in correction.state.items():
-                if name not in self._parameters:
-                    raise ConfigError(
-                        f"{type(correction).__name__} keeps state under {name!r}, which is no "
-                        f"parameter of stage {self._stage}; the keys of state are names of them"
-                    )
                 entries = {f"{_STATE}{number}) {key}": value for key, value in values.items()}
                 found.setdefault(name, {}).update(entries)
         return found
+
+    def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
+        """Refuse what a correction remembers if it would be something else after a resume.
+
+        Args:
+            correction: The correction.
+            given: The tensors that it was given, which others change.
+
+        Raises:
+            ConfigError: It belongs to no parameter, has no name, or shares memory.
+        """
+        who = f"{type(correction).__name__} on stage {self._stage}"
+        others = (*given, *self._parameters.values())
+        seen = {tensor.untyped_storage().data_ptr() for tensor in others if tensor.numel()}
+        for name, values in correction.state.items():
+            if name not in self._parameters:
+                raise ConfigError(
+                    f"{who} keeps state under {name!r}, which is no parameter of the stage; the "
+                    "keys of state are names of them"
+                )
+            if not isinstance(values, dict):
+                raise ConfigError(
+                    f"{who} keeps a {type(values).__name__} in state[{name!r}], which must be a "
+                    'dictionary, as state[name] = {"average": tensor}'
+                )
+            for key, value in values.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise ConfigError(
+                        f"{who} keeps state of {name!r} under {key!r}; the name must be a text "
+                        "without a slash"
+                    )
+                if isinstance(value, Tensor) and value.numel():
+                    place = value.untyped_storage().data_ptr()
+                    if place in seen:
+                        raise ConfigError(
+                            f"{who} keeps as {key!r} of {name!r} a tensor that shares its memory "
+                            "with another one, which it would not do after a resume; keep a clone()"
+                        )
+                    seen.add(place)
 
     def nbytes(self) -> int:
         """Return the bytes of the tensors that corrections remember."""
@@ -201,3 +308,23 @@ class StageCorrections:
 def _options(group: Hyper) -> Hyper:
     """Return the options of a group."""
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def _set(group: Hyper, options: Hyper) -> None:
+    """Let a group have these options, and no others."""
+    for name in _options(group).keys() - options.keys():
+        del group[name]
+    group.update(options)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.dtype is other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _marks(options: Hyper) -> dict[str, int]:
+    """Return what differs once a tensor among the options was changed in place."""
+    return {name: v._version for name, v in options.items() if isinstance(v, Tensor)}

@@ -161,6 +161,8 @@ class StageHost:
         stage = self._stages.get(self._doing.stage)
         if isinstance(error, PipelineError) or stage is None:
             return ""
+        if stage.corrections is not None and stage.corrections.at:
+            return f", in {stage.corrections.at}"
         if stage.at is None:
             return advice_on(error, None)
         step, value = stage.at

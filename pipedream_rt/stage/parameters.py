@@ -184,15 +184,18 @@ class VersionedParameters:
             for i in lie.get(saved.untyped_storage().data_ptr(), ()):
                 place = saved.storage_offset() - read.buffers[i].storage_offset()
                 if 0 <= place < _span(read.buffers[i]) and saved.dtype is read.buffers[i].dtype:
-                    return i, saved.size(), saved.stride(), place
+                    flags = saved.is_conj(), saved.is_neg()
+                    return i, saved.size(), saved.stride(), place, flags
             return saved
 
         def unpack(packed: Any) -> Any:
             if isinstance(packed, Tensor):
                 return packed
-            i, size, stride, place = packed
+            i, size, stride, place, (conjugated, negated) = packed
             newest = self._versions[self.ledger.newest].buffers[i]
-            return newest.as_strided(size, stride, newest.storage_offset() + place)
+            found = newest.as_strided(size, stride, newest.storage_offset() + place)
+            found = found.conj() if conjugated else found
+            return torch._neg_view(found) if negated else found
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

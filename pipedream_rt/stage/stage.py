@@ -99,6 +99,7 @@ class _InFlight:
 
     Attributes:
         hyper: The hyper-parameters that travelled with the micro-batch.
+        empty: Whether the micro-batch has no samples.
         caught: By input, and by tensor of it that asked for a gradient: a list to which autograd
             appends that gradient.
         entrances: The autograd nodes at which the gradients are caught.
@@ -110,6 +111,7 @@ class _InFlight:
     """
 
     hyper: list[Hyper]
+    empty: bool = False
     caught: list[list[list[Tensor]]] = field(default_factory=list)
     entrances: list[Node] = field(default_factory=list)
     outputs: list[list[GradientEdge]] = field(default_factory=list)
@@ -222,7 +224,7 @@ class Stage:
             self.corrections = StageCorrections(
                 spec.corrections, self.plan, self.index, own_weights, {*spec.tied.values()}
             )
-        self._versions_read = 0  # the sum of them, over the micro-batches of the pending update
+        self._versions_read: list[int] = []  # by the micro-batches with samples, for the next step
         self._in_flight: dict[int, _InFlight] = {}
         self._hyper: list[Hyper] = []
 
@@ -284,6 +286,7 @@ class Stage:
         self.next_forward = micro_batch + 1
         flight = self._in_flight[micro_batch] = _InFlight(hyper=hyper)
         if inputs is None:
+            flight.empty = True
             return None
         values = self._enter(inputs, flight, self.programs[program])
         others = len(self._in_flight) > 1
@@ -680,12 +683,13 @@ class Stage:
 
     def _end(self, micro_batch: int) -> None:
         """End the flight of a micro-batch whose gradients are in the pending update."""
-        self._hyper = self._in_flight.pop(micro_batch).hyper
+        flight = self._in_flight.pop(micro_batch)
+        self._hyper = flight.hyper
         self.ended = micro_batch + 1
         for owner, weights in self._by_owner:
             version = weights.end(micro_batch)
-            if owner == self.index:
-                self._versions_read += version
+            if owner == self.index and not flight.empty:
+                self._versions_read.append(version)
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -701,9 +705,9 @@ class Stage:
         Raises:
             ConfigError: The stage has no optimizer.
         """
-        gradients, read = self.parameters.take_gradients(), self._versions_read
-        put_off = _PutOff(update, read / self.plan.per_update, gradients, self._hyper)
-        self.steps, self._versions_read = update + 1, 0
+        gradients, read = self.parameters.take_gradients(), self._versions_read or [update]
+        put_off = _PutOff(update, sum(read) / len(read), gradients, self._hyper)
+        self.steps, self._versions_read = update + 1, []
         if self.clipper is not None and self.clipper.exact:
             self._put_off.append(put_off)
         else:
@@ -730,25 +734,22 @@ class Stage:
         update, read, gradients, hyper = put_off
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
-        optimizer, stepped = self.optimizer, False
+        optimizer = self.optimizer
         around: Around = nullcontext
         if self.corrections is not None:
             around = functools.partial(self.corrections.stepping, update, read)
         self._seed(update, "step")
 
         def apply() -> None:
-            nonlocal stepped
             if self.clipper is not None:
                 if self.clipper.skips(update):
                     return
                 self.clipper.clip(update, list(self.parameters.named.values()))
             optimizer.step(hyper, around)
-            stepped = True
 
         next_read = self.plan.reads(self.index, self.next_forward)
         self.parameters.step_with(gradients, next_read, apply)
-        if stepped:
-            self._look_ahead(update + 1)
+        self._look_ahead(update + 1)  # after an update that was skipped too
 
     @torch.no_grad()
     def _look_ahead(self, version: int) -> None:

@@ -1,0 +1,519 @@
+"""What corrections may not do, and what they may, at the edges of their rules."""
+
+import contextlib
+import dataclasses
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import mlp, regression
+from support.oracle import assert_same
+from torch import nn
+
+from pipedream_rt import (
+    Checkpoints,
+    ConfigError,
+    LossScale,
+    Pipeline,
+    ScheduleOptions,
+    StageFailed,
+)
+from pipedream_rt.corrections import (
+    Correction,
+    DelayCompensation,
+    ErrorFeedback,
+    Extrapolation,
+    StalenessDamping,
+    StalenessMomentum,
+    StalenessRate,
+    WeightPrediction,
+)
+from pipedream_rt.corrections.prediction import expected_step
+from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
+
+
+def open_pipe(corrections=(), model=None, **options):
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "workers": "serial"}
+    defaults["optimizer"] = (torch.optim.AdamW, {"lr": 0.01})
+    return Pipeline(model or mlp(), corrections=[*corrections], **{**defaults, **options})
+
+
+def trained(pipe, data):
+    with pipe:
+        list(pipe.train_epoch(data))
+        return pipe.state_dict()
+
+
+def options_of(pipe, name):
+    return [float(o.local_value().param_groups[0][name]) for o in pipe.optimizer.remote_optimizers]
+
+
+# -- state --------------------------------------------------------------------------------------
+
+
+def keeping(make):
+    """A correction that keeps in its state what ``make(name, weight, before)`` returns."""
+
+    class Keeping(Correction):
+        def after_step(self, at, weights, before):
+            for name, weight in weights.items():
+                self.state[name] = make(name, weight, before[name])
+
+    return Keeping()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda name, weight, before: {"a/b": weight - before}, "under 'a/b'"),
+        (lambda name, weight, before: {0: weight - before}, "under 0;"),
+        (lambda name, weight, before: weight - before, "must be a dictionary"),
+        (lambda name, weight, before: {"last": weight}, "keep a clone"),
+        (lambda name, weight, before: {"last": before}, "keep a clone"),
+        (lambda name, weight, before: dict.fromkeys("ab", weight - before), "keep a clone"),
+    ],
+)
+def test_state_that_would_not_come_back_is_refused_at_the_first_update(make, words):
+    with pytest.raises(StageFailed, match=words), open_pipe([keeping(make)]) as pipe:
+        list(pipe.train_epoch(regression(2)))
+
+
+def test_a_parameter_may_have_a_slash_in_its_name(tmp_path):
+    class Slashed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_parameter("a/b", nn.Parameter(torch.eye(8)))
+
+        def forward(self, x):
+            return x @ getattr(self, "a/b")
+
+    def pipe(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Slashed(), nn.Linear(8, 8))
+        return open_pipe([ErrorFeedback()], model, **options)
+
+    torch.manual_seed(1)
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(10)]
+    expected = trained(pipe(), data)
+    with pipe() as first:
+        for x, y in data[:6]:
+            first.submit(x, y)
+        first.save(tmp_path)
+    assert_same(trained(pipe(checkpoint=Checkpoints(tmp_path, resume=True)), data[6:]), expected)
+
+
+class Foreign(Correction):
+    def before_step(self, at, optimizer):
+        self.state["elsewhere"] = {"x": torch.ones(1)}
+
+
+def test_so_is_state_that_belongs_to_no_parameter():
+    with pytest.raises(StageFailed, match="Foreign on stage . keeps state under 'elsewhere'"):
+        trained(open_pipe([Foreign()]), regression(2))
+
+
+# -- hooks --------------------------------------------------------------------------------------
+
+
+class Replacing(Correction):
+    def after_step(self, at, weights, before):
+        for name in weights:
+            weights[name] = weights[name] * 0.5
+
+
+class Assigning(Correction):
+    def after_step(self, at, weights, before):
+        for weight in weights.values():
+            weight.data = weight * 0.5
+
+
+class Returning(Correction):
+    def before_forward(self, at, weights, optimizer):
+        return weights
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (Replacing, "Replacing.after_step put another tensor"),
+        (Assigning, "Assigning.after_step put another tensor"),
+        (Returning, "Returning.before_forward returned"),
+    ],
+)
+def test_a_hook_works_in_place(made, words):
+    with pytest.raises(StageFailed, match=words), open_pipe([made()]) as pipe:
+        list(pipe.train_epoch(regression(4)))
+
+
+def test_an_error_in_a_hook_says_where():
+    class Wrong(Correction):
+        def before_step(self, at, optimizer):
+            raise ValueError("boom")
+
+    with pytest.raises(StageFailed, match=r"S0: ValueError: boom, in Wrong\.before_step"):
+        trained(open_pipe([Wrong()]), regression(4))
+
+
+def misspelt():
+    class Misspelt(Correction):
+        def before_steps(self, at, optimizer):
+            pass
+
+    return Misspelt()
+
+
+def on_the_object():
+    correction = ErrorFeedback()
+    correction.before_step = lambda at, optimizer: None
+    return correction
+
+
+def frozen():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Correction):
+        def before_step(self, at, optimizer):
+            pass
+
+    return Frozen()
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (Correction, "none of the hooks"),
+        (misspelt, "'before_steps', which would never be called"),
+        (on_the_object, "'before_step', which would never be called"),
+        (frozen, "must not be frozen"),
+    ],
+)
+def test_hooks_that_would_not_be_called_are_refused(made, words):
+    with pytest.raises(ConfigError, match=words):
+        open_pipe([made()])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: WeightPrediction(strength=float("nan")),
+        lambda: Extrapolation(strength="1"),
+        lambda: Extrapolation(decay="a"),
+        lambda: DelayCompensation(strength=float("inf")),
+        lambda: DelayCompensation(adaptive=True, decay=2.0),
+        lambda: ErrorFeedback(limit="1"),
+        lambda: StalenessRate(updates="a"),
+        lambda: StalenessMomentum(top=None),
+        lambda: StalenessDamping(power=True),
+    ],
+)
+def test_attributes_are_numbers(made):
+    with pytest.raises(ConfigError, match="must be a number"):
+        made()
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+class InPlace(Correction):
+    """Changes a rate that is a tensor in place, and adds an option."""
+
+    def before_step(self, at, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] /= 1 + at.staleness
+            group["boost"] = group.get("boost", 1) * 2
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_options_are_afterwards_as_before(rate):
+    optimizer = (torch.optim.AdamW, {"lr": rate, "fused": True})
+    with open_pipe([InPlace()], optimizer=optimizer) as pipe:
+        list(pipe.train_epoch(regression(8)))
+        pipe.flush()
+        assert options_of(pipe, "lr") == pytest.approx([0.1, 0.1, 0.1])
+        groups = [o.local_value().param_groups[0] for o in pipe.optimizer.remote_optimizers]
+        assert not any("boost" in group for group in groups)
+
+
+class Decaying(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 0.9
+
+
+def test_an_option_that_the_step_changes_too_is_refused():
+    optimizer = (Decaying, {"lr": 0.1})
+    with pytest.raises(StageFailed, match="changes its option 'lr'"):
+        trained(open_pipe([StalenessDamping()], optimizer=optimizer), regression(4))
+    with open_pipe([ErrorFeedback()], optimizer=optimizer) as pipe:  # which leaves it alone
+        list(pipe.train_epoch(regression(4)))
+        pipe.flush()
+        assert options_of(pipe, "lr") == pytest.approx([0.1 * 0.9**4] * 3)
+
+
+def test_no_momentum_stays_none():
+    plain = trained(open_pipe(optimizer=(torch.optim.SGD, {"lr": 0.1})), regression(6))
+    optimizer = (torch.optim.SGD, {"lr": 0.1})
+    assert_same(
+        trained(open_pipe([StalenessMomentum()], optimizer=optimizer), regression(6)), plain
+    )
+    with pytest.raises(StageFailed, match="no rule for SGD"):
+        trained(open_pipe([WeightPrediction()], optimizer=optimizer), regression(6))
+
+
+# -- moments ------------------------------------------------------------------------------------
+
+RECORDS: list[tuple[float, int]] = []
+"""What `Recording` was told on stage 0; stages in the thread of the script share it."""
+
+
+class Recording(Correction):
+    def before_forward(self, at, weights, optimizer):
+        if at.stage == 0:
+            RECORDS.append((at.read, at.update))
+
+
+class RecordingSteps(Correction):
+    def before_step(self, at, optimizer):
+        if at.stage == 0:
+            RECORDS.append((at.read, at.update))
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded():
+    RECORDS.clear()
+
+
+def test_micro_batches_without_samples_do_not_count():
+    data = [(x[:1], y[:1]) for x, y in regression(8)]
+    trained(open_pipe([RecordingSteps()], micro_batches=3), data)
+    assert [update - read for read, update in RECORDS] == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_an_update_that_was_skipped_has_a_prediction_too():
+    data = regression(10)
+    data[5] = tuple(1e30 * part for part in data[5])
+    options = {"stages": 2, "schedule": "2bw", "micro_batches": 2, "on_nan": "ignore"}
+    with open_pipe([Recording()], loss_scale=LossScale(init_scale=1024.0), **options) as pipe:
+        list(pipe.train_epoch(data))
+    assert [read for read, _ in RECORDS] == list(range(1, len(RECORDS) + 1))
+    assert len(RECORDS) >= 9
+
+
+class Stuck:
+    """A policy that stays at a version for ever."""
+
+    def reads(self, stage, shape, micro_batch):
+        return min(max(0, (micro_batch - shape.warm_up(stage)) // shape.per_update), 4)
+
+    def kept(self, stage, shape):
+        return 10**6
+
+    def require(self, shape):
+        pass
+
+
+def test_a_policy_that_stays_at_a_version_is_refused_where_it_would_need_views_for_ever():
+    example = Path(__file__).parent.parent / "examples" / "own_schedule.py"
+    schedule = runpy.run_path(str(example))["Rounds"](10**6)
+    schedule.versions = Stuck()
+    trained(open_pipe([ErrorFeedback()], schedule=schedule), regression(8))
+    with pytest.raises(StageFailed, match="would read version"):
+        trained(open_pipe([Extrapolation()], schedule=schedule), regression(8))
+
+
+# -- hooks on gradients -------------------------------------------------------------------------
+
+
+def clamp(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def test_hooks_on_accumulated_gradients_and_corrections_of_gradients():
+    def hooked():
+        model = mlp()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp)
+        return model
+
+    with pytest.raises(ConfigError, match="has a hook on its accumulated gradient"):
+        open_pipe([DelayCompensation()], hooked(), micro_batches=2)
+    plain = trained(open_pipe([], hooked()), regression(6))
+    assert_same(
+        trained(open_pipe([DelayCompensation(strength=0.0)], hooked()), regression(6)), plain
+    )
+
+
+# -- complex weights ----------------------------------------------------------------------------
+
+
+class Conjugated(nn.Module):
+    """A matrix that is used as its conjugate, in several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) * 0.5)
+
+    def forward(self, x):
+        if self.way == "mH":
+            return x @ self.w.mH
+        return x @ self.w.conj() if self.way == "conj" else x * self.w.conj()
+
+
+def squared(output, target):
+    return (output - target).abs().pow(2).mean()
+
+
+@pytest.mark.parametrize("way", ["mH", "conj", "product"])
+def test_backwards_on_the_newest_weights_find_conjugates(way):
+    """With one stage, the newest weights are those of the forward."""
+    generator = torch.Generator().manual_seed(3)
+    pairs = torch.randn(6, 2, 4, 4, dtype=torch.complex64, generator=generator)
+    states = []
+    for versions in ("stashed", "current"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Conjugated(way) for _ in range(3)))
+        pipe = open_pipe(
+            [], model, stages=1, loss_fn=squared, optimizer=(torch.optim.SGD, {"lr": 0.05}),
+            schedule_options=ScheduleOptions(versions=versions),
+        )  # fmt: skip
+        states.append(trained(pipe, [tuple(pair) for pair in pairs]))
+    assert_same(*states)
+
+
+def test_the_expected_step_of_complex_weights_is_that_of_their_parts():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+    parts = nn.Parameter(torch.view_as_real(weight.detach()).clone())
+    both = [torch.optim.AdamW([each], lr=0.1) for each in (weight, parts)]
+    for _ in range(5):
+        weight.grad = torch.randn(3, 3, dtype=torch.complex64)
+        parts.grad = torch.view_as_real(weight.grad).clone()
+        for optimizer in both:
+            optimizer.step()
+    found = expected_step(both[0], both[0].param_groups[0], weight)
+    expected = expected_step(both[1], both[1].param_groups[0], parts)
+    torch.testing.assert_close(torch.view_as_real(found), expected)
+
+
+# -- optimizers of matrices ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype"),
+    [(Muon, torch.complex64), (RotatedAdamW, torch.complex64), (RotatedAdamW, torch.bfloat16)],
+)
+def test_matrices_of_types_without_a_rule_are_refused(made, dtype):
+    with pytest.raises(ValueError, match=str(dtype)):
+        made([{"params": [nn.Parameter(torch.ones(3, 2, dtype=dtype))], "matrices": True}])
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (Muon, {"momentum": 2.0}),
+        (Muon, {"betas": (0.9,)}),
+        (Muon, {"lr": float("nan")}),
+        (RotatedAdamW, {"refresh": 2.5}),
+        (RotatedAdamW, {"refresh": 0}),
+        (RotatedAdamW, {"longest": -1}),
+    ],
+)
+def test_options_of_a_group_are_checked_too(made, options):
+    group = {"params": [nn.Parameter(torch.ones(3, 2))], "matrices": True, **options}
+    with pytest.raises(ValueError, match=next(iter(options))):
+        made([group])
+
+
+def test_a_closure_is_called():
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = Muon([{"params": [weight], "matrices": True}], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6.0
+    assert not torch.equal(weight, torch.ones(3, 2))
+
+
+def test_the_matrices_of_a_list_of_layers():
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    rule = hidden_matrices(layers)
+    assert [rule(f"{i}.weight", layer.weight) for i, layer in enumerate(layers)] == [1, 1, 0]
+
+
+# -- the thread of the script -------------------------------------------------------------------
+
+
+class Deadline(Exception):
+    """Raised by a handler of the script."""
+
+
+def handler(number, frame):
+    raise Deadline
+
+
+class Alarming(nn.Module):
+    """Sends its process a signal in its fourth forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        if type(self).calls == 4:
+            signal.raise_signal(signal.SIGUSR1)
+        return x
+
+
+def test_what_a_signal_handler_raises_reaches_the_script():
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        Alarming.calls = 0
+        model = nn.Sequential(nn.Linear(8, 8), Alarming(), nn.Linear(8, 8))
+        torch.manual_seed(0)
+        data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
+        with pytest.raises(Deadline), open_pipe([], model, max_restarts=2) as pipe:
+            list(pipe.train_epoch(data))
+        assert not pipe.restarts
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@contextlib.contextmanager
+def double_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def hooked_everywhere():
+    hook = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("around", "words"),
+    [
+        (double_by_default, "get_default_dtype"),
+        (hooked_everywhere, "on all modules"),
+        (lambda: torch.device("meta"), "get_default_device"),
+    ],
+)
+def test_what_workers_would_not_have_does_not_reach_the_stages(around, words):
+    with open_pipe() as pipe:
+        for x, y in regression(6):
+            pipe.submit(x, y)
+        with around(), pytest.raises(ConfigError, match=words):
+            pipe.flush()
