@@ -111,7 +111,7 @@ class Foreign(Correction):
 
 
 def test_so_is_state_that_belongs_to_no_parameter():
-    with pytest.raises(StageFailed, match="Foreign on stage . keeps state under 'elsewhere'"):
+    with pytest.raises(StageFailed, match=r"Foreign on stage . keeps state under 'elsewhere'"):
         trained(open_pipe([Foreign()]), regression(2))
 
 
