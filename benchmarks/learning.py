@@ -550,13 +550,29 @@ def all_sets() -> dict[str, list[Run]]:
             )
         ],
         "long": [
-            Run(**{**NARROW, "updates": 10_000, "rate": 0.006, **options})
-            for options in (
-                {"method": "muon", "schedule": "1f1b"},
-                {"method": "muon", "schedule": "1f1b", "updates": 8_000},
-                {"method": "muon+ef+extrapolation", **AT_ONE},
-                {"method": "muon+ef+extrapolation", "stages": 8},
-                {"method": "muon+ef+extrapolation", "stages": 32},
+            *some("muon", **NARROW, schedule="1f1b", updates=10_000),
+            *(
+                Run(**{**NARROW, "updates": 10_000, "rate": 0.006, **options})
+                for options in (
+                    *(
+                        {"method": "muon", "schedule": "1f1b", "updates": updates}
+                        for updates in (1_500, 3_000, 5_000, 8_000)
+                    ),
+                    {"method": "muon+ef+extrapolation", **AT_ONE},
+                    {"method": "muon+ef+extrapolation", "stages": 8},
+                    {"method": "muon+ef+extrapolation", "stages": 32, "rate": 0.003},
+                    {"method": "muon+ef2+extrapolation+damped", "stages": 32},
+                )
+            ),
+        ],
+        # Which rate and corrections to take for 32 stages, in runs that are not as long.
+        "ideas-32": [
+            Run(**NARROW, updates=1500, stages=32, method=method, rate=rate)
+            for method, rate in (
+                ("muon+ef2+extrapolation+damped", 0.006),
+                ("muon+ef+velocity80+damped", 0.006),
+                ("muon+ef+extrapolation", 0.003),
+                ("muon+ef+extrapolation", 0.0015),
             )
         ],
         "other-models": [
