@@ -346,6 +346,29 @@ def test_hooks_on_accumulated_gradients_and_corrections_of_gradients():
     )
 
 
+def test_sparse_gradients():
+    def embedding(sparse):
+        torch.manual_seed(0)
+        table = nn.Embedding(9, 8, sparse=sparse)
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 8))
+
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randint(9, (4, 2), generator=generator), torch.randn(4, 8, generator=generator))
+        for _ in range(8)
+    ]
+
+    def run(sparse, *corrections):
+        optimizer = (torch.optim.SGD, {"lr": 0.1})
+        return trained(open_pipe(corrections, embedding(sparse), optimizer=optimizer), data)
+
+    both = DelayCompensation(), ErrorFeedback()
+    for key, dense in run(False, *both).items():
+        torch.testing.assert_close(run(True, *both)[key], dense)
+    with pytest.raises(StageFailed, match="needs dense gradients"):
+        run(True, DelayCompensation(adaptive=True))
+
+
 # -- complex weights ----------------------------------------------------------------------------
 
 

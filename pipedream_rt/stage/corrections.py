@@ -85,14 +85,16 @@ class StageCorrections:
                 it was given, or keeps what cannot be kept.
         """
         dicts = [each for each in given if isinstance(each, dict)]
-        before = [{name: (t, t.data_ptr()) for name, t in each.items()} for each in dicts]
+        before = [{name: (t, _place(t)) for name, t in each.items()} for each in dicts]
         self.at = f"{type(correction).__name__}.{hook}"
         result = getattr(correction, hook)(at, *given)
         if result is not None:
-            raise ConfigError(f"{self.at} returned {result!r}, which nobody would use; it changes "
-                              "what it is given in place, and returns nothing")  # fmt: skip
+            raise ConfigError(
+                f"{self.at} returned a {type(result).__name__}, which nobody would use; a hook "
+                "changes what it is given in place, and returns nothing"
+            )
         for each, was in zip(dicts, before, strict=True):
-            now = {name: (t, t.data_ptr()) for name, t in each.items()}
+            now = {name: (t, _place(t)) for name, t in each.items()}
             if now.keys() != was.keys() or any(
                 now[name][0] is not t or now[name][1] != place for name, (t, place) in was.items()
             ):
@@ -257,8 +259,7 @@ class StageCorrections:
             ConfigError: It belongs to no parameter, has no name, or shares memory.
         """
         who = f"{type(correction).__name__} on stage {self._stage}"
-        others = (*given, *self._parameters.values())
-        seen = {tensor.untyped_storage().data_ptr() for tensor in others if tensor.numel()}
+        seen = set(map(_place, (*given, *self._parameters.values())))
         for name, values in correction.state.items():
             if name not in self._parameters:
                 raise ConfigError(
@@ -276,8 +277,7 @@ class StageCorrections:
                         f"{who} keeps state of {name!r} under {key!r}; the name must be a text "
                         "without a slash"
                     )
-                if isinstance(value, Tensor) and value.numel():
-                    place = value.untyped_storage().data_ptr()
+                if isinstance(value, Tensor) and (place := _place(value)):
                     if place in seen:
                         raise ConfigError(
                             f"{who} keeps as {key!r} of {name!r} a tensor that shares its memory "
@@ -303,6 +303,12 @@ class StageCorrections:
                 }
                 if values:
                     correction.state[name] = values
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none, or is sparse."""
+    dense = tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if dense and tensor.numel() else 0
 
 
 def _options(group: Hyper) -> Hyper:
