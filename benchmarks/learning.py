@@ -820,6 +820,8 @@ def plot(names: tuple[str, ...], output: Path, over: str) -> None:
     axes.set_ylabel("validation loss" if over == "samples" else "slowdown in samples")
     if over == "stages":
         axes.set_xscale("log", base=2)
+        ticks = sorted({stages for points in lines.values() for stages, _ in points})
+        axes.set_xticks(ticks, [f"{stages:g}" for stages in ticks])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.savefig(output, metadata={"Date": None})
