@@ -550,16 +550,32 @@ def all_sets() -> dict[str, list[Run]]:
             )
         ],
         "long": [
-            *some("muon", **NARROW, schedule="1f1b", updates=10_000),
+            *(
+                Run(**NARROW, updates=updates, schedule="1f1b", method=method, rate=rate)
+                for method, rate, updates in (
+                    ("nadam", 0.006, 10_000),
+                    ("nadam", 0.012, 10_000),
+                    ("muon", 0.003, 10_000),
+                    ("muon", 0.006, 10_000),
+                    ("muon", 0.012, 10_000),
+                    ("rotated", 0.012, 10_000),
+                    ("adamw", 0.012, 10_000),
+                    ("nadam", 0.006, 8_000),
+                    ("muon", 0.006, 8_000),
+                    ("muon", 0.006, 5_000),
+                    ("muon", 0.006, 3_000),
+                    ("muon", 0.006, 1_500),
+                )
+            ),
             *(
                 Run(**{**NARROW, "updates": 10_000, "rate": 0.006, **options})
                 for options in (
-                    *(
-                        {"method": "muon", "schedule": "1f1b", "updates": updates}
-                        for updates in (1_500, 3_000, 5_000, 8_000)
-                    ),
+                    {"method": "nadam", **AT_ONE},
                     {"method": "muon+ef+extrapolation", **AT_ONE},
+                    {"method": "nadam", "stages": 8},
                     {"method": "muon+ef+extrapolation", "stages": 8},
+                    {"method": "nadam", "stages": 32},
+                    {"method": "nadam", "stages": 32, "rate": 0.012},
                     {"method": "muon+ef+extrapolation", "stages": 32, "rate": 0.003},
                     {"method": "muon+ef2+extrapolation+damped", "stages": 32},
                 )
