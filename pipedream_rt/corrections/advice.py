@@ -104,8 +104,9 @@ def doubt(optimizer: type, staleness: int, corrections: Sequence[Correction]) ->
     return (
         f"gradients are up to {staleness} updates stale; with {name} and a staleness of "
         f"{nearest.most} it took {factor:g} times the samples of the best synchronous training to "
-        f"the same loss. What bore staleness best: at least as many micro-batches as stages, with "
-        f'{" or ".join(better)} and corrections="auto". A schedule that flushes has none'
+        "the same loss, in runs of 1,200 updates; over 10,000 it weighed much less. What bore "
+        f"staleness best: at least as many micro-batches as stages, with {' or '.join(better)} and "
+        'corrections="auto". A schedule that flushes has none'
     )
 
 
