@@ -44,7 +44,7 @@ class DelayCompensation(Correction):
         require_number("strength", self.strength, 0.0)
         require_number("decay", self.decay, 0.0, below=1.0)
         self.copies = 1.0 if self.adaptive else 0.0
-        self.passes = 28.0 if self.adaptive else 11.0
+        self.passes = 30.0 if self.adaptive else 11.0
 
     def after_backward(self, at: Moment, gradients: Named, read: Named, newest: Named) -> None:
         """See `Correction.after_backward`."""

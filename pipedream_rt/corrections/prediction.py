@@ -42,7 +42,7 @@ class WeightPrediction(Correction):
 
     strength: float = 1.0
     copies_per_version = 1.0
-    passes = 29.0  # with AdamW
+    passes = 31.0  # with AdamW
 
     def __post_init__(self) -> None:
         """Check the number."""
