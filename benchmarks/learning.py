@@ -83,12 +83,19 @@ class Task:
     loss_fn: Any
 
 
+def _head(width: int) -> nn.Sequential:
+    """What makes logits of bytes: (..., D) -> (..., 256)."""
+    from train_charlm import BYTES
+
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+
+
 def transformer_layers(blocks: int, width: int, context: int) -> nn.Sequential:
     """The byte-level transformer of the example, whose blocks are cut in halves."""
-    from train_charlm import BYTES, Embedding
+    from train_charlm import Embedding
 
     halves = [half for _ in range(blocks) for half in (Attention(width), FeedForward(width))]
-    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+    head = _head(width)
     return nn.Sequential(Embedding(width, context), *halves, head)
 
 
@@ -192,12 +199,12 @@ def _text(context: int) -> Task:
 
 def _last_byte(context: int, width: int, layers: int) -> Task:
     """The byte after a window, by a network without attention."""
-    from train_charlm import BYTES, Corpus
+    from train_charlm import Corpus
 
     corpus = Corpus.load()
 
     def model() -> nn.Sequential:
-        head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+        head = _head(width)
         return nn.Sequential(Window(width, context), *(Narrow(width) for _ in range(layers)), head)
 
     def batches(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -212,7 +219,7 @@ def _last_byte(context: int, width: int, layers: int) -> Task:
 def _lstm(width: int, layers: int) -> nn.Sequential:
     from train_charlm import BYTES
 
-    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
+    head = _head(width)
     recurrent = [Recurrent(width) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(BYTES, width), *recurrent, head)
 

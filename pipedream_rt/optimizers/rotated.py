@@ -44,6 +44,8 @@ class RotatedAdamW(AdamWBeside):
         ValueError: An option makes no sense.
     """
 
+    matrix_types = (torch.float32, torch.float64)  # of which eigenvectors can be computed
+
     def __init__(
         self,
         params: Any,
@@ -64,8 +66,6 @@ class RotatedAdamW(AdamWBeside):
             "longest": longest,
         }
         super().__init__(params, options)
-
-    matrix_types = (torch.float32, torch.float64)  # of which eigenvectors can be computed
 
     def check(self, group: dict[str, Any]) -> None:
         """See `AdamWBeside.check`."""
