@@ -70,7 +70,8 @@ def host_stage(
     """Join the group that a welcome describes and run the worker's stages in it.
 
     Threads of this process: the calling one reads the control connection; one computes for all
-    stages; one reads the links and fills the inbox; those of torch RPC and its tunnel mostly wait.
+    stages, and reads the links while it waits; one reads the links while that one computes; those
+    of torch RPC and its tunnel mostly wait.
 
     Args:
         control: The control connection.
@@ -115,6 +116,7 @@ def host_stage(
         threads,
         announce=lambda action: control.send({"type": "doing", "action": action}),
         own_process=True,
+        waiter=transport.waiter,
     )
     for stage in stages:
         transport.open(stage, host.inbox.put, host.inbox.close)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
@@ -42,6 +44,38 @@ class Wanted(NamedTuple):
 
 T = TypeVar("T")
 
+
+class Waiter(Protocol):
+    """What the taker of an inbox waits with."""
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until `wake` is called, at most for so many seconds; or return at any time before.
+
+        What has called for it since the last `wait` began counts too.
+        """
+
+    def wake(self) -> None:
+        """End the wait. Any thread, also the waiting one."""
+
+
+class Bell:
+    """A waiter that does nothing else."""
+
+    def __init__(self) -> None:
+        """Begin with no call."""
+        # In C; a threading.Condition makes a lock for each wait.
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def wait(self, seconds: float | None) -> None:
+        """See `Waiter.wait`."""
+        with suppress(queue.Empty):
+            self._calls.get(timeout=seconds)
+
+    def wake(self) -> None:
+        """See `Waiter.wake`."""
+        self._calls.put(None)
+
+
 Steps: TypeAlias = Generator[Wanted, Message, T]
 """Work that yields each message that it waits for, is sent it, and returns something at its end.
 
@@ -61,26 +95,29 @@ class Inbox:
     Args:
         owner: Name of the owner for messages, as ``"stage 2"``.
         generation: Number of the generation; messages of others are dropped.
+        waiter: What the taker waits with; None for a bell.
 
     Attributes:
         awaited: The keys that the taker waits for now.
         arrived_ns: When the message that was taken last had arrived, on the clock of
             ``time.monotonic_ns``.
-        recent: The last ten actions of the taker, for a stall report.
+        recent: The last ten things that the taker has done, for a stall report.
     """
 
-    def __init__(self, owner: str, generation: int = 0) -> None:
+    def __init__(self, owner: str, generation: int = 0, waiter: Waiter | None = None) -> None:
         """Begin open and empty."""
         self._owner = owner
         self._generation = generation
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiter = waiter or Bell()
         self._waiting: dict[Key, tuple[Message, int]] = {}
         self._taken: dict[Edge, int] = {}
         self._reason: Reason | None = None
         self._taker: int | None = None
         self.awaited: tuple[Key, ...] = ()
+        self._also: Sequence[Key] = ()
         self.arrived_ns = 0
-        self.recent: deque[str] = deque(maxlen=10)
+        self.recent: deque[object] = deque(maxlen=10)
 
     def put(self, message: Message) -> bool:
         """Keep a message until it is taken. Never blocks.
@@ -90,7 +127,7 @@ class Inbox:
             after `close`.
         """
         key = message.key
-        with self._changed:
+        with self._lock:
             if message.generation != self._generation:
                 _log.warning(
                     "%s, generation %d: dropped %s of generation %d",
@@ -106,8 +143,10 @@ class Inbox:
             if self._reason is not None:
                 return False
             self._waiting[key] = (message, time.monotonic_ns())
-            self._changed.notify_all()
-            return True
+            called = self._taker is not None and (key in self.awaited or key in self._also)
+        if called:
+            self._waiter.wake()
+        return True
 
     def take(self, wanted: Wanted) -> Message:
         """Wait for a message and remove it.
@@ -120,20 +159,22 @@ class Inbox:
             RuntimeError: Another thread is waiting already.
             BaseException: The reason given to `close`.
         """
-        with self._changed:
+        with self._lock:
             self._claim()
-            self.awaited = (wanted.key, *wanted.instead)
-            try:
-                while (found := self._find(wanted)) is None:
+            self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
+        try:
+            while True:
+                with self._lock:
+                    if (found := self._find(wanted)) is not None:
+                        return self._remove(found)
                     if self._reason is not None:
                         break
                     if wanted.deadline.expired():
                         raise self._late(wanted.deadline)
-                    self._changed.wait(wanted.deadline.remaining_s())
-                else:
-                    return self._remove(found)
-            finally:
-                self.awaited, self._taker = (), None
+                # The lock is free: with some waiters, this thread is the one that calls `put`.
+                self._waiter.wait(wanted.deadline.remaining_s())
+        finally:
+            self.awaited, self._also, self._taker = (), (), None
         raise self._closed()
 
     def take_if_there(self, wanted: Wanted) -> Message | None:
@@ -142,7 +183,7 @@ class Inbox:
         Raises:
             BaseException: The reason given to `close`.
         """
-        with self._changed:
+        with self._lock:
             self.awaited = (wanted.key, *wanted.instead)
             if (found := self._find(wanted)) is not None:
                 self.awaited = ()
@@ -220,7 +261,7 @@ class Inbox:
 
     def holds(self, key: Key) -> bool:
         """Whether a message waits; for `PendingStep.done`, never to decide what to do next."""
-        with self._changed:
+        with self._lock:
             return key in self._waiting
 
     def close(self, reason: Reason) -> None:
@@ -230,10 +271,10 @@ class Inbox:
             reason: The error that `take` raises when the message asked for is not there; or a
                 function that returns it, which the taker calls.
         """
-        with self._changed:
+        with self._lock:
             if self._reason is None:
                 self._reason = reason
-                self._changed.notify_all()
+                self._waiter.wake()
 
     def reopen(self, generation: int) -> None:
         """Open the inbox for a new generation after a failure; the taker calls it.
@@ -244,7 +285,7 @@ class Inbox:
         Args:
             generation: Number of the new generation; messages of others are dropped from now on.
         """
-        with self._changed:
+        with self._lock:
             self._generation = generation
             self._waiting.clear()
             self._reason = None
@@ -263,7 +304,7 @@ class Inbox:
         """Return what is awaited and the last ten actions, for a stall report. Any thread."""
         keys = self.awaited
         awaited = f"waiting for {_text_of(keys)}" if keys else "computing"
-        return f"{awaited}; last actions: {' '.join(self.recent) or 'none'}"
+        return f"{awaited}; last actions: {' '.join(map(str, self.recent)) or 'none'}"
 
 
 def _text_of(keys: Sequence[Key]) -> str:

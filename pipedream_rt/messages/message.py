@@ -337,6 +337,9 @@ def digest_of(tensors: Sequence[Tensor]) -> bytes:
     return digest.digest()
 
 
+_FED = (MicroBatch, Command)
+"""The payloads of items of the feed."""
+
 Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
 """``send(to, index, payload, tensors)`` hands a message to the transport and never blocks."""
 
@@ -384,8 +387,7 @@ class Message:
     def key(self) -> Key:
         """The key under which the message waits."""
         payload = self.payload
-        fed = isinstance(payload, MicroBatch | Command)
-        number = payload.turn if fed else self.index  # type: ignore[union-attr]
+        number = payload.turn if isinstance(payload, _FED) else self.index
         return Key(Edge(payload.kind, self.sender, self.to), number)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
-from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
+from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
@@ -40,9 +40,10 @@ class StageHost:
         send_of: Returns, for the index of a stage, the function that the stage sends with.
         timeout: How long to wait for a message that is sure to come.
         threads: Number of threads for torch's own parallel loops.
-        computing: Makes a context that is entered around every computation.
+        computing: Makes a context that is entered around every computation; None for none.
         announce: Called with each action before it is done, as far as the `Start` message asks.
         own_process: Whether nothing else runs in this process.
+        waiter: What the thread waits with for messages; None for a bell.
 
     Attributes:
         worker: Index of the worker.
@@ -58,14 +59,15 @@ class StageHost:
         send_of: Callable[[int], Send],
         timeout: timedelta,
         threads: int,
-        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        computing: Callable[[], AbstractContextManager[None]] | None = None,
         announce: Callable[[str], None] = lambda action: None,
         own_process: bool = False,
+        waiter: Waiter | None = None,
     ) -> None:
         """Build no stage yet."""
         self.worker = worker
         self.name = name_of_worker(worker, stages)
-        self.inbox = Inbox(self.name, generation)
+        self.inbox = Inbox(self.name, generation, waiter)
         self._stages: dict[int, Stage] = {}
         self._loop: Loop | None = None
         self._doing = Doing(stages[0])
@@ -138,7 +140,8 @@ class StageHost:
             message = yield Wanted(key, Deadline(self._timeout))
             start, spec = _spec_of(message, self._own_process)
             apply_settings(spec.settings)
-            with self._computing():  # layers that are built draw from the process's generator
+            # Layers that are built draw from the process's generator.
+            with nullcontext() if self._computing is None else self._computing():
                 spec.build()
             if spec.recompute and self._own_process:
                 give_memory_back_at_once()
@@ -174,7 +177,7 @@ class StageHost:
 
         What is sent is its text, its traceback, and itself if it pickles.
         """
-        index, action = self._doing.stage, self._doing.action
+        index, action = self._doing.stage, str(self._doing.action)
         name = type(error).__qualname__
         try:
             text, trace = str(error) + self._place(error), trace_of(error)

@@ -1,8 +1,9 @@
 """Links: the connections between the members of a group, over which everything of a job travels.
 
 A link is a stream socket whose two ends have proved to each other that they are members, or which
-one process made for both. A thread of the links reads all of them, and writes what a socket did not
-take at once. A frame on a link is
+one process made for both. The thread that waits for messages reads the links itself meanwhile
+(`Links.wait`). While it does something else, a thread of the links reads them; that also writes
+what a socket did not take at once. A frame on a link is
 
     32 bytes   signature of kind, length of the body, and meta (see `Signer`)
     1 byte     kind
@@ -16,14 +17,16 @@ The signature is checked before meta is parsed. A frame whose signature is wrong
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import selectors
+import select
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
@@ -37,6 +40,7 @@ from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
 
 _HEAD = struct.Struct(f"!{DIGEST}sBIQ")
+_KIND_AND_SIZE = struct.Struct("!BQ")
 _LARGEST_META = 1 << 28
 """Bytes that meta may have; tensors are in the body."""
 
@@ -95,12 +99,15 @@ class _Coming(NamedTuple):
 
 
 class Link:
-    """One end of a link. Any thread sends; one thread receives.
+    """One end of a link. Any thread sends; one thread at a time receives.
 
     Args:
         connection: The socket, taken over.
         sends: Signs what this end sends.
         receives: Checks what the other end has sent.
+
+    Attributes:
+        reading: To be held by the thread that receives, and by the one that closes.
     """
 
     def __init__(self, connection: socket.socket, sends: Signer, receives: Signer) -> None:
@@ -110,6 +117,7 @@ class Link:
         self._socket = connection
         self._sends = sends
         self._receives = receives
+        self.reading = threading.Lock()
         self._lock = threading.Lock()
         self._queue: deque[memoryview] = deque()
         self._chunk = memoryview(bytearray(_CHUNK))
@@ -138,15 +146,15 @@ class Link:
             TransportError: The data is too large.
         """
         bodies = [bytes_of(tensor) for tensor in tensors]
-        meta = bytes(msgpack.packb([data, [described(tensor) for tensor in tensors]]))
+        meta: bytes = msgpack.packb([data, [described(tensor) for tensor in tensors]])
         if len(meta) > _LARGEST_META:
             raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
-        size = sum(body.nbytes for body in bodies)
+        size = sum([body.nbytes for body in bodies])
         with self._lock:
-            signature = self._sends.sign(bytes([kind]), size.to_bytes(8, "big"), meta)
+            signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
             idle = not self._queue
             self._queue.append(memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta))
-            self._queue.extend(body for body in bodies if body.nbytes)
+            self._queue.extend([body for body in bodies if body.nbytes])
             return self._write() if idle else False
 
     def flush(self) -> bool:
@@ -172,26 +180,34 @@ class Link:
                 queue[0] = queue[0][sent:]
         return True
 
-    def receive(self) -> Iterator[Frame]:
-        """Yield the frames of which the rest has come. Does not wait.
+    def receive(self, take: Callable[[Frame], object]) -> bool:
+        """Read once, and hand over the frames of which the rest has come. Does not wait.
+
+        Args:
+            take: Called with each frame.
+
+        Returns:
+            Whether nothing more was there.
 
         Raises:
             OSError: The other end is gone.
             TransportError: What came is not signed, or is no frame.
         """
+        room = self._room[0] if self._room else self._chunk
         try:
-            if self._room:
-                count = self._socket.recv_into(self._room[0])
-                self._fill(count)
-            else:
-                count = self._socket.recv_into(self._chunk)
-                self._buffer += self._chunk[:count]
+            count = self._socket.recv_into(room)
         except BlockingIOError:
-            return
+            return True
         if not count:
             raise ConnectionError("it closed the connection")
+        is_all = count < room.nbytes
+        if self._room:
+            self._fill(count)
+        else:
+            self._buffer += room[:count]
         while (frame := self._next()) is not None:
-            yield frame
+            take(frame)
+        return is_all
 
     def _fill(self, count: int) -> None:
         """Note that so many bytes of the body have come."""
@@ -218,7 +234,7 @@ class Link:
         if coming is None or self._room:
             return None
         self._coming = None
-        return Frame(coming.kind, coming.data, [place.tensor() for place in coming.places])
+        return Frame(coming.kind, coming.data, [place.tensor for place in coming.places])
 
     def _begin(self) -> None:
         """Check and take head and meta from the buffer, once they are there, and make the tensors.
@@ -235,7 +251,7 @@ class Link:
         if len(self._buffer) < end:
             return
         meta = bytes(self._buffer[_HEAD.size : end])
-        self._receives.check(signature, bytes([kind]), size.to_bytes(8, "big"), meta)
+        self._receives.check(signature, _KIND_AND_SIZE.pack(kind, size), meta)
         del self._buffer[:end]
         try:
             data, about = msgpack.unpackb(meta)
@@ -254,6 +270,11 @@ class Link:
 
 class Links:
     """The links of one member to all others, and the thread that attends to them.
+
+    One other thread, the waiter, may wait for messages with `wait` and `wake` (see `Waiter`): it
+    reads the links itself, which spares the way through the thread. The kernel wakes one of the
+    two: the waiter if it waits, else the thread (``EPOLLEXCLUSIVE``, where the order of registering
+    counts). Where it wakes both, one of them finds nothing.
 
     Args:
         group: The group.
@@ -280,10 +301,21 @@ class Links:
             )
             for rank, (connection, key) in connections.items()
         }
+        self._rank_of = {link.fileno(): rank for rank, link in self._links.items()}
         self._ended: dict[int, str] = {}
         self._unsent: deque[int] = deque()
+        self._unread: deque[int] = deque()
         self._life = Lifecycle("the links")
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waiter: int | None = None
+        self._called = False
+        self._bell, self._wake = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in "12")
+        self._of_waiter, self._of_thread, self._writable = (select.epoll() for _ in "123")
+        for events, bell in ((self._of_waiter, self._bell), (self._of_thread, self._wake)):
+            for link in self._links.values():
+                events.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+            events.register(bell, select.EPOLLIN)
+        # In an epoll of their own, as what is registered exclusively cannot be modified.
+        self._of_thread.register(self._writable, select.EPOLLIN)
         # A daemon, as the interpreter joins other threads before it closes a forgotten pipeline.
         self._thread = threading.Thread(target=self._attend, name="links", daemon=True)
         self._thread.start()
@@ -303,65 +335,121 @@ class Links:
         try:
             if not link.send(kind, data, tensors):
                 self._unsent.append(rank)
-                self._wake_thread()
-        except OSError as error:  # the thread finds it out too, and reports it
+                _ring(self._wake)
+        except OSError as error:  # who reads finds it out too, and reports it
             return text_of(error)
         return None
 
-    def _wake_thread(self) -> None:
-        """Have the thread look at what was not sent, or at its end."""
-        try:
-            os.eventfd_write(self._wake, 1)
-        except OSError:  # it is being closed
-            pass
+    # -- the waiter -----------------------------------------------------------------------------
+
+    def wait(self, seconds: float | None) -> None:
+        """See `Waiter.wait`; what comes meanwhile is received in this thread."""
+        self._waiter, self._called = threading.get_ident(), False
+        for ready, _ in self._of_waiter.poll(seconds):
+            if ready == self._bell:
+                os.eventfd_read(self._bell)
+                continue
+            rank = self._rank_of[ready]
+            while not self._read(rank):
+                if self._called:  # what was waited for is here; the rest is no work for this thread
+                    self._unread.append(rank)
+                    _ring(self._wake)
+                    break
+
+    def wake(self) -> None:
+        """See `Waiter.wake`."""
+        if threading.get_ident() == self._waiter:
+            self._called = True
+        else:
+            _ring(self._bell)
+
+    # -- the thread -----------------------------------------------------------------------------
 
     def _attend(self) -> None:
         """Read and write until `close` is called; the thread of the links runs this."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            for rank, link in self._links.items():
-                selector.register(link, selectors.EVENT_READ, rank)
-            while self._life.is_open:
-                # No deadline: `close` wakes it, and the kernel tells of a peer that is gone.
-                for key, events in selector.select():
-                    if key.data is None:
-                        os.eventfd_read(self._wake)
-                    else:
-                        self._attend_to(key.data, events, selector)
-                while self._unsent:
-                    rank = self._unsent.popleft()
-                    if rank not in self._ended:
-                        both = selectors.EVENT_READ | selectors.EVENT_WRITE
-                        selector.modify(self._links[rank], both, rank)
+        while self._life.is_open:
+            # No deadline: `close` wakes it, and the kernel tells of a peer that is gone.
+            for ready, _ in self._of_thread.poll(0 if self._unread else None):
+                if ready == self._wake:
+                    os.eventfd_read(self._wake)
+                elif ready in self._rank_of:
+                    self._read(self._rank_of[ready])
+                else:
+                    for writable, _ in self._writable.poll(0):
+                        self._flush(self._rank_of[writable])
+            while self._unsent:
+                self._flush(self._unsent.popleft())
+            for _ in range(len(self._unread)):
+                rank = self._unread.popleft()
+                if not self._read(rank):
+                    self._unread.append(rank)
 
-    def _attend_to(self, rank: int, events: int, selector: selectors.BaseSelector) -> None:
-        """Read from and write to one link."""
+    def _read(self, rank: int) -> bool:
+        """Read from a link once; return whether nothing more was there. Two threads do."""
         link = self._links[rank]
+        with link.reading:
+            if rank in self._ended:
+                return True
+            try:
+                return link.receive(functools.partial(self._receive, rank))
+            except Exception as error:  # whatever it is, it ends this link alone
+                reason = self._end_of(rank, error)
+        if self._life.is_open:
+            self._lost(rank, reason)
+        return True
+
+    def _flush(self, rank: int) -> None:
+        """Write to a link as much as it takes; the thread comes again for the rest."""
+        link = self._links[rank]
+        if rank in self._ended:
+            return
         try:
-            if events & selectors.EVENT_WRITE and link.flush():
-                selector.modify(link, selectors.EVENT_READ, rank)
-            if events & selectors.EVENT_READ:
-                for frame in link.receive():
-                    self._receive(rank, frame)
-        except Exception as error:  # the top of a thread: whatever it is, it ends this link alone
-            if not isinstance(error, OSError | TransportError):
-                _log.exception("the link to member %d ends by an error of its own", rank)
-            selector.unregister(link)
-            self._ended[rank] = text_of(error)
-            link.close()
-            if self._life.is_open:
-                self._lost(rank, self._ended[rank])
+            is_done = link.flush()
+        except OSError:
+            is_done = True  # who reads finds it out too, and reports it
+        _forget(self._writable, link)
+        if not is_done:
+            with suppress(OSError, ValueError):  # who reads may just have closed it
+                self._writable.register(link, select.EPOLLOUT)
+
+    def _end_of(self, rank: int, error: Exception) -> str:
+        """End a link that this thread is reading; return why in words."""
+        if not isinstance(error, OSError | TransportError):
+            _log.exception("the link to member %d ends by an error of its own", rank)
+        self._ended[rank] = reason = text_of(error)
+        link = self._links[rank]
+        for events in (self._of_waiter, self._of_thread, self._writable):
+            _forget(events, link)  # closing does not, while a forked child has the socket too
+        link.close()
+        return reason
 
     def close(self) -> None:
-        """Close all links. Idempotent; not on the thread of the links."""
+        """Close all links. Idempotent; not on the thread of the links, nor while another waits."""
         if not self._life.begin_closing():
             return
-        self._wake_thread()
+        _ring(self._wake)
         self._thread.join()
-        os.close(self._wake)
         for link in self._links.values():
-            link.close()
+            with link.reading:
+                link.close()
+        for events in (self._of_waiter, self._of_thread, self._writable):
+            events.close()
+        bells, self._bell, self._wake = (self._bell, self._wake), -1, -1
+        for bell in bells:
+            os.close(bell)
         self._life.close()
+
+
+def _forget(events: select.epoll, link: Link) -> None:
+    """Poll a link no more, if it is polled."""
+    with suppress(OSError, ValueError):
+        events.unregister(link)
+
+
+def _ring(bell: int) -> None:
+    """Let a thread that polls an eventfd go on."""
+    with suppress(OSError, ValueError):  # it is being closed
+        os.eventfd_write(bell, 1)
 
 
 def text_of(error: Exception) -> str:

@@ -3,8 +3,8 @@
 Why not as RPCs (measured; ``benchmarks/transports.py`` prints the figures): an RPC of torch passes
 through four threads on its way, which costs more processor time than most layers of a small model
 need, and whoever reaches its port can have it parse anything. A message over a link is written by
-the thread that sends it, if the socket has room, and is put into an inbox by the one thread that
-reads all links.
+the thread that sends it, if the socket has room, and is read by the thread that waits for it, or by
+the thread of the links while that one computes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgpack
 
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.messages.inbox import Waiter
 from pipedream_rt.messages.message import Message
 from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode, sendable
@@ -53,6 +54,11 @@ class SocketTransport:
         """
         self._links = Links(self._group, connections, self._receive, self._end_of_link)
 
+    @property
+    def waiter(self) -> Waiter | None:
+        """What one thread may wait with for messages that come over links; None before those."""
+        return self._links
+
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
         """See `Transport.open`."""
         self._open[address] = (receive, lost)
@@ -86,13 +92,13 @@ class SocketTransport:
             self._open[sender][1](error)
 
     def _end_of_link(self, rank: int, reason: str) -> None:
-        """Tell everybody in this process that a peer is gone; the thread of the links does."""
+        """Tell everybody in this process that a peer is gone; whoever reads the links does."""
         self.tunnel.end(rank)
         for address in list(self._open):
             self._tell_lost(address, rank, f"{{}} is gone: {reason}")
 
     def _receive(self, rank: int, frame: Frame) -> None:
-        """Take a frame from a link; the thread of the links does.
+        """Take a frame from a link; whoever reads the links does.
 
         Raises:
             TransportError: A member has sent what it should not; that ends its link.

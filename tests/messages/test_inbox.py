@@ -5,7 +5,7 @@ import pytest
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PipelineClosed
-from pipedream_rt.messages.inbox import Inbox, Wanted
+from pipedream_rt.messages.inbox import Bell, Inbox, Wanted
 from pipedream_rt.messages.message import Gradient, Key, Message, Reply
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 
@@ -126,3 +126,35 @@ def test_holds_and_story():
     assert inbox.story() == "computing; last actions: none"
     inbox.awaited = (key(3),)
     assert inbox.story() == "waiting for gradient 3 from stage 2; last actions: none"
+
+
+class Recorded(Bell):
+    """A bell that counts who rings, and delivers a message at each wait, as links do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rung, self.to_come, self.inbox = 0, [], None
+
+    def wait(self, seconds):
+        if self.to_come:
+            self.inbox.put(self.to_come.pop(0))
+        else:
+            super().wait(seconds)
+
+    def wake(self):
+        self.rung += 1
+        super().wake()
+
+
+def test_the_taker_is_woken_for_what_it_waits_for_alone():
+    """A thread that is woken for nothing costs more than most messages."""
+    bell = Recorded()
+    inbox = bell.inbox = Inbox("stage 1", waiter=bell)
+    inbox.put(gradient(7))
+    assert bell.rung == 0  # nobody waits
+    bell.to_come = [gradient(5), gradient(4), gradient(3)]
+    assert inbox.take(Wanted(key(3), soon())).index == 3
+    assert bell.rung == 1
+    for number in (4, 5, 7):
+        assert inbox.take(Wanted(key(number), soon())).index == number
+    assert bell.rung == 1

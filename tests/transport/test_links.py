@@ -1,9 +1,11 @@
 """Links: whole frames arrive in order, and what is wrong ends the link before it is parsed."""
 
+import os
 import queue
 import random
 import socket
 import struct
+import threading
 
 import msgpack
 import pytest
@@ -35,10 +37,10 @@ def test_frames_arrive_in_order_however_the_kernel_cuts_them():
         sent.append((number % 3, draw.randbytes(draw.choice((0, 5, 5000))), torch.rand(size)))
         left.send(sent[-1][0], sent[-1][1], [sent[-1][2], torch.tensor(number)])
         if draw.random() < 0.5:
-            came += right.receive()
+            right.receive(came.append)
     while len(came) < len(sent):
         all_out = left.flush()
-        came += right.receive()
+        right.receive(came.append)
     assert all_out
     for (kind, data, tensor), frame in zip(sent, came, strict=True):
         assert (frame.kind, frame.data) == (kind, data)
@@ -70,7 +72,7 @@ def fed(data):
             ends[0].sendall(data)
         frames = []
         while True:
-            frames += link.receive()
+            link.receive(frames.append)
     except (TransportError, ConnectionError) as error:
         return frames, error
     finally:
@@ -141,7 +143,7 @@ def test_fuzz_of_frames():
 )
 def test_what_a_member_signs_but_makes_no_sense_ends_the_link(meta):
     """An error of one version of this package that talks to another; never a raw one."""
-    signature = Signer(KEY, 1, 0, 1).sign(bytes([0]), (0).to_bytes(8, "big"), meta)
+    signature = Signer(KEY, 1, 0, 1).sign(struct.pack("!BQ", 0, 0), meta)
     frames, error = fed(signature + struct.pack("!BIQ", 0, len(meta), 0) + meta)
     assert frames == []
     assert isinstance(error, TransportError)
@@ -181,6 +183,91 @@ def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
     assert middle.lost.qsize() <= 1
 
 
+def two_members():
+    ends = socket.socketpair()
+    key = link_key(KEY, 0, 1)
+    return Member(0, {1: (ends[0], key)}), Member(1, {0: (ends[1], key)})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_waiter_and_the_thread_read_comes_once_and_in_order(seed):
+    """Frames larger than a socket holds, small ones in heaps, and a waiter that comes and goes."""
+    draw = random.Random(seed)
+    sender, receiver = two_members()
+    sizes = [draw.choice((0, 10, 1000, 70_000, 1_500_000)) for _ in range(150)]
+    numbers, done = [], threading.Event()
+    wanted = 0
+
+    def receive(rank, frame):
+        number, size = frame.tensors[0].item(), frame.tensors[1].numel()
+        assert size == sizes[number]
+        assert frame.tensors[1].eq(number % 100).all()
+        numbers.append(number)
+        if len(numbers) >= wanted:
+            receiver.links.wake()
+        if len(numbers) == len(sizes):
+            done.set()
+
+    receiver.links._receive = receive
+    for number, size in enumerate(sizes):
+        tensors = [torch.tensor(number), torch.full((size,), number % 100, dtype=torch.uint8)]
+        assert sender.links.send(1, 7, b"", tensors) is None
+    while len(numbers) < len(sizes):
+        wanted = min(len(sizes), len(numbers) + draw.choice((1, 3, 40)))
+        while len(numbers) < wanted:
+            receiver.links.wait(20)
+        if draw.random() < 0.5:
+            os.sched_yield()  # the thread has to go on with what the waiter has left
+    assert done.wait(20)
+    assert numbers == list(range(len(sizes)))
+    sender.links.close()
+    receiver.links.close()
+
+
+def test_what_a_waiter_leaves_in_the_socket_is_read_by_the_thread():
+    """As much as a socket holds, of which nothing comes later that would wake the thread."""
+    sender, receiver = two_members()
+    receiver.links._receive = lambda rank, frame: (
+        receiver.came.put((rank, frame)),
+        receiver.links.wake(),
+    )
+    for _ in range(3):
+        sender.links.send(1, 7, b"", [torch.zeros(150_000, dtype=torch.uint8)])
+    receiver.links.wait(20)
+    for _ in range(3):
+        receiver.came.get(timeout=20)
+    sender.links.close()
+    receiver.links.close()
+
+
+def test_a_waiter_is_woken_by_another_thread_before_and_while_it_waits():
+    sender, receiver = two_members()
+    receiver.links.wake()
+    receiver.links.wait(None)
+    waker = threading.Timer(0.05, receiver.links.wake)
+    waker.start()
+    receiver.links.wait(None)
+    waker.join()
+    receiver.links.wait(0.01)  # nobody calls
+    sender.links.close()
+    receiver.links.close()
+    receiver.links.wake()  # too late, and no error
+
+
+def test_a_waiter_finds_out_that_a_member_is_gone():
+    sender, receiver = two_members()
+    receiver.links._lost = lambda *lost: (receiver.lost.put(lost), receiver.links.wake())
+    sender.links.send(1, 7, b"last")
+    sender.links.close()
+    while receiver.lost.empty():
+        receiver.links.wait(20)
+    assert receiver.came.get(timeout=20)[1].data == b"last"
+    assert receiver.lost.get() == (0, "it closed the connection")
+    receiver.links.wait(0.05)  # the end of the link is not told again, and wakes nobody
+    assert receiver.lost.empty()
+    receiver.links.close()
+
+
 def test_a_link_belongs_to_two_members_and_each_direction_is_its_own():
     """A frame for member 2 does not open at member 3, nor a frame of one's own."""
     assert link_key(KEY, 1, 2) == link_key(KEY, 2, 1)
@@ -190,6 +277,6 @@ def test_a_link_belongs_to_two_members_and_each_direction_is_its_own():
     back = Link(ends[1], *signers(0, 1))  # the sender itself, to which its own bytes come back
     ends[0].sendall(good)
     with pytest.raises(TransportError, match="not signed"):
-        list(back.receive())
+        back.receive(lambda frame: None)
     back.close()
     ends[0].close()
