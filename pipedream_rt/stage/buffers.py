@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -93,16 +93,17 @@ class ForwardBuffers:
             for holder, short, buffer in slots:
                 holder[short] = buffer
 
-    @contextmanager
-    def kept_for_backward(self, others: bool) -> Iterator[None]:
+    def kept_for_backward(self, others: bool) -> AbstractContextManager[None]:
         """Run a forward, the body, so that it edits no buffer that another micro-batch has saved.
 
         Args:
             others: Whether other micro-batches are in flight.
         """
-        if not self._slots:
-            yield
-            return
+        return self._kept(others) if self._slots else nullcontext()
+
+    @contextmanager
+    def _kept(self, others: bool) -> Iterator[None]:
+        """See `kept_for_backward`."""
         if others:
             for number in self._changing:
                 self._replace(self._slots[number])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -70,11 +70,53 @@ class Doing:
 
     Attributes:
         stage: Index of the stage that acts.
-        action: The text form of an action, or the name of a command or pass.
+        action: An action, or the name of a command or pass.
     """
 
     stage: int
-    action: str = "start"
+    action: Action | str = "start"
+
+
+class _Computing:
+    """A context around every computation of a loop, which counts the time that it takes.
+
+    A class and one object for all, since it is entered several times for each micro-batch.
+
+    Args:
+        alone: Makes a context that keeps other stages of this process from computing; None if they
+            may.
+    """
+
+    __slots__ = ("_alone", "_entered", "_hosted", "_start")
+
+    def __init__(self, alone: Callable[[], AbstractContextManager[None]] | None) -> None:
+        """Begin outside of any computation."""
+        self._alone = alone
+        self._entered: AbstractContextManager[None] | None = None
+        self._hosted: Hosted | None = None
+        self._start = 0
+
+    def of(self, hosted: Hosted) -> _Computing:
+        """Return this context, for a computation of a stage."""
+        self._hosted = hosted
+        return self
+
+    def __enter__(self) -> None:
+        """Begin a computation."""
+        self._start = time.perf_counter_ns()
+        if self._alone is not None:
+            assert self._hosted is not None
+            asked, self._entered = self._start, self._alone()
+            self._entered.__enter__()
+            self._start = time.perf_counter_ns()
+            self._hosted.held_up_ns += self._start - asked
+
+    def __exit__(self, *error: Any) -> None:
+        """End the computation."""
+        assert self._hosted is not None
+        self._hosted.busy_ns += time.perf_counter_ns() - self._start
+        if self._entered is not None:
+            self._entered.__exit__(*error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +126,7 @@ class LoopOptions:
     Attributes:
         timeout: How long to wait for a message that is sure to come.
         computing: Makes a context that is entered around every computation, which keeps the stages
-            of one process from computing at the same time.
+            of one process from computing at the same time; None if they may.
         recorder: Where the loop writes its spans; None for no trace.
         announce: Called with the text form of an action before the action is done, and with an
             empty text afterwards.
@@ -92,7 +134,7 @@ class LoopOptions:
     """
 
     timeout: timedelta
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext
+    computing: Callable[[], AbstractContextManager[None]] | None = None
     recorder: Recorder | None = None
     announce: Callable[[str], None] = field(default=lambda action: None)
     announced: int = 0
@@ -127,6 +169,7 @@ class Loop:
         self._worker = worker
         self._inbox = inbox
         self._options = options
+        self._computing = _Computing(options.computing)
         self._free_ns = time.monotonic_ns()
         self.doing = Doing(stages[0].index)
 
@@ -230,9 +273,9 @@ class Loop:
             item = yield from self._next_item(hosted)
             if isinstance(item.payload, Command):
                 return _Needed((item,))
-            self._note(hosted, str(action))
+            self._note(hosted, action)
             return (yield from self._with_the_rest(hosted, item, item.payload))
-        self._note(hosted, str(action))
+        self._note(hosted, action)
         edges = self._plan.needs(action, hosted.index)
         if not edges:
             return _Needed()
@@ -337,18 +380,19 @@ class Loop:
         if stage.clipper is not None and stage.clipper.total:
             due = hosted.norms_due(update)
             behind = hosted.norms_in((yield from self._take_all(due)))
-            with self._computing(hosted):
+            with self._computing.of(hosted):
                 norms = stage.measure(update, behind)
                 if stage.clipper.is_first:
                     stage.clipper.add_up(update, norms)
             hosted.send_norms(update, norms)
         before = stage.parameters.ledger.newest
-        with self._computing(hosted):
+        with self._computing.of(hosted):
             stage.step(update)
             hosted.saver.save_if_due()
         if stage.parameters.ledger.newest > before:
             hosted.send_weights()
-        self._apply_put_off(hosted, {})
+        if stage.clipper is not None:
+            self._apply_put_off(hosted, {})
 
     def _apply_put_off(self, hosted: Hosted, totals: dict[int, float]) -> None:
         """Apply the updates that were put off and whose total norms are known by now.
@@ -363,7 +407,7 @@ class Loop:
         if totals:
             stage.clipper.learn(totals)
         while True:
-            with self._computing(hosted):
+            with self._computing.of(hosted):
                 applied = stage.apply_next()
                 hosted.saver.save_if_due()
             if not applied:
@@ -394,12 +438,13 @@ class Loop:
         if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
             raise ScheduleError(f"stage {hosted.index}: the order says F{micro_batch}, got {item}")
         hosted.positions[micro_batch] = item.index
-        self._apply_put_off(hosted, totals_of(needed.messages))
+        if stage.clipper is not None:
+            self._apply_put_off(hosted, totals_of(needed.messages))
         for key in hosted.weights_due(micro_batch):
             hosted.receive_weights((yield self._wanted(key)))
         inputs = None if head.empty else list(map(value_of, needed.messages))
         target, share = target_of(needed.target)
-        with self._computing(hosted):
+        with self._computing.of(hosted):
             hyper = head.hyper or []
             made = stage.forward(micro_batch, inputs, hyper, target, share, head.program)
         version = stage.version_of(micro_batch)
@@ -414,7 +459,7 @@ class Loop:
         due = hosted.shares_due(action)
         shares = hosted.shares_in((yield from self._take_all(due)))
         found: list[Gradients] = []
-        with self._computing(hosted), hosted.saver.watching_buffers():
+        with self._computing.of(hosted), hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
                 found = stage.backward(m, gradients, shares)
             elif kind is Kind.INPUT:
@@ -426,18 +471,6 @@ class Loop:
         hosted.send_shares(action)
         if kind in ENDS:
             del hosted.positions[m]
-
-    @contextmanager
-    def _computing(self, hosted: Hosted) -> Iterator[None]:
-        """Count the time of a computation, and keep other stages of this process from computing."""
-        asked = time.perf_counter_ns()
-        with self._options.computing():
-            start = time.perf_counter_ns()
-            hosted.held_up_ns += start - asked
-            try:
-                yield
-            finally:
-                hosted.busy_ns += time.perf_counter_ns() - start
 
     # -- items that do not train ----------------------------------------------------------------
 
@@ -466,7 +499,7 @@ class Loop:
         stage, inputs = hosted.stage, list(map(value_of, needed.messages))
         number, program = head.micro_batch, head.program
         made: list[Value] | float
-        with self._computing(hosted), stage.kept.read(head.version):
+        with self._computing.of(hosted), stage.kept.read(head.version):
             if head.mode is Mode.EVALUATE:
                 made = stage.evaluate(number, inputs, target_of(needed.target)[0], program)
             else:
@@ -490,11 +523,11 @@ class Loop:
                     "peak_memory_bytes": peak_memory_bytes(),
                 }
             case CommandName.SAVE:
-                with self._computing(hosted):
+                with self._computing.of(hosted):
                     hosted.saver.begin(item.index, **argument)
                 return  # the saver replies when its files are written
             case name:
-                with self._computing(hosted):
+                with self._computing.of(hosted):
                     result = carry_out(hosted.stage, name, argument)
         hosted.reply(item.index, result)
 
@@ -538,7 +571,7 @@ class Loop:
             "parameter_bytes": hosted.stage.parameters.nbytes,
         }
 
-    def _note(self, hosted: Hosted, action: str) -> None:
+    def _note(self, hosted: Hosted, action: Action | str) -> None:
         """Note the present action of a stage, for reports of errors and stalls."""
         self.doing.stage, self.doing.action = hosted.index, action
         self._inbox.recent.append(action)

@@ -142,31 +142,14 @@ class VersionedParameters:
         version = self._versions[self.ledger.pinned(micro_batch)]
         return version.views.get(self._staleness.get(micro_batch, 0), version)
 
-    @contextmanager
-    def reading(self, micro_batch: int) -> Iterator[None]:
+    def reading(self, micro_batch: int) -> AbstractContextManager[None]:
         """Let the module's weights be the version that a micro-batch reads, while the body runs.
 
         Raises:
             ConfigError: The body put another Parameter in the place of one of the module's.
             VersionError: The micro-batch is not in flight.
         """
-        leaves = self.leaves(micro_batch)
-        for slots, name, i in self._slots:
-            slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
-        replaced = -1
-        try:
-            yield
-        finally:
-            for slots, name, i in self._slots:
-                if slots.get(name) is not leaves[i]:
-                    replaced = i
-                slots[name] = self._parameters[i]
-        if replaced >= 0:
-            raise ConfigError(
-                f"stage {self._stage}: a layer put another tensor in the place of its parameter "
-                f"{self._names[replaced]!r} in forward or backward, which would be lost; change "
-                "parameters by the optimizer alone"
-            )
+        return _Reading(self, self.leaves(micro_batch))
 
     def followed(self, micro_batch: int) -> AbstractContextManager[object]:
         """Return a context for a forward whose backward uses the newest weights at its time.
@@ -349,10 +332,9 @@ class VersionedParameters:
             self._recycle_views(newest)
         else:
             target = self._take_free(newest)
-            for parameter, new, old in zip(
-                self._parameters, target.buffers, newest.buffers, strict=True
-            ):
-                new.copy_(old)
+            if target.buffers:
+                torch._foreach_copy_(target.buffers, newest.buffers)
+            for parameter, new in zip(self._parameters, target.buffers, strict=True):
                 parameter.data = new
         self._versions[ledger.newest] = target
         if self._versions.keys() != ledger.kept:
@@ -502,6 +484,45 @@ class VersionedParameters:
             return self._free.pop()
         self.allocated += 1
         return self._version_over([torch.empty_like(b) for b in like.buffers])
+
+
+class _Reading(AbstractContextManager[None]):
+    """The context of `VersionedParameters.reading`.
+
+    A class, since contexts that are generators are slow, and two of these are entered for each
+    micro-batch.
+    """
+
+    __slots__ = ("_leaves", "_parameters")
+
+    def __init__(self, parameters: VersionedParameters, leaves: list[Tensor]) -> None:
+        """Change nothing yet."""
+        self._parameters = parameters
+        self._leaves = leaves
+
+    def __enter__(self) -> None:
+        """Put the leaves into the places of the module's Parameters."""
+        leaves = self._leaves
+        for slots, name, i in self._parameters._slots:
+            slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        """Put the Parameters back.
+
+        Raises:
+            ConfigError: One of the leaves was not there any more.
+        """
+        parameters, leaves, replaced = self._parameters, self._leaves, None
+        for slots, name, i in parameters._slots:
+            if slots.get(name) is not leaves[i]:
+                replaced = parameters._names[i]
+            slots[name] = parameters._parameters[i]
+        if replaced is not None and kind is None:
+            raise ConfigError(
+                f"stage {parameters._stage}: a layer put another tensor in the place of its "
+                f"parameter {replaced!r} in forward or backward, which would be lost; change "
+                "parameters by the optimizer alone"
+            )
 
 
 def _span(tensor: Tensor) -> int:

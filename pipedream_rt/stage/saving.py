@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,13 @@ class StageSaver:
         )
         self.save_if_due()
 
-    @contextmanager
-    def watching_buffers(self) -> Iterator[None]:
+    def watching_buffers(self) -> AbstractContextManager[None]:
         """Give up the checkpoint that has begun if a backward, the body, changes buffers."""
-        saving = self._saving
-        if saving is None:
-            yield
-            return
+        return nullcontext() if self._saving is None else self._watching(self._saving)
+
+    @contextmanager
+    def _watching(self, saving: _Saving) -> Iterator[None]:
+        """See `watching_buffers`."""
         before = self._buffers_now()
         yield
         if before != self._buffers_now():
