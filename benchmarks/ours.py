@@ -1,0 +1,110 @@
+"""Our pipeline on a workload, as the scripts in ``peers`` run others on it.
+
+    python benchmarks/ours.py WORKLOAD_JSON SCHEDULE
+
+With ``interleaved-1f1b`` a worker has two stages, as with the peers. The last line is one JSON
+object: ``seconds`` and ``loss`` as there; ``steady_per_s``, micro-batches per second while the pipe
+is full; and milliseconds of a processor for each micro-batch, which do not depend on what else the
+machine does: of a ``worker`` (the mean of all), of its threads ``stages`` and ``links``, of the
+``coordinator``, and of its ``main`` thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
+
+from pipedream_rt import Pipeline, ScheduleOptions
+
+TWO_STAGES = ("interleaved-1f1b",)
+"""The schedules with two stages on each worker."""
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def processor_s(pid: int) -> dict[str, float]:
+    """Seconds of a processor that each thread of a process has used, by the thread's name."""
+    found: dict[str, float] = {}
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if pid == os.getpid() and stat.parent.name == str(pid):
+            name = "main"
+        found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) * TICK_S
+    return found
+
+
+def used(before: dict[str, float], after: dict[str, float], count: int) -> dict[str, float]:
+    """Milliseconds for each of so many micro-batches, by thread."""
+    return {name: 1e3 * (s - before.get(name, 0.0)) / count for name, s in after.items()}
+
+
+def of_part(threads: dict[str, float], *beginnings: str) -> float:
+    """The times of those threads whose names begin with one of some texts."""
+    return sum(ms for name, ms in threads.items() if name.startswith(beginnings))
+
+
+def run(w: Workload, schedule: str) -> dict[str, Any]:
+    """Train, and measure from an empty pipe to an empty pipe."""
+    data, (optimizer, options) = batches(w), optimizer_choice(w)
+    with Pipeline(
+        whole(w),
+        stages=w.stages,
+        loss_fn=loss_fn,
+        optimizer=(optimizer, options),
+        schedule=schedule,
+        micro_batches=w.micro_batches,
+        workers="local",
+        schedule_options=ScheduleOptions(
+            stages_per_worker=2 if schedule in TWO_STAGES else None,
+            # Nothing here depends on a late learning rate, and peers have the data already.
+            credits=None if schedule.startswith("async") else 2,
+        ),
+    ) as pipe:
+        pids = dict.fromkeys(pipe.on_stages(lambda module: os.getpid()))
+        for _ in pipe.train_epoch(data[:WARM_UP]):
+            pass
+        pipe.flush()
+        before, start = [processor_s(pid) for pid in (os.getpid(), *pids)], time.perf_counter()
+        results, came = [], []
+        for result in pipe.train_epoch(data[WARM_UP:]):
+            results.append(result)
+            came.append(time.perf_counter())
+        pipe.flush()
+        seconds = time.perf_counter() - start
+        after = [processor_s(pid) for pid in (os.getpid(), *pids)]
+        versions = [counters["versions_kept_most"] for counters in pipe.statistics()]
+    count = w.updates * w.micro_batches
+    each = [used(b, a, count) for b, a in zip(before, after, strict=True)]
+    first = len(came) // 3  # by then the pipe is full, and what comes does so at its own pace
+    return {
+        "seconds": seconds,
+        "loss": results[-1].loss,
+        "steady_per_s": (len(came) - 1 - first) * w.micro_batches / (came[-1] - came[first]),
+        "worker_ms": statistics.fmean(sum(threads.values()) for threads in each[1:]),
+        "stages_ms": statistics.fmean(of_part(threads, "stage", "worker") for threads in each[1:]),
+        "links_ms": statistics.fmean(of_part(threads, "links") for threads in each[1:]),
+        "coordinator_ms": sum(each[0].values()),
+        "main_ms": each[0]["main"],
+        "versions_kept": versions,
+    }
+
+
+def main() -> None:
+    """Read the command line, run, and print the line of the result."""
+    if len(sys.argv) != 3:
+        raise SystemExit(f"usage: {sys.argv[0]} WORKLOAD_JSON SCHEDULE")
+    torch.set_num_threads(1)
+    print(json.dumps(run(Workload.from_json(sys.argv[1]), sys.argv[2])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The benchmark suite: cases that are run in turn, kept as JSON lines, and shown as tables."""

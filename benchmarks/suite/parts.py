@@ -1,0 +1,154 @@
+"""The benchmarks of parts: a hop, what weight versions cost, and slow links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from .runs import Benchmark, Case, Line
+
+# -- a hop ----------------------------------------------------------------------------------------
+
+WAYS = ("link", "socket", "gloo", "rpc", "memcpy")
+SIZES = [1 << exponent for exponent in (10, 13, 16, 18, 20, 22, 24, 26)]
+
+
+def _hop() -> list[Case]:
+    """Every way, for every size."""
+    return [
+        Case({"way": way, "bytes": size}, ("hop.py", way, str(size)), repeats=3)
+        for size in SIZES
+        for way in WAYS
+    ]
+
+
+def _hop_table(lines: list[Line]) -> Table:
+    """Latency, throughput and processor time by way and size."""
+    table = Table(title="one way: microseconds (of a processor), and MB/s of many in a row")
+    table.add_column("KiB", justify="right")
+    for way in WAYS:
+        table.add_column(way, justify="right")
+    for size in SIZES:
+        cells = []
+        for way in WAYS:
+            found = [
+                x for x in lines if x["way"] == way and x["bytes"] == size and "latency_s" in x
+            ]
+            cells += [
+                f"{1e6 * x['latency_s']:.0f} ({1e6 * x['processor_s']:.0f}), "
+                f"{x['bytes_per_s'] / 1e6:.0f}"
+                for x in found
+            ] or [""]
+        table.add_row(str(size >> 10), *cells)
+    return table
+
+
+def _latency(lines: list[Line]) -> Iterator[tuple[str, float, float]]:
+    """Latency over size."""
+    for line in lines:
+        if "latency_s" in line:
+            yield line["way"], line["bytes"] / 1024, 1e6 * line["latency_s"]
+
+
+# -- weight versions ------------------------------------------------------------------------------
+
+METHODS = ("none", "ours", "state-dict")
+OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw-fused", "muon")
+
+
+def _stash() -> list[Case]:
+    """Every method with every optimizer."""
+    return [
+        Case({"method": method, "optimizer": optimizer}, ("stash.py", method, optimizer))
+        for optimizer in OPTIMIZERS
+        for method in METHODS
+    ]
+
+
+def _stash_table(lines: list[Line]) -> Table:
+    """The time of a forward, a backward and a step, and the memory of versions."""
+    table = Table(title="a stage with 3 warm-up forwards: ms of F, B and S; bytes of versions")
+    heads = ("optimizer", "no versions (wrong)", "ours", "ratio", "state dicts", "ratio",
+             "bytes of ours", "of the formula", "ratio")  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head == "optimizer" else "right")
+    for i in range(0, len(lines), len(METHODS)):
+        none, mine, copied = lines[i : i + len(METHODS)]
+        if not all("step_s" in line for line in (none, mine, copied)):
+            continue
+        formula = (mine["formula_versions"] - 1) * mine["weight_bytes"]
+        table.add_row(
+            mine["optimizer"],
+            *(f"{1e3 * none['step_s']:.2f}", f"{1e3 * mine['step_s']:.2f}"),
+            f"{mine['step_s'] / none['step_s']:.3f}",
+            *(f"{1e3 * copied['step_s']:.2f}", f"{copied['step_s'] / none['step_s']:.3f}"),
+            *(f"{mine['version_bytes']:.0f}", f"{formula:.0f}"),
+            f"{mine['version_bytes'] / formula:.3f}",
+        )
+    return table
+
+
+# -- slow links -----------------------------------------------------------------------------------
+
+RATES = (0, 1_000_000_000, 100_000_000, 70_000_000, 20_000_000)
+"""Bits per second; at 70 Mbit/s a transfer takes half of what a stage computes; 0 is unlimited."""
+
+DELAYS_S = (0.005, 0.025)
+
+
+def _slow_link() -> list[Case]:
+    """Two namespaces joined by a link of a rate, and a simulated wire with a rate or a delay."""
+    ways = [("namespaces", rate, 0.0) for rate in RATES]
+    ways += [("simulated", rate, 0.0) for rate in RATES]
+    ways += [("simulated", 0, delay_s) for delay_s in DELAYS_S]
+    cases = []
+    for wire, rate, delay_s in ways:
+        for schedule, slack in (("async-1f1b", "0"), ("async-1f1b", "auto"), ("1f1b", "0")):
+            facts = {
+                "wire": wire,
+                "link_bits_per_s": rate,
+                "link_delay_s": delay_s,
+                "schedule": schedule,
+                "asked": slack,
+            }
+            words = (schedule, str(rate), str(delay_s), "--wire", wire, "--slack", slack)
+            cases.append(Case(facts, ("slow_link.py", *words)))
+    return cases
+
+
+def _slow_link_table(lines: list[Line]) -> Table:
+    """Throughput of each link over that of an unlimited one."""
+    table = Table(title="micro-batches per second, and that over an unlimited link")
+    heads = ("wire", "Mbit/s", "delay, ms", "transfer / compute", "schedule", "slack", "per s",
+             "over unlimited", "predicted")  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("wire", "schedule") else "right")
+    free: dict[tuple[str, str], float] = {}
+    for line in lines:
+        if "micro_batches_per_s" not in line:
+            continue
+        rate, name = line["micro_batches_per_s"], (line["wire"], line["schedule"])
+        free.setdefault(name, rate)  # the first of each has no limit, and no slack
+        table.add_row(
+            line["wire"],
+            f"{line['link_bits_per_s'] / 1e6:g}" if line["link_bits_per_s"] else "",
+            f"{1e3 * line['link_delay_s']:g}",
+            f"{line['transfer_over_compute']:.2f}",
+            line["schedule"],
+            f"{line['slack']:g}" + (" (chosen)" if line["asked"] == "auto" else ""),
+            f"{rate:.2f}",
+            f"{rate / free[name]:.2f}",
+            f"{line['predicted_micro_batches_per_s']:.2f}",
+        )
+    return table
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "hop": Benchmark(
+        "From one process to another", _hop(), _hop_table, _latency,
+        ("KiB of a tensor", "microseconds one way"),
+    ),
+    "stash": Benchmark("What weight versions cost", _stash(), _stash_table),
+    "slow_link": Benchmark("Slow links", _slow_link(), _slow_link_table),
+}  # fmt: skip

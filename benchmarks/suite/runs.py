@@ -1,0 +1,180 @@
+"""Cases of benchmarks: they run one after another, several times, and every result is kept.
+
+A case is a command that prints one JSON object as its last line. Repeats are taken in turn (A B C A
+B C), because a shared machine changes its speed. Results are lines of a file, so a second call goes
+on where the first was stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent.parent
+RESULTS = HERE / "results"
+DEADLINE_S = 900
+UNAVAILABLE = 3
+"""The exit code of a case that cannot run on this machine, and says why."""
+
+Line = dict[str, Any]
+"""One result: the facts of its case, what was measured, and where."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to measure.
+
+    Args:
+        facts: What tells it from all other cases of its benchmark.
+        command: A script of this folder, and its arguments.
+        repeats: How often it is measured; None for as often as the user says.
+        foreign: Whether it runs in the environment of the peers.
+    """
+
+    facts: Line
+    command: tuple[str, ...]
+    repeats: int | None = None
+    foreign: bool = False
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A set of cases that one table shows.
+
+    Args:
+        title: What is measured.
+        cases: What it is measured on.
+        table: Makes the table of results.
+        curve: Yields name, x and y of points, for a picture; None if there is no picture.
+        axes: What the picture has on its two axes.
+    """
+
+    title: str
+    cases: Sequence[Case]
+    table: Callable[[list[Line]], Table]
+    curve: Callable[[list[Line]], Iterator[tuple[str, float, float]]] | None = None
+    axes: tuple[str, str] = field(default=("", ""))
+
+
+@functools.cache
+def machine() -> Line:
+    """Where the measurements are taken, and on what."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    names = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "commit": commit,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "processor": names[0].partition(": ")[2] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def lines_of(name: str) -> list[Line]:
+    """The results of a benchmark that are kept."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def measure(case: Case, peers: Path) -> Line:
+    """Run a case once.
+
+    Args:
+        case: The case.
+        peers: The interpreter of the environment of the peers.
+
+    Raises:
+        SystemExit: It failed; what it wrote is on standard error.
+    """
+    interpreter = peers if case.foreign else Path(sys.executable)
+    script, *arguments = case.command
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [interpreter, "-W", "ignore", HERE / script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
+        cwd=HERE.parent,
+    )
+    if done.returncode not in (0, UNAVAILABLE):
+        raise SystemExit(f"{' '.join(case.command)} failed:\n{done.stderr}")
+    outcome: Line = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[str]:
+    """Measure what is not measured yet at this commit; keep each result.
+
+    Args:
+        name: Name of the benchmark.
+        benchmark: The benchmark.
+        repeats: How often to measure each case that does not say itself.
+        peers: The interpreter of the environment of the peers.
+
+    Yields:
+        What is measured next.
+    """
+    RESULTS.mkdir(exist_ok=True)
+    commit = machine()["commit"]
+    known = [line for line in lines_of(name) if line["commit"] == commit]
+    most = max(case.repeats or repeats for case in benchmark.cases)
+    for number in range(most):
+        for case in benchmark.cases:
+            if number >= (case.repeats or repeats) or len(_of(case, known)) > number:
+                continue
+            if case.foreign and not peers.exists():
+                yield f"{name}: {case.command[0]} is left out, as {peers} does not exist"
+                continue
+            yield f"{name} {number + 1}: {' '.join(case.command)}"
+            line = {**case.facts, **measure(case, peers), **machine()}
+            known.append(line)
+            with (RESULTS / f"{name}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _of(case: Case, lines: Sequence[Line]) -> list[Line]:
+    """The results of a case."""
+    return [line for line in lines if all(line.get(k) == v for k, v in case.facts.items())]
+
+
+def newest(benchmark: Benchmark, name: str) -> list[list[Line]]:
+    """The results of each case at the commit at which it was measured last, cases in order."""
+    lines, found = lines_of(name), []
+    for case in benchmark.cases:
+        mine = _of(case, lines)
+        found.append([line for line in mine if line["commit"] == mine[-1]["commit"]])
+    return found
+
+
+def summed_up(lines: Sequence[Line]) -> Line:
+    """The median of each number of several results of one case, and the spread of it.
+
+    Of a number ``x``, ``x`` is the median and ``x spread`` the largest less the smallest.
+    """
+    if not lines:
+        return {}
+    merged = dict(lines[0])
+    for key, value in lines[0].items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        values = [line[key] for line in lines]
+        merged[key] = statistics.median(values)
+        merged[f"{key} spread"] = max(values) - min(values)
+    return {**merged, "repeats": len(lines)}

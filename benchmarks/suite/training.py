@@ -1,0 +1,226 @@
+"""The benchmarks that train: against peers, against the limit, and what a micro-batch costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.table import Table
+
+from benchmarks.workload import Workload
+
+from .runs import Benchmark, Case, Line
+
+TRANSFORMER = Workload(
+    "transformer",
+    stages=2,
+    micro_batches=4,
+    updates=10,
+    samples=4,
+    width=256,
+    context=128,
+    layers=8,
+)
+EMULATED = Workload(
+    "emulated", stages=8, micro_batches=8, updates=12, samples=8, width=256,
+    forward_s=0.010, backward_s=0.020,
+)  # fmt: skip
+SAME_NAME = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")
+"""The schedules that both torch.distributed.pipelining and we have."""
+
+
+def workers(w: Workload, schedule: str) -> Workload:
+    """The workload for as many processes with two stages on each, if the schedule wants that."""
+    if schedule != "interleaved-1f1b":
+        return w
+    halves = {"forward_s": w.forward_s / 2, "backward_s": w.backward_s / 2}
+    return replace(w, stages=2 * w.stages, **halves)
+
+
+def ours(w: Workload, schedule: str, repeats: int | None = None) -> Case:
+    """Our pipeline."""
+    facts = _facts(w, "pipedream-rt", schedule)
+    return Case(facts, ("ours.py", workers(w, schedule).to_json(), schedule), repeats)
+
+
+def torchs(w: Workload, schedule: str, repeats: int | None = None) -> Case:
+    """torch.distributed.pipelining; its zero-bubble has two stages on each rank too."""
+    facts = _facts(w, "torch.distributed.pipelining", schedule)
+    shape = workers(w, "interleaved-1f1b" if schedule == "zero-bubble" else schedule)
+    script = "peers/torch_pipelining.py"
+    return Case(facts, (script, shape.to_json(), schedule), repeats)
+
+
+def other(w: Workload, who: str, script: str, *, foreign: bool = False) -> Case:
+    """Another peer."""
+    command = (f"peers/{script}.py", w.to_json())
+    return Case(_facts(w, who, ""), command, foreign=foreign)
+
+
+def _facts(w: Workload, who: str, schedule: str) -> Line:
+    """What tells a case from others."""
+    return {
+        "model": w.model,
+        "workers": w.stages,
+        "micro_batches": w.micro_batches,
+        "updates": w.updates,
+        "who": who,
+        "schedule": schedule,
+    }
+
+
+def rate(line: Line) -> float:
+    """Micro-batches per second, from an empty pipe to an empty pipe."""
+    return float(line["updates"] * line["micro_batches"] / line["seconds"])
+
+
+# -- peers ----------------------------------------------------------------------------------------
+
+
+def _peers() -> list[Case]:
+    """Everybody on two workloads; a few over the number of micro-batches per update."""
+    cases = []
+    for w in (TRANSFORMER, EMULATED):
+        cases += [ours(w, schedule) for schedule in ("async-1f1b", *SAME_NAME)]
+        cases += [torchs(w, schedule) for schedule in SAME_NAME]
+        cases += [
+            other(w, "torch.distributed.rpc", "torch_rpc"),
+            other(w, "DeepSpeed", "deepspeed_pipe", foreign=True),
+            other(w, "DistributedDataParallel", "ddp"),
+            other(w, "FairScale Pipe", "fairscale_pipe", foreign=True),
+            other(w, "one process", "one_process"),
+        ]
+    for count in (16, 32, 64):
+        w = replace(EMULATED, micro_batches=count, updates=max(2, 128 // count))
+        cases += [ours(w, schedule, 3) for schedule in ("async-1f1b", "1f1b", "gpipe")]
+        cases += [torchs(w, schedule, 3) for schedule in ("1f1b", "gpipe")]
+    return cases
+
+
+def _peers_table(lines: list[Line]) -> Table:
+    """Each against the best peer on the same workload."""
+    table = Table(title="micro-batches per second; a ratio is that over the best peer")
+    for head in ("model", "workers", "per update", "who", "schedule", "per s", "spread",
+                 "ratio", "of the same name"):  # fmt: skip
+        table.add_column(head, justify="left" if head in ("model", "who", "schedule") else "right")
+    for line in lines:
+        alike = [
+            each
+            for each in lines
+            if all(each[k] == line[k] for k in ("model", "workers", "micro_batches"))
+            and "pipedream" not in each["who"]
+            and "seconds" in each
+        ]
+        if "seconds" not in line:
+            cells = [line.get("unavailable", ""), "", "", ""]
+        else:
+            best = max(map(rate, alike), default=float("nan"))
+            same = [each for each in alike if each["schedule"] == line["schedule"] != ""]
+            is_ours = "pipedream" in line["who"]
+            spread = rate(line) * line.get("seconds spread", 0.0) / line["seconds"]
+            cells = [
+                f"{rate(line):.2f}",
+                f"{spread:.2f}",
+                f"{rate(line) / best:.2f}",
+                f"{rate(line) / rate(same[0]):.2f}" if same and is_ours else "",
+            ]
+        heads = (line["model"], line["workers"], line["micro_batches"], line["who"])
+        table.add_row(*map(str, heads), line["schedule"], *cells)
+    return table
+
+
+def _over_micro_batches(lines: list[Line]) -> Iterator[tuple[str, float, float]]:
+    """Rates over the number of micro-batches per update, with eight emulated stages."""
+    for line in lines:
+        drawn = line["who"] in ("pipedream-rt", "torch.distributed.pipelining")
+        if line["model"] == "emulated" and drawn and "seconds" in line:
+            name = f"{line['who']}, {line['schedule']}"
+            yield name, line["micro_batches"], rate(line)
+
+
+# -- the limit ------------------------------------------------------------------------------------
+
+
+def _limit() -> list[Case]:
+    """The asynchronous pipeline and the parts of the same model alone, for each size."""
+    cases = []
+    sizes = [replace(TRANSFORMER, updates=24)]
+    for stages in (4, 8, 16, 32):
+        updates = max(12, 3 * stages // 2)
+        sizes.append(replace(EMULATED, stages=stages, updates=updates))
+    for w in sizes:
+        cases += [ours(w, "async-1f1b"), other(w, "the parts alone", "halves")]
+    return cases
+
+
+def _limit_table(lines: list[Line]) -> Table:
+    """Throughput of the full pipe over that of the slowest part."""
+    table = Table(title="throughput of a full pipe over that of the slowest stage alone")
+    for head in ("model", "workers", "the parts alone, per s", "pipe, per s", "spread", "ratio"):
+        table.add_column(head, justify="left" if head == "model" else "right")
+    for mine, parts in zip(lines[::2], lines[1::2], strict=True):
+        if "steady_per_s" not in mine or "seconds" not in parts:
+            continue
+        table.add_row(
+            mine["model"], str(mine["workers"]), f"{rate(parts):.2f}",
+            f"{mine['steady_per_s']:.2f}", f"{mine.get('steady_per_s spread', 0):.2f}",
+            f"{mine['steady_per_s'] / rate(parts):.3f}",
+        )  # fmt: skip
+    return table
+
+
+# -- the cost of a micro-batch --------------------------------------------------------------------
+
+
+def _overhead() -> list[Case]:
+    """Layers that cost nothing: one small linear layer, and products of tensors of many sizes."""
+    cases = []
+    for stages in (2, 4, 8, 16, 32):
+        w = Workload("linear", stages, micro_batches=1, updates=2000, samples=8, width=256)
+        cases += [
+            _costs(w, ours(w, "async-1f1b")),
+            _costs(w, other(w, "a plain loop", "one_process")),
+        ]
+    for kib in (1, 16, 256, 4096, 16384):
+        count = 1000 if kib < 1024 else 100
+        w = Workload("emulated", 2, micro_batches=1, updates=count, samples=1, width=256 * kib)
+        cases += [
+            _costs(w, ours(w, "async-1f1b")),
+            _costs(w, other(w, "a plain loop", "one_process")),
+        ]
+    return cases
+
+
+def _costs(w: Workload, case: Case) -> Case:
+    """The case, with the size of what passes between stages among its facts."""
+    return replace(case, facts={**case.facts, "kib": 4 * w.samples * w.width // 1024})
+
+
+def _overhead_table(lines: list[Line]) -> Table:
+    """Processor time by thread, beside that of a loop without a pipeline."""
+    table = Table(title="milliseconds of a processor for each micro-batch")
+    heads = ("layers", "stages", "KiB passed", "plain loop, a stage", "worker",
+             "its compute thread", "its links thread", "coordinator", "its main thread")  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head == "layers" else "right")
+    for mine, plain in zip(lines[::2], lines[1::2], strict=True):
+        if "worker_ms" not in mine or "seconds" not in plain:
+            continue
+        alone = 1e3 / rate(plain) / plain["workers"]
+        figures = (alone, *(mine[f"{part}_ms"] for part in PARTS))
+        table.add_row(
+            mine["model"], str(mine["workers"]), str(mine["kib"]), *(f"{f:.2f}" for f in figures)
+        )
+    return table
+
+
+PARTS = ("worker", "stages", "links", "coordinator", "main")
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "peers": Benchmark(
+        "Against other pipelines", _peers(), _peers_table, _over_micro_batches,
+        ("micro-batches per update", "micro-batches per second"),
+    ),
+    "limit": Benchmark("Against the layers alone", _limit(), _limit_table),
+    "overhead": Benchmark("What a micro-batch costs", _overhead(), _overhead_table),
+}  # fmt: skip
