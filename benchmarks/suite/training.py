@@ -200,7 +200,7 @@ def _overhead_table(lines: list[Line]) -> Table:
     """Processor time by thread, beside that of a loop without a pipeline."""
     table = Table(title="milliseconds of a processor for each micro-batch")
     heads = ("layers", "stages", "KiB passed", "plain loop, a stage", "worker",
-             "its compute thread", "its links thread", "coordinator", "its main thread")  # fmt: skip
+             "compute thread", "links thread", "coordinator", "main thread")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "layers" else "right")
     for mine, plain in zip(lines[::2], lines[1::2], strict=True):

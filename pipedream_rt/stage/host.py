@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -26,6 +25,7 @@ from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.settings import apply_settings
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
+from pipedream_rt.threads import name_this_thread
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class StageHost:
         Whoever closes the inbox gives `PipelineClosed` as the reason of a normal end. Every other
         error goes to the coordinator as a `Failed` message and closes the inbox.
         """
-        threading.current_thread().name = self.name.replace(" ", "-")
+        name_this_thread(self.name.replace(" ", "-"))
         torch.set_num_threads(self._threads)
         try:
             self.inbox.follow(self.run())

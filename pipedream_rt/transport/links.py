@@ -36,6 +36,7 @@ from torch import Tensor
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
 from pipedream_rt.messages.wire import Place, bytes_of, described, place_for
+from pipedream_rt.threads import name_this_thread
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
 
@@ -317,7 +318,7 @@ class Links:
         # In an epoll of their own, as what is registered exclusively cannot be modified.
         self._of_thread.register(self._writable, select.EPOLLIN)
         # A daemon, as the interpreter joins other threads before it closes a forgotten pipeline.
-        self._thread = threading.Thread(target=self._attend, name="links", daemon=True)
+        self._thread = threading.Thread(target=self._attend, daemon=True)
         self._thread.start()
 
     def send(self, rank: int, kind: int, data: bytes, tensors: Sequence[Tensor] = ()) -> str | None:
@@ -367,6 +368,7 @@ class Links:
 
     def _attend(self) -> None:
         """Read and write until `close` is called; the thread of the links runs this."""
+        name_this_thread("links")
         while self._life.is_open:
             # No deadline: `close` wakes it, and the kernel tells of a peer that is gone.
             for ready, _ in self._of_thread.poll(0 if self._unread else None):

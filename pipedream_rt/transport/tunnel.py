@@ -31,6 +31,7 @@ from datetime import timedelta
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
+from pipedream_rt.threads import name_this_thread
 from pipedream_rt.transport.descriptors import (
     OwnSocket,
     accept_only,
@@ -136,7 +137,7 @@ class Tunnel:
             gate.setblocking(False)
             self._selector.register(gate, selectors.EVENT_READ, rank)
         # A daemon, as the interpreter joins other threads before it closes a forgotten pipeline.
-        self._thread = threading.Thread(target=self._run, name="tunnel", daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def address_of(self, rank: int) -> str:
@@ -222,6 +223,7 @@ class Tunnel:
 
     def _run(self) -> None:
         """Carry streams until `close` is called; the thread of the tunnel runs this."""
+        name_this_thread("tunnel")
         while self._life.is_open:
             # No deadline: `close` wakes it.
             for key, events in self._selector.select():
