@@ -27,8 +27,9 @@ types: $(VENV)/installed
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Two processes share the tests, file by file, since most of the time is that of one core.
 unit: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Many seeds and long runs.
 stress: $(VENV)/installed
@@ -40,13 +41,9 @@ chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
 		tests/test_chaos.py tests/test_resume.py tests/test_recovery.py
 
+# The suite of benchmarks, which takes about two hours; `python -m benchmarks --help` has parts of it.
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/async_vs_sync.py
-	$(BIN)/python benchmarks/prediction.py
-	$(BIN)/python benchmarks/scaling.py
-	$(BIN)/python benchmarks/tracing.py
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

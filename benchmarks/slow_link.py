@@ -1,0 +1,437 @@
+"""Two stages with a link of a given rate and delay between them: one case, measured and predicted.
+
+Both stages are emulated (see emulated.py), and what they exchange is real. Micro-batches per second
+are from an empty pipe to an empty pipe, measured as well as simulated. There are two wires:
+
+- ``namespaces``: two network namespaces, which are two machines to every socket, joined by a veth
+  pair that tc shapes. The coordinator and one worker are in one, the other worker in the other.
+  It needs root, and a delay needs netem, which not every kernel has: it is refused.
+- ``simulated``: threads of one process, and a transport on which messages queue and arrive late.
+
+    python benchmarks/slow_link.py async-1f1b 70e6 0 --wire namespaces
+
+The last line is one JSON object. Where namespaces cannot be made, that is ``unavailable`` with the
+reason, and the exit code is 3.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+import click
+import torch
+import torch.nn.functional as F
+from emulated import SlowLinks, emulated_model
+
+from pipedream_rt import Costs, Pipeline, Timeouts, plan_for, simulate
+from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.messages.message import Message
+from pipedream_rt.observe import summarize
+from pipedream_rt.schedules import COORDINATOR
+
+SCHEDULES = ("async-1f1b", "1f1b", "gpipe")
+STAGES, MICRO_BATCHES, WARM_UP, MOST_SLACK = 2, 4, 2, 4
+WIDTH = 1024
+ROW_BYTES = 4 * WIDTH
+AT_ONCE_S = 0.001
+"""Seconds of the rate that an idle wire takes at once. More would hide a part of each message."""
+
+PAYLOAD = 1448 / 1514
+"""The share of a full Ethernet frame that TCP leaves for its user; tc counts whole frames."""
+
+NETWORK = "10.77.0"
+ADDRESS = f"{NETWORK}.1:29500"
+START_S, ENDING_S, COMMAND_S = 60.0, 10.0, 20.0
+"""Deadlines: of all imports and the meeting, of a process that was told to end, of one command."""
+
+
+class Unavailable(Exception):
+    """This machine cannot pretend to be two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and over which wire.
+
+    Args:
+        schedule: Name of the schedule.
+        rate: Bits per second in each direction; 0 for as many as there are.
+        delay_s: Seconds under way besides.
+        wire: "namespaces" or "simulated".
+        size: Bytes of an activation, and of a gradient.
+        forward_s, backward_s: Seconds of a stage for a micro-batch.
+        updates: Mini-batches that are timed.
+    """
+
+    schedule: str
+    rate: float
+    delay_s: float
+    wire: str
+    size: int
+    forward_s: float
+    backward_s: float
+    updates: int
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds for which an activation occupies the wire."""
+        return self.size * 8 / self.rate if self.rate else 0.0
+
+    def throughput(self, seconds: float) -> float:
+        """Micro-batches per second, if all updates take so long."""
+        return self.updates * MICRO_BATCHES / seconds
+
+
+# -- what the simulator says -----------------------------------------------------------------------
+
+
+def predicted(case: Case, slack: int) -> float:
+    """Micro-batches per second, simulated from the same costs."""
+    share = PAYLOAD if case.wire == "namespaces" else 1.0
+    costs = Costs(
+        forward=((case.forward_s,),),
+        backward=((case.backward_s,),),
+        activation_bytes=(float(case.size),),
+        bandwidth=case.rate / 8 * share if case.rate else math.inf,
+        hop_latency=(case.delay_s,),
+    )
+    plan = plan_for(case.schedule, num_stages=STAGES, per_update=MICRO_BATCHES, slack=slack)
+    return case.throughput(summarize(simulate(plan, costs, case.updates * MICRO_BATCHES)).makespan)
+
+
+def chosen_slack(case: Case, wanted: str) -> int:
+    """Return the slack that was wanted, or the least that is as good as any to 1 %."""
+    if plan_for(case.schedule, num_stages=STAGES, per_update=MICRO_BATCHES).flushes:
+        return 0
+    if wanted != "auto":
+        return int(wanted)
+    rates = [predicted(case, slack) for slack in range(MOST_SLACK + 1)]
+    return next(slack for slack, rate in enumerate(rates) if rate >= 0.99 * max(rates))
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def measured(case: Case, slack: int, workers: Any) -> float:
+    """Train, and return the seconds from an empty pipe to an empty pipe."""
+    samples = MICRO_BATCHES * case.size // ROW_BYTES
+    # Classes and not vectors as targets, which go from the coordinator over the same wire.
+    batch = (torch.randn(samples, WIDTH), torch.zeros(samples, dtype=torch.long))
+    with Pipeline(
+        emulated_model(STAGES, WIDTH, case.forward_s, case.backward_s),
+        stages=STAGES,
+        loss_fn=F.cross_entropy,
+        optimizer=(torch.optim.SGD, {"lr": 1e-3}),
+        schedule=case.schedule,
+        micro_batches=MICRO_BATCHES,
+        slack=slack,
+        workers=workers,
+        # Signs of life share the wire with what is measured, and queue behind it.
+        timeouts=Timeouts(heartbeat=timedelta(seconds=60), start=timedelta(seconds=START_S)),
+    ) as pipe:
+        for _ in pipe.train_epoch([batch] * WARM_UP):
+            pass
+        pipe.flush()
+        start = time.perf_counter()
+        for _ in pipe.train_epoch([batch] * case.updates):
+            pass
+        pipe.flush()
+        return time.perf_counter() - start
+
+
+# -- a wire between threads ------------------------------------------------------------------------
+
+
+class NarrowLinks(SlowLinks):
+    """An in-memory transport on which messages between stages take their time, one after another.
+
+    Args:
+        rate: Bits per second in each direction; 0 for as many as there are.
+        delay_s: Seconds under way besides.
+    """
+
+    def __init__(self, rate: float, delay_s: float) -> None:
+        super().__init__({})
+        self._rate, self._delay_s = rate, delay_s
+        self._free: dict[tuple[int, int], float] = {}
+
+    def deliver(self, message: Message) -> None:
+        """Let a message arrive: at once from or to the coordinator, else when the wire allows."""
+        way = (message.sender, message.to)
+        if COORDINATOR in way:
+            super().deliver(message)
+            return
+        size = sum(tensor.nbytes for tensor in message.tensors)
+        transfer_s = size * 8 / self._rate if self._rate else 0.0
+        with self._sent:
+            sent = max(time.monotonic(), self._free.get(way, 0.0)) + transfer_s
+            self._free[way] = sent
+            item = (sent + self._delay_s, next(self._numbers), message)
+            heapq.heappush(self._on_their_way, item)
+            self._sent.notify()
+
+
+def narrow_links(case: Case) -> Callable[..., InProcessCluster]:
+    """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with that wire."""
+
+    def start(plan: Any, **options: Any) -> InProcessCluster:
+        transport = NarrowLinks(case.rate, case.delay_s)
+        return InProcessCluster(plan, transport=transport, exclusive=False, **options)
+
+    return start
+
+
+# -- a wire between two namespaces -----------------------------------------------------------------
+
+
+def command(*words: str) -> None:
+    """Run a command that makes a part of the two machines.
+
+    Raises:
+        Unavailable: It fails; this machine does not allow it.
+    """
+    done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S)
+    if done.returncode:
+        raise Unavailable(f"`{' '.join(words)}`: {done.stderr.strip()}")
+
+
+def remove(machine: str) -> None:
+    """End what still runs in a namespace, then remove it, if there is one."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": COMMAND_S}
+    found = subprocess.run(["ip", "netns", "pids", machine], **options)
+    for pid in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", machine], **options)
+
+
+@contextmanager
+def two_machines(case: Case) -> Iterator[tuple[str, str]]:
+    """Make two namespaces with a shaped wire between them, and remove them with all processes.
+
+    Raises:
+        Unavailable: This machine does not allow it.
+    """
+    if os.geteuid() != 0:
+        raise Unavailable("two network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"two network namespaces need the command {tool} (package iproute2)")
+    a, b = (f"slow-link-{os.getpid()}-{end}" for end in "ab")
+    with ExitStack() as removal:
+        for machine in (a, b):
+            removal.callback(remove, machine)
+            command("ip", "netns", "add", machine)
+        removal.callback(ignore_signals)
+        peer = ("type", "veth", "peer", "name", "ethB", "netns", b)
+        command("ip", "link", "add", "ethA", "netns", a, *peer)
+        for machine, device, last in ((a, "ethA", 1), (b, "ethB", 2)):
+            command("ip", "-n", machine, "addr", "add", f"{NETWORK}.{last}/24", "dev", device)
+            command("ip", "-n", machine, "link", "set", "lo", "up")
+            command("ip", "-n", machine, "link", "set", device, "up")
+            if case.rate:
+                shape(machine, device, case)
+        yield a, b
+
+
+def shape(machine: str, device: str, case: Case) -> None:
+    """Have a device send no more than the rate.
+
+    Raises:
+        Unavailable: The kernel cannot shape.
+    """
+    burst = max(4096, round(case.rate / 8 * AT_ONCE_S))
+    # What is sent ahead has room, because what is measured is a narrow wire and not a lossy one.
+    limit = (1 << 20) + 8 * case.size
+    words = ("rate", f"{round(case.rate)}bit", "burst", f"{burst}b", "limit", f"{limit}b")
+    command("tc", "-n", machine, "qdisc", "add", "dev", device, "root", "tbf", *words)
+
+
+@contextmanager
+def child(machine: str, *words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run Python on a machine until the end of the block."""
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", machine, sys.executable, *words],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **options,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(ENDING_S)
+
+
+def across_namespaces(case: Case, slack: int) -> float:
+    """Measure on two machines, with a coordinator of its own on the first of them.
+
+    Raises:
+        Unavailable: This machine cannot pretend to be two.
+        ClickException: The run failed, or did not end in time.
+    """
+    limit_s = START_S + 4 * (case.updates + WARM_UP) * MICRO_BATCHES / predicted(case, slack)
+    with two_machines(case) as machines, tempfile.TemporaryFile("w+") as log:
+        try:
+            return on_machines(machines, slack, limit_s, log)
+        except subprocess.TimeoutExpired as error:
+            raise failure(f"a process did not end within {error.timeout:.0f} s", log) from error
+        except ChildProcessError as error:
+            raise failure(str(error), log) from error
+
+
+def on_machines(machines: tuple[str, str], slack: int, limit_s: float, log: IO[str]) -> float:
+    """Start a worker on each machine and the coordinator on the first, and wait for its result.
+
+    Args:
+        machines: The two namespaces.
+        slack: The slack of the hop.
+        limit_s: Seconds within which the coordinator has to end.
+        log: A file for what all of them say.
+
+    Raises:
+        ChildProcessError: The coordinator failed.
+        subprocess.TimeoutExpired: A process did not end in time.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PIPEDREAM_RT_")}
+    options = {"env": {**kept, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}, "stderr": log}
+    with ExitStack() as children:
+        workers = []
+        for machine, end in zip(machines, "AB", strict=True):
+            words = ("-m", "pipedream_rt.workers", ADDRESS, "--timeout", f"{START_S:g}")
+            named = ("--name", f"worker-{end}", "--bind", f"eth{end}")
+            worker = child(machine, *words, *named, stdout=log, **options)
+            workers.append(children.enter_context(worker))
+        # The last of two equal options counts.
+        again = (*sys.argv[1:], "--slack", str(slack), "--join", ADDRESS)
+        this = str(Path(__file__).resolve())
+        coordinator = children.enter_context(
+            child(machines[0], this, *again, stdout=subprocess.PIPE, **options)
+        )
+        said, _ = coordinator.communicate(timeout=limit_s)
+        if coordinator.returncode:
+            raise ChildProcessError(f"the coordinator ended with {coordinator.returncode}")
+        for worker in workers:
+            worker.wait(ENDING_S)
+    return float(json.loads(said.splitlines()[-1])["seconds"])
+
+
+def failure(reason: str, log: IO[str]) -> click.ClickException:
+    """Return an error with everything that the processes have said."""
+    log.seek(0)
+    return click.ClickException(f"{reason}; they said:\n{log.read()}")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def ignore_signals() -> None:
+    """Let nothing interrupt the end."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """End as after an error, so that everything is cleaned up."""
+    ignore_signals()
+    sys.exit(128 + number)
+
+
+def checked(context: click.Context, option: click.Parameter, wanted: str) -> str:
+    """Refuse a slack that is neither a number nor "auto"."""
+    if wanted != "auto" and not (wanted.isascii() and wanted.isdecimal()):
+        raise click.BadParameter(f"give auto or a number of at least 0, not {wanted!r}")
+    return wanted
+
+
+@click.command()
+@click.argument("schedule", type=click.Choice(SCHEDULES))
+@click.argument("rate", metavar="RATE_BITS_PER_S", type=click.FloatRange(min=0))
+@click.argument("delay_s", metavar="DELAY_S", type=click.FloatRange(min=0))
+@click.option("--wire", type=click.Choice(["namespaces", "simulated"]), default="simulated",
+              show_default=True)  # fmt: skip
+@click.option("--slack", default="auto", show_default=True, callback=checked,
+              help="auto: what the simulator says. A schedule that flushes has 0.")  # fmt: skip
+@click.option("--updates", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--bytes", "size", type=click.IntRange(min=ROW_BYTES), default=256 * 1024,
+              show_default=True, help=f"Of an activation; a multiple of {ROW_BYTES}.")  # fmt: skip
+@click.option("--forward", type=click.FloatRange(min=0, min_open=True), default=0.020,
+              show_default=True, help="Seconds.")  # fmt: skip
+@click.option("--backward", type=click.FloatRange(min=0, min_open=True), default=0.040,
+              show_default=True, help="Seconds.")  # fmt: skip
+@click.option("--join", hidden=True, help="Only coordinate workers that join at this address.")
+def main(
+    schedule: str,
+    rate: float,
+    delay_s: float,
+    wire: str,
+    slack: str,
+    updates: int,
+    size: int,
+    forward: float,
+    backward: float,
+    join: str | None,
+) -> None:
+    """Measure one case. A rate of 0 is an unshaped wire."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end_by_signal)
+    if size % ROW_BYTES:
+        raise click.UsageError(f"--bytes {size}: give a multiple of {ROW_BYTES}")
+    if wire == "namespaces" and delay_s:
+        raise click.UsageError(
+            "a delay between namespaces needs netem, which many kernels lack; give DELAY_S 0, or "
+            "--wire simulated"
+        )
+    torch.set_num_threads(1)
+    case = Case(schedule, rate, delay_s, wire, size, forward, backward, updates)
+    extra = chosen_slack(case, slack)
+    if join is not None:
+        click.echo(json.dumps({"seconds": measured(case, extra, join)}))
+        return
+    try:
+        if wire == "namespaces":
+            seconds = across_namespaces(case, extra)
+        else:
+            seconds = measured(case, extra, narrow_links(case))
+    except Unavailable as error:
+        click.echo(json.dumps({"unavailable": str(error)}))
+        sys.exit(3)
+    line = {
+        "schedule": schedule,
+        "rate_bits_per_s": rate,
+        "delay_s": delay_s,
+        "wire": wire,
+        "slack": extra,
+        "micro_batches_per_s": case.throughput(seconds),
+        "transfer_s": case.transfer_s,
+        "transfer_over_compute": case.transfer_s / (forward + backward),
+        "predicted_micro_batches_per_s": predicted(case, extra),
+    }
+    click.echo(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
