@@ -17,12 +17,21 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from .suite.parts import BENCHMARKS as OF_PARTS
 from .suite.runs import Line, newest, run, summed_up
 from .suite.training import BENCHMARKS as OF_TRAINING
 
 BENCHMARKS = {**OF_TRAINING, **OF_PARTS}
+
+
+def markdown(table: Table) -> str:
+    """Return a table as a page of the documentation has it."""
+    heads = [str(column.header) for column in table.columns]
+    rules = ["---:" if column.justify == "right" else "---" for column in table.columns]
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows))
 
 
 def plot(name: str, lines: list[Line], output: Path) -> None:
@@ -55,6 +64,7 @@ def plot(name: str, lines: list[Line], output: Path) -> None:
 @click.option("--repeats", default=5, show_default=True, help="Of each case; they run in turn.")
 @click.option("--show", is_flag=True, help="Measure nothing; show what is kept.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each case.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Tables as a page has them.")
 @click.option(
     "--peers",
     default="peers/bin/python",
@@ -68,6 +78,7 @@ def main(
     repeats: int,
     show: bool,
     as_json: bool,
+    as_markdown: bool,
     peers: Path,
     picture: Path | None,
 ) -> None:
@@ -87,6 +98,8 @@ def main(
         if as_json:
             for line in lines:
                 click.echo(json.dumps({"benchmark": name, **line}))
+        elif as_markdown:
+            click.echo(f"{markdown(benchmark.table(lines))}\n")
         else:
             console.print(f"[bold]{benchmark.title}")
             console.print(benchmark.table(lines))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import click
 from rich.console import Console
 from rich.table import Table
+from workload import Workload
 
 HERE = Path(__file__).resolve().parent
 
@@ -38,24 +39,35 @@ class Case(NamedTuple):
     more_is_better: bool
 
 
+SMALL = Workload("linear", 2, micro_batches=1, updates=2000, samples=8, width=256).to_json()
+"""Layers that cost next to nothing, so that all else is seen."""
+
 CASES = {
     "2 stages that compute, async-1f1b": Case(
-        ("async_vs_sync.py", "--repeats", "1", "--only", "async-1f1b"), "micro_batches_per_s", True
+        ("async_vs_sync.py", "--repeats", "1", "--only", "async-1f1b", "--json"),
+        "micro_batches_per_s",
+        True,
     ),
     "2 stages that compute, 1f1b": Case(
-        ("async_vs_sync.py", "--repeats", "1", "--only", "1f1b"), "micro_batches_per_s", True
+        ("async_vs_sync.py", "--repeats", "1", "--only", "1f1b", "--json"),
+        "micro_batches_per_s",
+        True,
     ),
     "8 emulated stages, async-1f1b": Case(
-        ("scaling.py", "--workers", "8", "--only", "async-1f1b"), "micro_batches_per_s", True
+        ("scaling.py", "--workers", "8", "--only", "async-1f1b", "--json"),
+        "micro_batches_per_s",
+        True,
     ),
     "8 emulated stages, 1f1b": Case(
-        ("scaling.py", "--workers", "8", "--only", "1f1b"), "micro_batches_per_s", True
+        ("scaling.py", "--workers", "8", "--only", "1f1b", "--json"), "micro_batches_per_s", True
     ),
-    "start of a script": Case(("start.py", "--groups", "1"), "first_s", False),
-    "start of a group of workers": Case(("start.py",), "group_ms", False),
-    "recovery": Case(("recovery.py", "--kills", "6", "--pairs", "0"), "median_s", False),
-    "processor time of a worker": Case(("cost.py",), "worker_ms", False),
-    "processor time of the coordinator": Case(("cost.py",), "coordinator_ms", False),
+    "start of a script": Case(("start.py", "--groups", "1", "--json"), "first_s", False),
+    "start of a group of workers": Case(("start.py", "--json"), "group_ms", False),
+    "recovery": Case(("recovery.py", "--kills", "6", "--pairs", "0", "--json"), "median_s", False),
+    "processor time of a worker": Case(("ours.py", SMALL, "async-1f1b"), "worker_ms", False),
+    "processor time of the coordinator": Case(
+        ("ours.py", SMALL, "async-1f1b"), "coordinator_ms", False
+    ),
 }
 
 
@@ -64,7 +76,7 @@ def run(checkout: Path, case: Case) -> float:
     script = checkout / "benchmarks" / case.command[0]
     command = [checkout / ".venv/bin/python", script if script.exists() else HERE / script.name]
     done = subprocess.run(  # there, since workers import what lies in the folder
-        [*command, *case.command[1:], "--json"], cwd=checkout, check=True, stdout=subprocess.PIPE
+        [*command, *case.command[1:]], cwd=checkout, check=True, stdout=subprocess.PIPE
     )
     line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return float(line[case.metric])

@@ -1,0 +1,124 @@
+"""The suite of benchmarks: cases run in turn, what is kept is not measured again, medians hold.
+
+And what it compares computes the same thing: our pipeline and a plain loop end with the same loss.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.suite import runs
+from benchmarks.workload import Workload
+
+HERE = Path(__file__).resolve().parent.parent / "benchmarks"
+
+COUNTING = """
+import json, pathlib, sys
+log = pathlib.Path(sys.argv[2])
+log.write_text(log.read_text() + sys.argv[1] if log.exists() else sys.argv[1])
+print("something else first")
+if sys.argv[1] == "gone":
+    print(json.dumps({"unavailable": "no such thing"}))
+    sys.exit(3)
+if sys.argv[1] == "bad":
+    sys.exit("it went wrong")
+print(json.dumps({"seconds": float(len(log.read_text()))}))
+"""
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Results of these tests alone."""
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    monkeypatch.setattr(runs, "machine", lambda: {"commit": "abc"})
+    (tmp_path / "count.py").write_text(COUNTING)
+    return tmp_path
+
+
+def counting(kept, *words, **more):
+    """A benchmark of a case for each word, whose script notes the word."""
+    cases = [
+        runs.Case({"word": word}, (str(kept / "count.py"), word, str(kept / "log")), **more)
+        for word in words
+    ]
+    return runs.Benchmark("title", cases, lambda lines: Table())
+
+
+def test_repeats_are_taken_in_turn_and_what_is_kept_is_not_measured_again(kept):
+    benchmark = counting(kept, "a", "b")
+    told = runs.run("x", benchmark, 3, Path("none"))
+    for _ in range(3):
+        next(told)  # stopped before the third is done
+    told.close()
+    assert (kept / "log").read_text() == "ab"
+    list(runs.run("x", benchmark, 3, Path("none")))
+    assert (kept / "log").read_text() == "ababab"
+    assert list(runs.run("x", benchmark, 3, Path("none"))) == []
+    lines = [json.loads(text) for text in (kept / "x.jsonl").read_text().splitlines()]
+    assert [line["seconds"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    mine, others = map(runs.summed_up, runs.newest(benchmark, "x"))
+    assert (mine["seconds"], mine["seconds spread"], mine["repeats"]) == (3, 4, 3)
+    assert (others["seconds"], others["word"]) == (4, "b")
+
+
+def test_another_commit_is_measured_anew_and_shown_alone(kept, monkeypatch):
+    benchmark = counting(kept, "a", repeats=1)
+    list(runs.run("x", benchmark, 5, Path("none")))
+    monkeypatch.setattr(runs, "machine", lambda: {"commit": "def"})
+    list(runs.run("x", benchmark, 5, Path("none")))
+    assert [line["commit"] for line in runs.newest(benchmark, "x")[0]] == ["def"]
+    assert len(runs.lines_of("x")) == 2
+
+
+def test_what_cannot_run_here_says_why_and_what_fails_ends_the_suite(kept):
+    list(runs.run("x", counting(kept, "gone"), 1, Path("none")))
+    assert runs.lines_of("x")[0]["unavailable"] == "no such thing"
+    with pytest.raises(SystemExit, match="it went wrong"):
+        list(runs.run("y", counting(kept, "bad"), 1, Path("none")))
+    told = list(runs.run("z", counting(kept, "a", foreign=True), 1, Path("no/python")))
+    assert "left out, as no/python does not exist" in told[0]
+    assert not runs.lines_of("z")
+
+
+@pytest.mark.parametrize("name", list(BENCHMARKS))
+def test_every_case_is_told_from_all_others_and_its_script_is_there(name):
+    cases = BENCHMARKS[name].cases
+    assert len({json.dumps(case.facts) for case in cases}) == len(cases)
+    for case in cases:
+        assert (HERE / case.command[0]).is_file()
+
+
+@pytest.mark.parametrize("name", list(BENCHMARKS))
+def test_a_table_can_be_made_of_what_is_kept_and_of_nothing(name):
+    benchmark = BENCHMARKS[name]
+    kept = runs.newest(benchmark, name)
+    benchmark.table(
+        [runs.summed_up(of_case) or c.facts for of_case, c in zip(kept, benchmark.cases)]
+    )
+    benchmark.table([case.facts for case in benchmark.cases])
+
+
+def loss_of(script, w, *words):
+    command = [sys.executable, "-W", "ignore", HERE / script, w.to_json(), *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=90)
+    return json.loads(done.stdout.splitlines()[-1])["loss"]
+
+
+@pytest.mark.processes
+def test_what_is_compared_computes_the_same():
+    w = Workload("transformer", 2, 2, updates=2, samples=2, width=32, context=16, layers=2)
+    plain = loss_of("peers/one_process.py", w)
+    assert loss_of("ours.py", w, "1f1b") == pytest.approx(plain, rel=1e-6)
+    assert loss_of("peers/torch_pipelining.py", w, "1f1b") == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_workload_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="3 layers do not divide into 2 equal stages"):
+        Workload("transformer", 2, 2, updates=2, samples=2, width=32, layers=3)
+    with pytest.raises(ValueError, match="model is 'rnn'"):
+        Workload("rnn", 2, 2, updates=2, samples=2, width=32)
