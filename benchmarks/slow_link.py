@@ -323,8 +323,8 @@ def on_machines(machines: tuple[str, str], slack: int, limit_s: float, log: IO[s
         for machine, end in zip(machines, "AB", strict=True):
             words = ("-m", "pipedream_rt.workers", ADDRESS, "--timeout", f"{START_S:g}")
             named = ("--name", f"worker-{end}", "--bind", f"eth{end}")
-            worker = child(machine, *words, *named, stdout=log, **options)
-            workers.append(children.enter_context(worker))
+            started = child(machine, *words, *named, stdout=log, **options)
+            workers.append(children.enter_context(started))
         # The last of two equal options counts.
         again = (*sys.argv[1:], "--slack", str(slack), "--join", ADDRESS)
         this = str(Path(__file__).resolve())
