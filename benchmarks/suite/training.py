@@ -22,9 +22,12 @@ TRANSFORMER = Workload(
     layers=8,
 )
 EMULATED = Workload(
-    "emulated", stages=8, micro_batches=8, updates=12, samples=8, width=256,
+    "emulated", stages=8, micro_batches=8, updates=24, samples=8, width=256,
     forward_s=0.010, backward_s=0.020,
 )  # fmt: skip
+WHOLE = ("DistributedDataParallel", "one process")
+"""Those that have the whole model in each process."""
+
 SAME_NAME = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")
 """The schedules that both torch.distributed.pipelining and we have."""
 
@@ -51,10 +54,12 @@ def torchs(w: Workload, schedule: str, repeats: int | None = None) -> Case:
     return Case(facts, (script, shape.to_json(), schedule), repeats)
 
 
-def other(w: Workload, who: str, script: str, *, foreign: bool = False) -> Case:
+def other(
+    w: Workload, who: str, script: str, repeats: int | None = None, foreign: bool = False
+) -> Case:
     """Another peer."""
     command = (f"peers/{script}.py", w.to_json())
-    return Case(_facts(w, who, ""), command, foreign=foreign)
+    return Case(_facts(w, who, ""), command, repeats, foreign)
 
 
 def _facts(w: Workload, who: str, schedule: str) -> Line:
@@ -84,13 +89,13 @@ def _peers() -> list[Case]:
         cases += [ours(w, schedule) for schedule in ("async-1f1b", *SAME_NAME)]
         cases += [torchs(w, schedule) for schedule in SAME_NAME]
         cases += [
-            other(w, "torch.distributed.rpc", "torch_rpc"),
-            other(w, "DeepSpeed", "deepspeed_pipe", foreign=True),
-            other(w, "DistributedDataParallel", "ddp"),
-            other(w, "FairScale Pipe", "fairscale_pipe", foreign=True),
-            other(w, "one process", "one_process"),
+            other(w, "torch.distributed.rpc", "torch_rpc", 3),
+            other(w, "DeepSpeed", "deepspeed_pipe", 3, foreign=True),
+            other(w, "DistributedDataParallel", "ddp", 3),
+            other(w, "FairScale Pipe", "fairscale_pipe", 1, foreign=True),
+            other(w, "one process", "one_process", 1),
         ]
-    for count in (16, 32, 64):
+    for count in (16, 64):
         w = replace(EMULATED, micro_batches=count, updates=max(2, 128 // count))
         cases += [ours(w, schedule, 3) for schedule in ("async-1f1b", "1f1b", "gpipe")]
         cases += [torchs(w, schedule, 3) for schedule in ("1f1b", "gpipe")]
@@ -98,31 +103,33 @@ def _peers() -> list[Case]:
 
 
 def _peers_table(lines: list[Line]) -> Table:
-    """Each against the best peer on the same workload."""
+    """Each against the best peer on the same workload that cuts the model too."""
     table = Table(title="micro-batches per second; a ratio is that over the best peer")
     for head in ("model", "workers", "per update", "who", "schedule", "per s", "spread",
-                 "ratio", "of the same name"):  # fmt: skip
+                 "ratio", "of the same name", "full pipe"):  # fmt: skip
         table.add_column(head, justify="left" if head in ("model", "who", "schedule") else "right")
     for line in lines:
         alike = [
             each
             for each in lines
             if all(each[k] == line[k] for k in ("model", "workers", "micro_batches"))
-            and "pipedream" not in each["who"]
+            and each["who"] not in ("pipedream-rt", *WHOLE)
             and "seconds" in each
         ]
         if "seconds" not in line:
-            cells = [line.get("unavailable", ""), "", "", ""]
+            cells = [line.get("unavailable", ""), "", "", "", ""]
         else:
             best = max(map(rate, alike), default=float("nan"))
             same = [each for each in alike if each["schedule"] == line["schedule"] != ""]
-            is_ours = "pipedream" in line["who"]
+            is_ours = line["who"] == "pipedream-rt"
+            full = line.get("steady_per_s") if line["schedule"].startswith("async") else None
             spread = rate(line) * line.get("seconds spread", 0.0) / line["seconds"]
             cells = [
                 f"{rate(line):.2f}",
                 f"{spread:.2f}",
                 f"{rate(line) / best:.2f}",
                 f"{rate(line) / rate(same[0]):.2f}" if same and is_ours else "",
+                f"{full:.2f} ({full / best:.2f})" if full else "",
             ]
         heads = (line["model"], line["workers"], line["micro_batches"], line["who"])
         table.add_row(*map(str, heads), line["schedule"], *cells)
@@ -145,11 +152,10 @@ def _limit() -> list[Case]:
     """The asynchronous pipeline and the parts of the same model alone, for each size."""
     cases = []
     sizes = [replace(TRANSFORMER, updates=24)]
-    for stages in (4, 8, 16, 32):
-        updates = max(12, 3 * stages // 2)
-        sizes.append(replace(EMULATED, stages=stages, updates=updates))
+    sizes += [replace(EMULATED, stages=stages, updates=40) for stages in (4, 8, 16, 32)]
     for w in sizes:
-        cases += [ours(w, "async-1f1b"), other(w, "the parts alone", "halves")]
+        repeats = {16: 3, 32: 2}.get(w.stages)
+        cases += [ours(w, "async-1f1b", repeats), other(w, "the parts alone", "halves", repeats)]
     return cases
 
 
@@ -176,24 +182,19 @@ def _overhead() -> list[Case]:
     """Layers that cost nothing: one small linear layer, and products of tensors of many sizes."""
     cases = []
     for stages in (2, 4, 8, 16, 32):
-        w = Workload("linear", stages, micro_batches=1, updates=2000, samples=8, width=256)
-        cases += [
-            _costs(w, ours(w, "async-1f1b")),
-            _costs(w, other(w, "a plain loop", "one_process")),
-        ]
+        count = max(400, 4000 // stages)
+        cases += _costs(Workload("linear", stages, 1, updates=count, samples=8, width=256))
     for kib in (1, 16, 256, 4096, 16384):
-        count = 1000 if kib < 1024 else 100
-        w = Workload("emulated", 2, micro_batches=1, updates=count, samples=1, width=256 * kib)
-        cases += [
-            _costs(w, ours(w, "async-1f1b")),
-            _costs(w, other(w, "a plain loop", "one_process")),
-        ]
+        count = 1000 if kib < 1024 else 60
+        cases += _costs(Workload("emulated", 2, 1, updates=count, samples=1, width=256 * kib))
     return cases
 
 
-def _costs(w: Workload, case: Case) -> Case:
-    """The case, with the size of what passes between stages among its facts."""
-    return replace(case, facts={**case.facts, "kib": 4 * w.samples * w.width // 1024})
+def _costs(w: Workload) -> list[Case]:
+    """Our pipeline and a plain loop, with the size of what passes between stages as a fact."""
+    kib = {"kib": 4 * w.samples * w.width // 1024}
+    both = (ours(w, "async-1f1b", 2), other(w, "a plain loop", "one_process", 2))
+    return [replace(case, facts={**case.facts, **kib}) for case in both]
 
 
 def _overhead_table(lines: list[Line]) -> Table:
