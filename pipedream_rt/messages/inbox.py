@@ -108,7 +108,7 @@ class Inbox:
         """Begin open and empty."""
         self._owner = owner
         self._generation = generation
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close while this thread has it
         self._waiter = waiter or Bell()
         self._waiting: dict[Key, tuple[Message, int]] = {}
         self._taken: dict[Edge, int] = {}
@@ -159,10 +159,12 @@ class Inbox:
             RuntimeError: Another thread is waiting already.
             BaseException: The reason given to `close`.
         """
-        with self._lock:
-            self._claim()
-            self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
+        claimed = False
         try:
+            with self._lock:
+                self._claim()
+                claimed = True
+                self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
             while True:
                 with self._lock:
                     if (found := self._find(wanted)) is not None:
@@ -174,7 +176,8 @@ class Inbox:
                 # The lock is free: with some waiters, this thread is the one that calls `put`.
                 self._waiter.wait(wanted.deadline.remaining_s())
         finally:
-            self.awaited, self._also, self._taker = (), (), None
+            if claimed:
+                self.awaited, self._also, self._taker = (), (), None
         raise self._closed()
 
     def take_if_there(self, wanted: Wanted) -> Message | None:
@@ -302,9 +305,10 @@ class Inbox:
 
     def story(self) -> str:
         """Return what is awaited and the last ten actions, for a stall report. Any thread."""
-        keys = self.awaited
+        # A copy, which is made at once: the taker adds to it while the texts are made.
+        keys, last = self.awaited, " ".join(map(str, self.recent.copy()))
         awaited = f"waiting for {_text_of(keys)}" if keys else "computing"
-        return f"{awaited}; last actions: {' '.join(map(str, self.recent)) or 'none'}"
+        return f"{awaited}; last actions: {last or 'none'}"
 
 
 def _text_of(keys: Sequence[Key]) -> str:

@@ -131,6 +131,9 @@ _OF_PYTHON = {
 }  # fmt: skip
 """The dtypes of which Python knows how to look at the bytes, which is several times as fast."""
 
+_MOST_DIMENSIONS = 64
+"""Dimensions that NumPy knows."""
+
 
 class Place(NamedTuple):
     """A tensor whose bytes have not come yet.
@@ -166,7 +169,8 @@ def described(tensor: Tensor) -> list[Any]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor from its first element to its last, which stays its own."""
-    if tensor.dtype in _OF_PYTHON and tensor.is_contiguous() and tensor.numel():
+    plain = tensor.dtype in _OF_PYTHON and tensor.dim() <= _MOST_DIMENSIONS
+    if plain and tensor.is_contiguous() and tensor.numel():
         return tensor.numpy().data.cast("B")
     size = _span(tensor.shape, tensor.stride()) * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()

@@ -54,6 +54,12 @@ _UNREADABLE = (
 )  # fmt: skip
 """Errors of what makes no sense; torch's of a tensor that it cannot make is a RuntimeError."""
 
+_LONGEST_S = 86_400.0
+"""An epoll knows no wait of a month; who waits longer comes again."""
+
+_LAST_S = 5.0
+"""For the thread of the links to end what it is doing."""
+
 _AT_ONCE = 64
 """Buffers that are handed to the kernel in one call."""
 
@@ -346,22 +352,21 @@ class Links:
     def wait(self, seconds: float | None) -> None:
         """See `Waiter.wait`; what comes meanwhile is received in this thread."""
         self._waiter, self._called = threading.get_ident(), False
-        for ready, _ in self._of_waiter.poll(seconds):
+        for ready, _ in self._of_waiter.poll(None if seconds is None else min(seconds, _LONGEST_S)):
             if ready == self._bell:
                 os.eventfd_read(self._bell)
                 continue
             rank = self._rank_of[ready]
             while not self._read(rank):
-                if self._called:  # what was waited for is here; the rest is no work for this thread
+                if self._called:  # what was waited for is here: the rest is left to the thread
                     self._unread.append(rank)
                     _ring(self._wake)
                     break
 
     def wake(self) -> None:
         """See `Waiter.wake`."""
-        if threading.get_ident() == self._waiter:
-            self._called = True
-        else:
+        self._called = True  # for a waiter that is reading
+        if threading.get_ident() != self._waiter:
             _ring(self._bell)
 
     # -- the thread -----------------------------------------------------------------------------
@@ -403,15 +408,15 @@ class Links:
     def _flush(self, rank: int) -> None:
         """Write to a link as much as it takes; the thread comes again for the rest."""
         link = self._links[rank]
-        if rank in self._ended:
-            return
-        try:
-            is_done = link.flush()
-        except OSError:
-            is_done = True  # who reads finds it out too, and reports it
-        _forget(self._writable, link)
-        if not is_done:
-            with suppress(OSError, ValueError):  # who reads may just have closed it
+        with link.reading:  # else who reads could close it in the middle
+            if rank in self._ended:
+                return
+            try:
+                is_done = link.flush()
+            except OSError:
+                is_done = True  # who reads finds it out too, and reports it
+            _forget(self._writable, link)
+            if not is_done:
                 self._writable.register(link, select.EPOLLOUT)
 
     def _end_of(self, rank: int, error: Exception) -> str:
@@ -430,7 +435,10 @@ class Links:
         if not self._life.begin_closing():
             return
         _ring(self._wake)
-        self._thread.join()
+        self._thread.join(_LAST_S)
+        if self._thread.is_alive():  # a signal handler closes, and holds up a thread that sends
+            _log.error("the thread of the links does not end, and is left behind")
+            return
         for link in self._links.values():
             with link.reading:
                 link.close()

@@ -146,6 +146,38 @@ class Recorded(Bell):
         super().wake()
 
 
+@pytest.mark.parametrize("where", ["_find", "_remove"])
+def test_a_signal_handler_may_close_while_its_thread_takes(where):
+    """The handler runs in the middle of a method, in the thread that has the lock."""
+    inbox = Inbox("stage 1")
+    inbox.put(gradient(3))
+    interrupted = getattr(inbox, where)
+
+    def interrupt(*given):
+        inbox.close(PipelineClosed("closed by the handler"))
+        return interrupted(*given)
+
+    setattr(inbox, where, interrupt)
+    assert inbox.take(Wanted(key(3), soon())).index == 3
+    with pytest.raises(PipelineClosed, match="by the handler"):
+        inbox.take(Wanted(key(4), soon()))
+    assert not inbox.busy
+
+
+def test_the_story_is_told_while_the_taker_goes_on():
+    """A worker tells it with every sign of life, from another thread than the one that computes."""
+    inbox = Inbox("stage 1")
+
+    class Slow:
+        def __str__(self):
+            inbox.recent.append(self)  # as if the taker went on in between
+            return "F1"
+
+    for _ in range(10):
+        inbox.recent.append(Slow())
+    assert inbox.story() == "computing; last actions: " + " ".join(["F1"] * 10)
+
+
 def test_the_taker_is_woken_for_what_it_waits_for_alone():
     """A thread that is woken for nothing costs more than most messages."""
     bell = Recorded()

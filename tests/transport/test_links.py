@@ -254,6 +254,34 @@ def test_a_waiter_is_woken_by_another_thread_before_and_while_it_waits():
     receiver.links.wake()  # too late, and no error
 
 
+def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread():
+    sender, receiver = two_members()
+    reads = iter(range(10**9))
+
+    def flooded(rank):
+        if next(reads) == 1000:
+            waker = threading.Thread(target=receiver.links.wake)
+            waker.start()
+            waker.join()
+        return False
+
+    sender.links.send(1, 7, b"x")
+    receiver.links._read = flooded
+    receiver.links.wait(20)
+    assert next(reads) >= 1000  # it has come back, and left the rest to the thread
+    del receiver.links._read
+    sender.links.close()
+    receiver.links.close()
+
+
+def test_a_wait_of_years_is_possible():
+    sender, receiver = two_members()
+    receiver.links.wake()
+    receiver.links.wait(1e10)
+    sender.links.close()
+    receiver.links.close()
+
+
 def test_a_waiter_finds_out_that_a_member_is_gone():
     sender, receiver = two_members()
     receiver.links._lost = lambda *lost: (receiver.lost.put(lost), receiver.links.wake())
