@@ -22,7 +22,7 @@ TRANSFORMER = Workload(
     layers=8,
 )
 EMULATED = Workload(
-    "emulated", stages=8, micro_batches=8, updates=24, samples=8, width=256,
+    "emulated", stages=8, micro_batches=8, updates=16, samples=8, width=256,
     forward_s=0.010, backward_s=0.020,
 )  # fmt: skip
 WHOLE = ("DistributedDataParallel", "one process")
@@ -154,7 +154,7 @@ def _limit() -> list[Case]:
     sizes = [replace(TRANSFORMER, updates=24)]
     sizes += [replace(EMULATED, stages=stages, updates=40) for stages in (4, 8, 16, 32)]
     for w in sizes:
-        repeats = {16: 3, 32: 2}.get(w.stages)
+        repeats = {4: 3, 16: 2, 32: 2}.get(w.stages)
         cases += [ours(w, "async-1f1b", repeats), other(w, "the parts alone", "halves", repeats)]
     return cases
 
