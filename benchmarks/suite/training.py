@@ -22,7 +22,7 @@ TRANSFORMER = Workload(
     layers=8,
 )
 EMULATED = Workload(
-    "emulated", stages=8, micro_batches=8, updates=16, samples=8, width=256,
+    "emulated", stages=8, micro_batches=8, updates=12, samples=8, width=256,
     forward_s=0.010, backward_s=0.020,
 )  # fmt: skip
 WHOLE = ("DistributedDataParallel", "one process")
@@ -89,9 +89,9 @@ def _peers() -> list[Case]:
         cases += [ours(w, schedule) for schedule in ("async-1f1b", *SAME_NAME)]
         cases += [torchs(w, schedule) for schedule in SAME_NAME]
         cases += [
-            other(w, "torch.distributed.rpc", "torch_rpc", 3),
-            other(w, "DeepSpeed", "deepspeed_pipe", 3, foreign=True),
-            other(w, "DistributedDataParallel", "ddp", 3),
+            other(w, "torch.distributed.rpc", "torch_rpc", 2),
+            other(w, "DeepSpeed", "deepspeed_pipe", 2, foreign=True),
+            other(w, "DistributedDataParallel", "ddp", 2),
             other(w, "FairScale Pipe", "fairscale_pipe", 1, foreign=True),
             other(w, "one process", "one_process", 1),
         ]

@@ -315,8 +315,9 @@ class Links:
         self._life = Lifecycle("the links")
         self._waiter: int | None = None
         self._called = False
-        self._bell, self._wake = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in "12")
-        self._of_waiter, self._of_thread, self._writable = (select.epoll() for _ in "123")
+        self._bell, self._wake = _eventfd(), _eventfd()
+        self._of_waiter, self._of_thread = select.epoll(), select.epoll()
+        self._writable = select.epoll()
         for events, bell in ((self._of_waiter, self._bell), (self._of_thread, self._wake)):
             for link in self._links.values():
                 events.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
@@ -454,6 +455,11 @@ def _forget(events: select.epoll, link: Link) -> None:
     """Poll a link no more, if it is polled."""
     with suppress(OSError, ValueError):
         events.unregister(link)
+
+
+def _eventfd() -> int:
+    """Return a new eventfd, by which a thread is woken that polls."""
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
 def _ring(bell: int) -> None:
