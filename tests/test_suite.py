@@ -64,6 +64,7 @@ def test_repeats_are_taken_in_turn_and_what_is_kept_is_not_measured_again(kept):
     mine, others = map(runs.summed_up, runs.newest(benchmark, "x"))
     assert (mine["seconds"], mine["seconds spread"], mine["repeats"]) == (3, 4, 3)
     assert (others["seconds"], others["word"]) == (4, "b")
+    assert repr(runs.summed_up([{"workers": 8}, {"workers": 8}])["workers"]) == "8"
 
 
 def test_another_commit_is_measured_anew_and_shown_alone(kept, monkeypatch):

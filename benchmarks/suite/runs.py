@@ -175,6 +175,7 @@ def summed_up(lines: Sequence[Line]) -> Line:
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         values = [line[key] for line in lines]
-        merged[key] = statistics.median(values)
+        if len(set(values)) > 1:  # else it stays as it is written
+            merged[key] = statistics.median(values)
         merged[f"{key} spread"] = max(values) - min(values)
     return {**merged, "repeats": len(lines)}
