@@ -188,20 +188,20 @@ class StageOptimizer:
         assert self.torch_optimizer is not None
         return self.torch_optimizer.param_groups
 
-    def step(self, hyper: list[Hyper], around: Around | None = None) -> None:
+    def step(self, hyper: list[Hyper], around: Around = nullcontext) -> None:
         """Step once with the hyper-parameters that travelled with the micro-batch.
 
         Args:
             hyper: For each group of the whole model, the packed hyper-parameters that the script
                 has changed; all others keep the values that the optimizer gives them.
-            around: Makes, for the torch optimizer, a context in which it steps; None for none.
+            around: Makes, for the torch optimizer, a context in which it steps.
         """
         if self.torch_optimizer is None:
             return
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             set_hyper(group, hyper[number])
             self._from_script[i].update(hyper[number])
-        with nullcontext() if around is None else around(self.torch_optimizer):
+        with around(self.torch_optimizer):
             self.torch_optimizer.step()
         if self._decay is not None:
             self._take_into_average(self._decay)

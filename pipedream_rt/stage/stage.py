@@ -62,7 +62,6 @@ Gradients: TypeAlias = list[Tensor | None]
 _VIEW = "(view of "
 """The beginning of the keys, beside the optimizer's state of a parameter, of views of versions."""
 
-_NOTHING_AROUND = nullcontext()
 _NO_SHARES: Mapping[str, Tensor] = {}
 _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
 
@@ -348,7 +347,7 @@ class Stage:
         """Return the context of a forward in which autograd saves weights."""
         if self.plan.backward_on_newest:
             return self.parameters.followed(micro_batch)
-        return _NOTHING_AROUND
+        return nullcontext()
 
     def _accumulating(self, micro_batch: int) -> AbstractContextManager[None]:
         """Run the body as `_reading` does, and add its gradients to those of the pending update."""
@@ -378,7 +377,7 @@ class Stage:
             ConfigError: A weight or a shared buffer was changed.
         """
         looks = micro_batch & (micro_batch - 1) == 0
-        return self._refusing(micro_batch, looks) if looks or self._spec.shared else _NOTHING_AROUND
+        return self._refusing(micro_batch, looks) if looks or self._spec.shared else nullcontext()
 
     @contextmanager
     def _refusing(self, micro_batch: int, looks: bool) -> Iterator[None]:
@@ -490,7 +489,7 @@ class Stage:
     def _casting(self) -> Any:
         """Return the context in which forwards and losses run."""
         dtype = self._spec.autocast
-        return _NOTHING_AROUND if dtype is None else torch.autocast("cpu", dtype=dtype)
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
     def _held(self, name: str) -> Tensor:
         """Return a parameter, in the version that is read now, or a buffer."""
@@ -746,7 +745,7 @@ class Stage:
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
         optimizer = self.optimizer
-        around: Around | None = None
+        around: Around = nullcontext
         if self.corrections is not None:
             around = functools.partial(self.corrections.stepping, update, read)
         self._seed(update, "step")

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
-from pipedream_rt.messages.wire import Place, bytes_of, described, place_for
+from pipedream_rt.messages.wire import bytes_of, described, place_for
 from pipedream_rt.threads import name_this_thread
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
@@ -97,14 +97,6 @@ def link_key(key: bytes, one: int, other: int, *nonces: bytes) -> bytes:
     return proof(key, b"link", struct.pack("!II", low, high), *nonces)
 
 
-class _Coming(NamedTuple):
-    """A frame whose body has not come yet."""
-
-    kind: int
-    data: bytes
-    places: list[Place]
-
-
 class Link:
     """One end of a link. Any thread sends; one thread at a time receives.
 
@@ -129,7 +121,7 @@ class Link:
         self._queue: deque[memoryview] = deque()
         self._chunk = memoryview(bytearray(_CHUNK))
         self._buffer = bytearray()
-        self._coming: _Coming | None = None
+        self._coming: Frame | None = None  # its body has not come yet
         self._room: deque[memoryview] = deque()
 
     def fileno(self) -> int:
@@ -241,7 +233,7 @@ class Link:
         if coming is None or self._room:
             return None
         self._coming = None
-        return Frame(coming.kind, coming.data, [place.tensor for place in coming.places])
+        return coming
 
     def _begin(self) -> None:
         """Check and take head and meta from the buffer, once they are there, and make the tensors.
@@ -268,7 +260,7 @@ class Link:
         if sum(place.room.nbytes for place in places) != size:
             raise TransportError("the tensors that come are not those that were signed")
         self._room.extend(place.room for place in places if place.room.nbytes)
-        self._coming = _Coming(kind, data, places)
+        self._coming = Frame(kind, data, [place.tensor for place in places])
 
     def close(self) -> None:
         """Close the socket."""
