@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,7 @@ class ClusterHere:
         generation: int,
         timeout: timedelta,
         threads: int,
-        computing: Callable[[], AbstractContextManager[None]] | None = None,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make a host for each worker, for whose stages `_open` is called then."""
         self._plan = plan

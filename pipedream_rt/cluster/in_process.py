@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -132,7 +132,7 @@ class InProcessCluster(ClusterHere):
             generation=generation,
             timeout=timeout,
             threads=threads,
-            computing=self._baton.computing if exclusive else None,
+            computing=self._baton.computing if exclusive else nullcontext,
         )
         self._threads = []
         for host, name in zip(self._hosts, self.names, strict=True):

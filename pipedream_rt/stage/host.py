@@ -40,7 +40,7 @@ class StageHost:
         send_of: Returns, for the index of a stage, the function that the stage sends with.
         timeout: How long to wait for a message that is sure to come.
         threads: Number of threads for torch's own parallel loops.
-        computing: Makes a context that is entered around every computation; None for none.
+        computing: Makes a context that is entered around every computation.
         announce: Called with each action before it is done, as far as the `Start` message asks.
         own_process: Whether nothing else runs in this process.
         waiter: What the thread waits with for messages; None for a bell.
@@ -59,7 +59,7 @@ class StageHost:
         send_of: Callable[[int], Send],
         timeout: timedelta,
         threads: int,
-        computing: Callable[[], AbstractContextManager[None]] | None = None,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
         announce: Callable[[str], None] = lambda action: None,
         own_process: bool = False,
         waiter: Waiter | None = None,
@@ -140,8 +140,7 @@ class StageHost:
             message = yield Wanted(key, Deadline(self._timeout))
             start, spec = _spec_of(message, self._own_process)
             apply_settings(spec.settings)
-            # Layers that are built draw from the process's generator.
-            with nullcontext() if self._computing is None else self._computing():
+            with self._computing():  # layers that are built draw from the process's generator
                 spec.build()
             if spec.recompute and self._own_process:
                 give_memory_back_at_once()
