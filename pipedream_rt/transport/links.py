@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import select
 import socket
 import struct
@@ -37,6 +36,7 @@ from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
 from pipedream_rt.messages.wire import bytes_of, described, place_for
 from pipedream_rt.threads import name_this_thread
+from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
 
@@ -307,7 +307,7 @@ class Links:
         self._life = Lifecycle("the links")
         self._waiter: int | None = None
         self._called = False
-        self._bell, self._wake = _eventfd(), _eventfd()
+        self._bell, self._wake = Alarm(), Alarm()
         self._of_waiter, self._of_thread = select.epoll(), select.epoll()
         self._writable = select.epoll()
         for events, bell in ((self._of_waiter, self._bell), (self._of_thread, self._wake)):
@@ -335,7 +335,7 @@ class Links:
         try:
             if not link.send(kind, data, tensors):
                 self._unsent.append(rank)
-                _ring(self._wake)
+                self._wake.ring()
         except OSError as error:  # who reads finds it out too, and reports it
             return text_of(error)
         return None
@@ -346,21 +346,21 @@ class Links:
         """See `Waiter.wait`; what comes meanwhile is received in this thread."""
         self._waiter, self._called = threading.get_ident(), False
         for ready, _ in self._of_waiter.poll(None if seconds is None else min(seconds, _LONGEST_S)):
-            if ready == self._bell:
-                os.eventfd_read(self._bell)
+            if ready == self._bell.fileno():
+                self._bell.quiet()
                 continue
             rank = self._rank_of[ready]
             while not self._read(rank):
                 if self._called:  # what was waited for is here: the rest is left to the thread
                     self._unread.append(rank)
-                    _ring(self._wake)
+                    self._wake.ring()
                     break
 
     def wake(self) -> None:
         """See `Waiter.wake`."""
         self._called = True  # for a waiter that is reading
         if threading.get_ident() != self._waiter:
-            _ring(self._bell)
+            self._bell.ring()
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -370,8 +370,8 @@ class Links:
         while self._life.is_open:
             # No deadline: `close` wakes it, and the kernel tells of a peer that is gone.
             for ready, _ in self._of_thread.poll(0 if self._unread else None):
-                if ready == self._wake:
-                    os.eventfd_read(self._wake)
+                if ready == self._wake.fileno():
+                    self._wake.quiet()
                 elif ready in self._rank_of:
                     self._read(self._rank_of[ready])
                 else:
@@ -427,7 +427,7 @@ class Links:
         """Close all links. Idempotent; not on the thread of the links, nor while another waits."""
         if not self._life.begin_closing():
             return
-        _ring(self._wake)
+        self._wake.ring()
         self._thread.join(_LAST_S)
         if self._thread.is_alive():  # a signal handler closes, and holds up a thread that sends
             _log.error("the thread of the links does not end, and is left behind")
@@ -435,11 +435,8 @@ class Links:
         for link in self._links.values():
             with link.reading:
                 link.close()
-        for events in (self._of_waiter, self._of_thread, self._writable):
-            events.close()
-        bells, self._bell, self._wake = (self._bell, self._wake), -1, -1
-        for bell in bells:
-            os.close(bell)
+        for opened in (self._of_waiter, self._of_thread, self._writable, self._bell, self._wake):
+            opened.close()
         self._life.close()
 
 
@@ -447,17 +444,6 @@ def _forget(events: select.epoll, link: Link) -> None:
     """Poll a link no more, if it is polled."""
     with suppress(OSError, ValueError):
         events.unregister(link)
-
-
-def _eventfd() -> int:
-    """Return a new eventfd, by which a thread is woken that polls."""
-    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-
-def _ring(bell: int) -> None:
-    """Let a thread that polls an eventfd go on."""
-    with suppress(OSError, ValueError):  # it is being closed
-        os.eventfd_write(bell, 1)
 
 
 def text_of(error: Exception) -> str:

@@ -32,6 +32,7 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
 from pipedream_rt.threads import name_this_thread
+from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.descriptors import (
     OwnSocket,
     accept_only,
@@ -121,7 +122,7 @@ class Tunnel:
         self._let_in: list[int] = []
         self._guarded = False  # set by the thread, so that no part overtakes an early one
         self._life = Lifecycle("the tunnel")
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Alarm()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
 
@@ -218,8 +219,7 @@ class Tunnel:
     def _order(self, what: Callable[[], object]) -> None:
         """Have the thread do something."""
         self._orders.put(what)
-        with suppress(OSError):  # it is being closed
-            os.eventfd_write(self._wake, 1)
+        self._wake.ring()
 
     def _run(self) -> None:
         """Carry streams until `close` is called; the thread of the tunnel runs this."""
@@ -227,8 +227,8 @@ class Tunnel:
         while self._life.is_open:
             # No deadline: `close` wakes it.
             for key, events in self._selector.select():
-                if key.fd == self._wake:
-                    os.eventfd_read(self._wake)
+                if key.fileobj is self._wake:
+                    self._wake.quiet()
                 elif isinstance(key.data, int):
                     self._do(functools.partial(self._accept, key.data))
                 elif key.data in self._ways:
@@ -384,5 +384,5 @@ class Tunnel:
         for opened in (*self._gates.values(), *(way.socket for way in self._ways.values())):
             opened.close()
         self._selector.close()
-        os.close(self._wake)
+        self._wake.close()
         self._life.close()
