@@ -1,7 +1,8 @@
-"""A device that computes nothing, and a link that is slow: both take their time, no processor.
+"""A model of emulated layers (see workload.py), and links that are slow.
 
-So 8 to 32 stages run at their own speed on 2 cores, and what is measured is the runtime: its
-messages, its waits, its schedule. Kernels that compete for memory or caches are not emulated.
+Both take time and no processor, so 8 to 32 stages run at their own speed on 2 cores, and what is
+measured is the runtime: its messages, its waits, its schedule. Kernels that compete for memory or
+caches are not emulated.
 """
 
 from __future__ import annotations
@@ -15,65 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from workload import EmulatedLayer
 
 from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.messages.message import Message
 from pipedream_rt.transport.memory import MemoryTransport
 
-_NEVER = threading.Event()
-
-
-def occupy(seconds: float) -> None:
-    """Keep this thread, not the processor, for a time."""
-    until = time.perf_counter() + seconds
-    while (left := until - time.perf_counter()) > 0:
-        _NEVER.wait(left)
-
-
-class _Timed(torch.autograd.Function):
-    """Identity that takes a time forward and another one backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        occupy(forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        occupy(ctx.backward_s)
-        return gradients[0], None, None
-
-
-class EmulatedLayer(nn.Module):
-    """``x * w`` in a given time; half of the backward is for the input, half for the weight.
-
-    Two nodes of autograd, because a node that is written in Python computes all its gradients
-    whenever it runs. Where the input wants no gradient the weight takes the whole time, so that
-    all stages of a model are alike.
-
-    Args:
-        width: Of its input, (B, width), and of its weight.
-        forward_s, backward_s: Seconds of a forward, of a whole backward.
-    """
-
-    def __init__(self, width: int, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(width))
-        self.forward_s, self.backward_s = forward_s, backward_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x * w``, some time later."""
-        half = self.backward_s / 2
-        of_weight = half if x.requires_grad else self.backward_s
-        w = _Timed.apply(self.w, 0.0, of_weight)  # type: ignore[no-untyped-call]
-        x = _Timed.apply(x, self.forward_s, half)  # type: ignore[no-untyped-call]
-        return x * w
-
 
 def emulated_model(stages: int, width: int, forward_s: float, backward_s: float) -> nn.Sequential:
     """One layer for each stage, all alike."""
-    return nn.Sequential(*(EmulatedLayer(width, forward_s, backward_s) for _ in range(stages)))
+    return nn.Sequential(*(EmulatedLayer(i, width, forward_s, backward_s) for i in range(stages)))
 
 
 def emulated_data(count: int, samples: int, width: int) -> list[tuple[Tensor, Tensor]]:
@@ -106,16 +58,20 @@ class SlowLinks(MemoryTransport):
         self._carrier.start()
 
     def deliver(self, message: Message) -> None:
-        """Let a message arrive, at once or after the latency of its link."""
+        """Let a message arrive, at once or when its link lets it."""
+        with self._sent:
+            due = self.arrives(message, time.monotonic())
+            if due is not None:
+                heapq.heappush(self._on_their_way, (due, next(self._numbers), message))
+                self._sent.notify()
+        if due is None:
+            super().deliver(message)
+
+    def arrives(self, message: Message, now: float) -> float | None:
+        """Return when a message arrives that is sent now; None for at once. One call at a time."""
         ends = sorted((message.sender, message.to))
         latency_s = self._latency_s.get((ends[0], ends[1]), 0.0)
-        if not latency_s:
-            super().deliver(message)
-            return
-        with self._sent:
-            due = time.monotonic() + latency_s
-            heapq.heappush(self._on_their_way, (due, next(self._numbers), message))
-            self._sent.notify()
+        return now + latency_s if latency_s else None
 
     def _carry(self) -> None:
         """Deliver what is due, until closed."""
@@ -144,11 +100,14 @@ class SlowLinks(MemoryTransport):
         self._carrier.join()
 
 
-def slow_links(latency_s: Mapping[tuple[int, int], float]) -> Callable[..., InProcessCluster]:
-    """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with slow links."""
+def slow_links(transport: Callable[[], SlowLinks]) -> Callable[..., InProcessCluster]:
+    """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with slow links.
+
+    Args:
+        transport: Makes the transport of a cluster.
+    """
 
     def start(plan: Any, **options: Any) -> InProcessCluster:
-        transport = SlowLinks(latency_s)
-        return InProcessCluster(plan, transport=transport, exclusive=False, **options)
+        return InProcessCluster(plan, transport=transport(), exclusive=False, **options)
 
     return start

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
-from emulated import emulated_data, emulated_model, slow_links
+from emulated import SlowLinks, emulated_data, emulated_model, slow_links
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +43,7 @@ def measured(schedule: str, slack: int, updates: int) -> float:
         schedule=schedule,
         micro_batches=per_update(schedule),
         slack=slack_on_the_hop(slack),
-        workers=slow_links({(HOP, HOP + 1): LATENCY_S}),
+        workers=slow_links(lambda: SlowLinks({(HOP, HOP + 1): LATENCY_S})),
         trace=True,
     ) as pipe:
         for _ in pipe.train_epoch(emulated_data(updates, 8 * per_update(schedule), 64)):

@@ -16,7 +16,6 @@ reason, and the exit code is 3.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,10 +37,9 @@ from typing import IO, Any, NoReturn
 import click
 import torch
 import torch.nn.functional as F
-from emulated import SlowLinks, emulated_model
+from emulated import SlowLinks, emulated_model, slow_links
 
 from pipedream_rt import Costs, Pipeline, Timeouts, plan_for, simulate
-from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.messages.message import Message
 from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import COORDINATOR
@@ -172,30 +170,15 @@ class NarrowLinks(SlowLinks):
         self._rate, self._delay_s = rate, delay_s
         self._free: dict[tuple[int, int], float] = {}
 
-    def deliver(self, message: Message) -> None:
-        """Let a message arrive: at once from or to the coordinator, else when the wire allows."""
+    def arrives(self, message: Message, now: float) -> float | None:
+        """Return when the wire has room and the message is over; at once for the coordinator."""
         way = (message.sender, message.to)
         if COORDINATOR in way:
-            super().deliver(message)
-            return
+            return None
         size = sum(tensor.nbytes for tensor in message.tensors)
         transfer_s = size * 8 / self._rate if self._rate else 0.0
-        with self._sent:
-            sent = max(time.monotonic(), self._free.get(way, 0.0)) + transfer_s
-            self._free[way] = sent
-            item = (sent + self._delay_s, next(self._numbers), message)
-            heapq.heappush(self._on_their_way, item)
-            self._sent.notify()
-
-
-def narrow_links(case: Case) -> Callable[..., InProcessCluster]:
-    """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with that wire."""
-
-    def start(plan: Any, **options: Any) -> InProcessCluster:
-        transport = NarrowLinks(case.rate, case.delay_s)
-        return InProcessCluster(plan, transport=transport, exclusive=False, **options)
-
-    return start
+        self._free[way] = sent = max(now, self._free.get(way, 0.0)) + transfer_s
+        return sent + self._delay_s
 
 
 # -- a wire between two namespaces -----------------------------------------------------------------
@@ -415,7 +398,9 @@ def main(
         if wire == "namespaces":
             seconds = across_namespaces(case, extra)
         else:
-            seconds = measured(case, extra, narrow_links(case))
+            seconds = measured(
+                case, extra, slow_links(lambda: NarrowLinks(case.rate, case.delay_s))
+            )
     except Unavailable as error:
         click.echo(json.dumps({"unavailable": str(error)}))
         sys.exit(3)
