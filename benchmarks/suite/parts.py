@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from .runs import Benchmark, Case, Line
+from .runs import Benchmark, Case, Line, table_of
 
 # -- a hop ----------------------------------------------------------------------------------------
 
@@ -25,10 +25,8 @@ def _hop() -> list[Case]:
 
 def _hop_table(lines: list[Line]) -> Table:
     """Latency, throughput and processor time by way and size."""
-    table = Table(title="one way: microseconds (of a processor), and MB/s of many in a row")
-    table.add_column("KiB", justify="right")
-    for way in WAYS:
-        table.add_column(way, justify="right")
+    title = "one way: microseconds (of a processor), and MB/s of many in a row"
+    table = table_of(title, "KiB", *WAYS)
     for size in SIZES:
         cells = []
         for way in WAYS:
@@ -68,11 +66,11 @@ def _stash() -> list[Case]:
 
 def _stash_table(lines: list[Line]) -> Table:
     """The time of a forward, a backward and a step, and the memory of versions."""
-    table = Table(title="a stage with 3 warm-up forwards: ms of F, B and S; bytes of versions")
-    heads = ("optimizer", "no versions (wrong)", "ours", "ratio", "state dicts", "ratio",
-             "bytes of ours", "of the formula", "ratio")  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "optimizer" else "right")
+    table = table_of(
+        "a stage with 3 warm-up forwards: ms of F, B and S; bytes of versions",
+        *("<optimizer", "no versions (wrong)", "ours", "ratio", "state dicts", "ratio"),
+        *("bytes of ours", "of the formula", "ratio"),
+    )
     for i in range(0, len(lines), len(METHODS)):
         none, mine, copied = lines[i : i + len(METHODS)]
         if not all("step_s" in line for line in (none, mine, copied)):
@@ -122,11 +120,11 @@ def _slow_link() -> list[Case]:
 
 def _slow_link_table(lines: list[Line]) -> Table:
     """Throughput of each link over that of an unlimited one."""
-    table = Table(title="micro-batches per second, and that over an unlimited link")
-    heads = ("wire", "Mbit/s", "delay, ms", "transfer / compute", "schedule", "slack", "per s",
-             "over unlimited", "predicted")  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("wire", "schedule") else "right")
+    table = table_of(
+        "micro-batches per second, and that over an unlimited link",
+        *("<wire", "Mbit/s", "delay, ms", "transfer / compute", "<schedule", "slack", "per s"),
+        *("over unlimited", "predicted"),
+    )
     free: dict[tuple[str, str], float] = {}
     for line in lines:
         if "micro_batches_per_s" not in line:

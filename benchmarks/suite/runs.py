@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,16 @@ class Benchmark:
     cases: Sequence[Case]
     table: Callable[[list[Line]], Table]
     curve: Callable[[list[Line]], Iterator[tuple[str, float, float]]] | None = None
-    axes: tuple[str, str] = field(default=("", ""))
+    axes: tuple[str, str] = ("", "")
+
+
+def table_of(title: str, *heads: str) -> Table:
+    """Return an empty table; figures stand at the right, but for heads that begin with ``<``."""
+    table = Table(title=title)
+    for head in heads:
+        name = head.removeprefix("<")
+        table.add_column(name, justify="right" if name == head else "left")
+    return table
 
 
 @functools.cache

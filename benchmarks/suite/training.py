@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.workload import Workload
 
-from .runs import Benchmark, Case, Line
+from .runs import Benchmark, Case, Line, table_of
 
 TRANSFORMER = Workload(
     "transformer",
@@ -104,10 +104,11 @@ def _peers() -> list[Case]:
 
 def _peers_table(lines: list[Line]) -> Table:
     """Each against the best peer on the same workload that cuts the model too."""
-    table = Table(title="micro-batches per second; a ratio is that over the best peer")
-    for head in ("model", "workers", "per update", "who", "schedule", "per s", "spread",
-                 "ratio", "of the same name", "full pipe"):  # fmt: skip
-        table.add_column(head, justify="left" if head in ("model", "who", "schedule") else "right")
+    table = table_of(
+        "micro-batches per second; a ratio is that over the best peer",
+        *("<model", "workers", "per update", "<who", "<schedule", "per s", "spread"),
+        *("ratio", "of the same name", "full pipe"),
+    )
     for line in lines:
         alike = [
             each
@@ -161,9 +162,10 @@ def _limit() -> list[Case]:
 
 def _limit_table(lines: list[Line]) -> Table:
     """Throughput of the full pipe over that of the slowest part."""
-    table = Table(title="throughput of a full pipe over that of the slowest stage alone")
-    for head in ("model", "workers", "the parts alone, per s", "pipe, per s", "spread", "ratio"):
-        table.add_column(head, justify="left" if head == "model" else "right")
+    table = table_of(
+        "throughput of a full pipe over that of the slowest stage alone",
+        *("<model", "workers", "the parts alone, per s", "pipe, per s", "spread", "ratio"),
+    )
     for mine, parts in zip(lines[::2], lines[1::2], strict=True):
         if "steady_per_s" not in mine or "seconds" not in parts:
             continue
@@ -199,11 +201,11 @@ def _costs(w: Workload) -> list[Case]:
 
 def _overhead_table(lines: list[Line]) -> Table:
     """Processor time by thread, beside that of a loop without a pipeline."""
-    table = Table(title="milliseconds of a processor for each micro-batch")
-    heads = ("layers", "stages", "KiB passed", "plain loop, a stage", "worker",
-             "compute thread", "links thread", "coordinator", "main thread")  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "layers" else "right")
+    table = table_of(
+        "milliseconds of a processor for each micro-batch",
+        *("<layers", "stages", "KiB passed", "plain loop, a stage", "worker"),
+        *("compute thread", "links thread", "coordinator", "main thread"),
+    )
     for mine, plain in zip(lines[::2], lines[1::2], strict=True):
         if "worker_ms" not in mine or "seconds" not in plain:
             continue
