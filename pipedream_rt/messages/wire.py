@@ -33,6 +33,7 @@ from pipedream_rt.messages.message import (
     Total,
     Weight,
 )
+from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
 FORMAT = 5
@@ -190,4 +191,7 @@ def place_for(description: Sequence[Any]) -> Place:
         raise ValueError(f"no tensor has the shape {shape} and the strides {stride}")
     dtype = _DTYPES[name]
     tensor = torch.empty_strided(shape, stride, dtype=dtype)
-    return Place(bytes_of(tensor), tensor)
+    room = bytes_of(tensor)
+    if room.nbytes >= LARGE:
+        want_large_pages(tensor.data_ptr(), room.nbytes)
+    return Place(room, tensor)
