@@ -41,7 +41,7 @@ chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
 		tests/test_chaos.py tests/test_resume.py tests/test_recovery.py
 
-# The suite of benchmarks, which takes about an hour; `python -m benchmarks --help` has parts of it.
+# The suite of benchmarks, which takes about two hours; `python -m benchmarks --help` has parts of it.
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 

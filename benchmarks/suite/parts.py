@@ -17,7 +17,7 @@ SIZES = [1 << exponent for exponent in (10, 16, 20, 24, 26)]
 def _hop() -> list[Case]:
     """Every way, for every size."""
     return [
-        Case({"way": way, "bytes": size}, ("hop.py", way, str(size)), repeats=1)
+        Case({"way": way, "bytes": size}, ("hop.py", way, str(size)))
         for size in SIZES
         for way in WAYS
     ]
@@ -58,7 +58,7 @@ OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw-fused", "muon")
 def _stash() -> list[Case]:
     """Every method with every optimizer."""
     return [
-        Case({"method": method, "optimizer": optimizer}, ("stash.py", method, optimizer), repeats=3)
+        Case({"method": method, "optimizer": optimizer}, ("stash.py", method, optimizer))
         for optimizer in OPTIMIZERS
         for method in METHODS
     ]
@@ -114,7 +114,7 @@ def _slow_link() -> list[Case]:
                 "asked": slack,
             }
             words = (schedule, str(rate), str(delay_s), "--wire", wire, "--slack", slack)
-            cases.append(Case(facts, ("slow_link.py", *words), repeats=1))
+            cases.append(Case(facts, ("slow_link.py", *words)))
     return cases
 
 

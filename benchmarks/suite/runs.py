@@ -39,13 +39,11 @@ class Case:
     Args:
         facts: What tells it from all other cases of its benchmark.
         command: A script of this folder, and its arguments.
-        repeats: How often it is measured; None for as often as the user says.
         foreign: Whether it runs in the environment of the peers.
     """
 
     facts: Line
     command: tuple[str, ...]
-    repeats: int | None = None
     foreign: bool = False
 
 
@@ -134,7 +132,7 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
     Args:
         name: Name of the benchmark.
         benchmark: The benchmark.
-        repeats: How often to measure each case that does not say itself.
+        repeats: How often to measure each case.
         peers: The interpreter of the environment of the peers.
 
     Yields:
@@ -143,10 +141,9 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
     RESULTS.mkdir(exist_ok=True)
     commit = machine()["commit"]
     known = [line for line in lines_of(name) if line["commit"] == commit]
-    most = max(case.repeats or repeats for case in benchmark.cases)
-    for number in range(most):
+    for number in range(repeats):
         for case in benchmark.cases:
-            if number >= (case.repeats or repeats) or len(_of(case, known)) > number:
+            if len(_of(case, known)) > number:
                 continue
             if case.foreign and not peers.exists():
                 yield f"{name}: {case.command[0]} is left out, as {peers} does not exist"

@@ -40,26 +40,24 @@ def workers(w: Workload, schedule: str) -> Workload:
     return replace(w, stages=2 * w.stages, **halves)
 
 
-def ours(w: Workload, schedule: str, repeats: int | None = None) -> Case:
+def ours(w: Workload, schedule: str) -> Case:
     """Our pipeline."""
     facts = _facts(w, "pipedream-rt", schedule)
-    return Case(facts, ("ours.py", workers(w, schedule).to_json(), schedule), repeats)
+    return Case(facts, ("ours.py", workers(w, schedule).to_json(), schedule))
 
 
-def torchs(w: Workload, schedule: str, repeats: int | None = None) -> Case:
+def torchs(w: Workload, schedule: str) -> Case:
     """torch.distributed.pipelining; its zero-bubble has two stages on each rank too."""
     facts = _facts(w, "torch.distributed.pipelining", schedule)
     shape = workers(w, "interleaved-1f1b" if schedule == "zero-bubble" else schedule)
     script = "peers/torch_pipelining.py"
-    return Case(facts, (script, shape.to_json(), schedule), repeats)
+    return Case(facts, (script, shape.to_json(), schedule))
 
 
-def other(
-    w: Workload, who: str, script: str, repeats: int | None = None, foreign: bool = False
-) -> Case:
+def other(w: Workload, who: str, script: str, foreign: bool = False) -> Case:
     """Another peer."""
     command = (f"peers/{script}.py", w.to_json())
-    return Case(_facts(w, who, ""), command, repeats, foreign)
+    return Case(_facts(w, who, ""), command, foreign)
 
 
 def _facts(w: Workload, who: str, schedule: str) -> Line:
@@ -89,16 +87,16 @@ def _peers() -> list[Case]:
         cases += [ours(w, schedule) for schedule in ("async-1f1b", *SAME_NAME)]
         cases += [torchs(w, schedule) for schedule in SAME_NAME]
         cases += [
-            other(w, "torch.distributed.rpc", "torch_rpc", 2),
-            other(w, "DeepSpeed", "deepspeed_pipe", 2, foreign=True),
-            other(w, "DistributedDataParallel", "ddp", 2),
-            other(w, "FairScale Pipe", "fairscale_pipe", 1, foreign=True),
-            other(w, "one process", "one_process", 1),
+            other(w, "torch.distributed.rpc", "torch_rpc"),
+            other(w, "DeepSpeed", "deepspeed_pipe", foreign=True),
+            other(w, "DistributedDataParallel", "ddp"),
+            other(w, "FairScale Pipe", "fairscale_pipe", foreign=True),
+            other(w, "one process", "one_process"),
         ]
     for count in (16, 64):
         w = replace(EMULATED, micro_batches=count, updates=max(2, 128 // count))
-        cases += [ours(w, schedule, 2) for schedule in ("async-1f1b", "1f1b")]
-        cases.append(torchs(w, "1f1b", 2))
+        cases += [ours(w, schedule) for schedule in ("async-1f1b", "1f1b")]
+        cases.append(torchs(w, "1f1b"))
     return cases
 
 
@@ -155,8 +153,7 @@ def _limit() -> list[Case]:
     sizes = [replace(TRANSFORMER, updates=24)]
     sizes += [replace(EMULATED, stages=stages, updates=40) for stages in (4, 8, 16, 32)]
     for w in sizes:
-        repeats = {4: 3, 16: 2, 32: 2}.get(w.stages)
-        cases += [ours(w, "async-1f1b", repeats), other(w, "the parts alone", "halves", repeats)]
+        cases += [ours(w, "async-1f1b"), other(w, "the parts alone", "halves")]
     return cases
 
 
@@ -195,7 +192,7 @@ def _overhead() -> list[Case]:
 def _costs(w: Workload) -> list[Case]:
     """Our pipeline and a plain loop, with the size of what passes between stages as a fact."""
     kib = {"kib": 4 * w.samples * w.width // 1024}
-    both = (ours(w, "async-1f1b", 2), other(w, "a plain loop", "one_process", 2))
+    both = (ours(w, "async-1f1b"), other(w, "a plain loop", "one_process"))
     return [replace(case, facts={**case.facts, **kib}) for case in both]
 
 
