@@ -20,6 +20,7 @@ LAYERS = [
     {"pipedream_rt.schedules"},
     {"pipedream_rt.observe"},
     {"pipedream_rt.simulation"},
+    {"pipedream_rt.partitioning"},
     {"pipedream_rt.messages"},
     {"pipedream_rt.planning", "pipedream_rt.checkpoint"},
     {"pipedream_rt.corrections", "pipedream_rt.optimizers"},

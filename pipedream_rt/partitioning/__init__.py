@@ -1,0 +1,1 @@
+"""Which layers of a model go on which workers: profiles, cost models, the best partition."""

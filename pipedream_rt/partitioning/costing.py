@@ -1,0 +1,205 @@
+"""What a stage costs in our runtime: its period, its memory, and the messages behind it.
+
+Times are in seconds for each micro-batch that the whole pipe does, sizes in bytes. A stage has r
+replicas; micro-batch m goes to replica m mod r. With k micro-batches per update and ``after``
+workers on the stages behind it (DESIGN, table of section 3, for any r):
+
+    period     max(compute / (r speed) + step / (k speed), exchange)
+    exchange   2 (r-1) / r * P / (k B)       gradients, reduced while the replicas compute
+    transfer   Y / (min(r, r') B)            each way, between r replicas and r' behind them
+    w          ceil(after / r)               warm-up forwards of each replica
+    in flight  w + 1                         on each replica
+    versions   ceil(r w / k) + 1             asynchronous; 2 in 2bw; 1 with a flush
+    memory     (versions + 1) P + U + O + (w + 1) A + 2 (X + Y), and that of the process
+
+P are the bytes of the weights, U of frozen weights and buffers, O of the optimizer's state, A of
+what a forward keeps, X and Y those that come in and go out. The slowest replica of a stage counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.partitioning.cuts import Cuts, Floats, spans
+from pipedream_rt.partitioning.machines import Machines
+
+SCHEDULES = ("async-1f1b", "2bw", "1f1b")
+"""The schedules that plans are made for."""
+
+
+@dataclass(frozen=True)
+class Costing:
+    """The costs of all stages that a model can have.
+
+    Attributes:
+        cuts: The cuts of the model.
+        machines: The workers and their links.
+        schedule: The name of the schedule.
+        per_update: The number of micro-batches per update, k.
+        copies: The copies of the weights that corrections for staleness keep.
+
+    Raises:
+        ConfigError: There is no plan for this schedule.
+    """
+
+    cuts: Cuts
+    machines: Machines
+    schedule: str = "async-1f1b"
+    per_update: int = 1
+    copies: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(
+                f"plans are made for {', '.join(SCHEDULES)}, not for {self.schedule!r}"
+            )
+        if self.per_update < 1:
+            raise ConfigError(f"micro-batches per update must be at least 1, not {self.per_update}")
+
+    # -- what depends on the layers alone: by row (cut before, plus one) and cut behind --------
+
+    def _spans(self, *names: str) -> Floats:
+        """Return the sums of some costs over each span of layers."""
+        return spans(np.sum([self.cuts.sums(name) for name in names], axis=0))
+
+    @cached_property
+    def _is_stage(self) -> Floats:
+        """0 for each span that can be a stage, else infinite."""
+        possible = np.vstack([np.ones(len(self.cuts), bool), self.cuts.includes])
+        return np.where(possible, 0.0, math.inf)
+
+    @cached_property
+    def _compute(self) -> Floats:
+        """Seconds of a forward and a backward."""
+        return self._spans("forward", "backward_input", "backward_weight")
+
+    @cached_property
+    def _step(self) -> Floats:
+        """Seconds of an update."""
+        return self._spans("step")
+
+    @cached_property
+    def _weights(self) -> Floats:
+        """P."""
+        return self._spans("parameter_bytes")
+
+    @cached_property
+    def _fixed(self) -> Floats:
+        """U, O, and what is in the process anyway, with what comes in and goes out."""
+        passing = self.cuts.passing
+        messages = np.append(0.0, passing)[:, None] + passing[None, :]
+        held = self._spans("frozen_bytes", "optimizer_bytes") + self.cuts.profile.process_bytes
+        return held + 2 * messages
+
+    @cached_property
+    def _saved(self) -> Floats:
+        """A."""
+        return self._spans("saved_bytes")
+
+    # -- stages --------------------------------------------------------------------------------
+
+    def warm_up(self, replicas: int, after: int) -> int:
+        """Return the warm-up forwards of a replica.
+
+        Args:
+            replicas: The replicas of its stage.
+            after: The workers on stages behind it, and the slack of the hops up to there.
+        """
+        return -(-after // replicas)
+
+    def in_flight(self, replicas: int, after: int) -> int:
+        """Return the most micro-batches in flight on a replica."""
+        most = self.warm_up(replicas, after) + 1
+        return min(most, -(-self.per_update // replicas)) if self.flushes else most
+
+    def staleness(self, replicas: int, after: int) -> int:
+        """Return the updates between a version that is read and the one that it steps."""
+        if self.schedule != "async-1f1b":
+            return int(self.schedule == "2bw" and after > 0)
+        return -(-replicas * self.warm_up(replicas, after) // self.per_update)
+
+    def versions(self, replicas: int, after: int) -> int:
+        """Return the weight versions that a replica keeps."""
+        return 2 if self.schedule == "2bw" else self.staleness(replicas, after) + 1
+
+    def period(self, workers: Sequence[int]) -> Floats:
+        """Return the period of each span as a stage on some workers; infinite if it is none.
+
+        Args:
+            workers: The workers, which are its replicas.
+        """
+        slowest, k = self._slowest(workers), self.per_update
+        busy = self._compute / (len(workers) * slowest) + self._step / (k * slowest)
+        exchange = self._exchange(workers) / k
+        # At a flush nothing is left to compute meanwhile.
+        together = busy + exchange if self.flushes else np.maximum(busy, exchange)
+        return together + self._is_stage
+
+    def _slowest(self, workers: Sequence[int]) -> float:
+        """Return the speed of the slowest of some workers."""
+        return min(self.machines.workers[w].speed for w in workers)
+
+    def _exchange(self, workers: Sequence[int]) -> Floats:
+        """Return the seconds for which the links of each span's replicas are busy in an update."""
+        count = len(workers)
+        shared = 2 * (count - 1) / count * self._weights
+        return shared / self.machines.bandwidth_of(workers)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the pipe is empty at every update."""
+        return self.schedule == "1f1b"
+
+    def alone(self, workers: Sequence[int], start: int, end: int) -> float:
+        """Return the seconds of a forward and a backward of a stage on its slowest worker.
+
+        Args:
+            workers: The workers.
+            start: The cut before it; -1 for none.
+            end: The cut behind it.
+        """
+        return float(self._compute[start + 1, end]) / self._slowest(workers)
+
+    def update(self, workers: Sequence[int], start: int, end: int) -> float:
+        """Return the seconds of an update of a stage, the exchange of gradients included."""
+        step = float(self._step[start + 1, end]) / self._slowest(workers)
+        return step + float(self._exchange(workers)[start + 1, end])
+
+    def latency(self, workers: Sequence[int], following: Sequence[int], cut: int) -> float:
+        """Return the seconds that one message takes from a stage to the next, or back.
+
+        Args:
+            workers: The workers of the stage before the cut.
+            following: Those of the stage behind it.
+            cut: The cut.
+        """
+        both = [*workers, *following]
+        size = float(self.cuts.passing[cut])
+        return self.machines.latency_of(both) + size / self.machines.bandwidth_of(both)
+
+    def memory(self, replicas: int, after: int) -> Floats:
+        """Return the memory that each span takes on a replica."""
+        copies = self.versions(replicas, after) + 1 + self.copies * (after > 0)
+        in_flight = self.in_flight(replicas, after)
+        return copies * self._weights + in_flight * self._saved + self._fixed
+
+    def room(self, workers: Sequence[int]) -> float:
+        """Return the memory of the smallest of some workers."""
+        return min(self.machines.workers[w].memory for w in workers)
+
+    def transfers(self, workers: Sequence[int], following: Sequence[int]) -> Floats:
+        """Return, by cut, the time that messages take on the links between two stages.
+
+        Args:
+            workers: The workers of the stage before the cut.
+            following: Those of the stage behind it.
+        """
+        bandwidth = self.machines.bandwidth_of([*workers, *following])
+        return self.cuts.passing / (min(len(workers), len(following)) * bandwidth)

@@ -1,0 +1,229 @@
+"""A partition: the answer of the planner, with what is predicted of it.
+
+A partition says which layers are a stage, and on which workers its replicas are. What it predicts:
+
+- the period of an asynchronous pipe is that of its slowest stage or hop, as slack hides latencies;
+- a mini-batch of k micro-batches in a pipe that flushes takes a fill, in which the first one passes
+  all stages and comes back, then k-1 periods, and the update;
+- the staleness of a stage is that of DESIGN's table, and the slowdown of a run is read from what
+  ``benchmarks/learning.py`` measured for the mean staleness of its stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from pipedream_rt.partitioning.costing import Costing
+from pipedream_rt.partitioning.search import Stage
+
+Slowdown = Sequence[tuple[float, float]]
+"""Points of a curve: mean staleness, and the factor of the samples that are needed."""
+
+SLOWDOWNS: dict[str, Slowdown] = {
+    "corrected": ((0.0, 1.0), (0.44, 1.01), (1.0, 1.03), (3.5, 1.47)),
+    "plain": ((0.0, 1.0), (1.0, 3.0), (3.5, 6.6)),
+    "none": ((0.0, 1.0), (1.0, 1.0)),
+}
+"""Measured slowdowns (docs/results.md): Muon with corrections, and AdamW without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """A stage of a partition. Times are in seconds for each micro-batch of the pipe.
+
+    Attributes:
+        layers: The names of its layers.
+        workers: The workers that host its replicas.
+        period: The time that it needs for each micro-batch.
+        transfer: The time that the link behind it is busy; 0 behind the last stage.
+        latency: The time that a message to the next stage takes; 0 behind the last one.
+        slack: The extra warm-up forwards before the next stage.
+        memory: The bytes on each of its workers.
+        in_flight: The most micro-batches in flight on each of its workers.
+        versions: The weight versions that each of its workers keeps.
+        staleness: The most updates between a version that is read and the one that it steps.
+    """
+
+    layers: tuple[str, ...]
+    workers: tuple[int, ...]
+    period: float
+    transfer: float
+    latency: float
+    slack: int
+    memory: float
+    in_flight: int
+    versions: int
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Stages, workers and a schedule, with what is predicted of them.
+
+    Attributes:
+        schedule: The name of the schedule.
+        per_update: The number of micro-batches per update.
+        stages: The stages, in the order of the model.
+        throughput: The micro-batches per second.
+        slowdown: The factor by which staleness raises the number of samples that are needed.
+    """
+
+    schedule: str
+    per_update: int
+    stages: tuple[PlannedStage, ...]
+    throughput: float
+    slowdown: float
+
+    @property
+    def shape(self) -> str:
+        """The replicas of each stage, as ``15-1``."""
+        return "-".join(str(len(stage.workers)) for stage in self.stages)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers that it uses."""
+        return sum(len(stage.workers) for stage in self.stages)
+
+    @property
+    def worth(self) -> float:
+        """The throughput, in micro-batches of a run without staleness."""
+        return self.throughput / self.slowdown
+
+    @property
+    def memory(self) -> float:
+        """The bytes on the worker that needs the most."""
+        return max(stage.memory for stage in self.stages)
+
+    @property
+    def staleness(self) -> float:
+        """The mean staleness of the stages."""
+        return sum(stage.staleness for stage in self.stages) / len(self.stages)
+
+    @property
+    def bottleneck(self) -> str:
+        """What limits the throughput, in words."""
+        slowest = max(range(len(self.stages)), key=lambda s: self.stages[s].period)
+        hop = max(range(len(self.stages)), key=lambda s: self.stages[s].transfer)
+        if self.stages[hop].transfer > self.stages[slowest].period:
+            return f"the link from stage {hop} to stage {hop + 1}"
+        return f"stage {slowest}"
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        derived = ("shape", "workers", "worth", "memory", "staleness", "bottleneck")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+def partition_of(costing: Costing, stages: Sequence[Stage], slowdown: Slowdown) -> Partition:
+    """Return a partition with all that is predicted of it.
+
+    Args:
+        costing: The costs.
+        stages: The stages.
+        slowdown: The curve of the slowdown.
+    """
+    periods = [float(costing.period(s.workers)[s.start + 1, s.end]) for s in stages]
+    hops = list(pairwise(stages))
+    transfers = [float(costing.transfers(a.workers, b.workers)[a.end]) for a, b in hops]
+    latencies = [costing.latency(a.workers, b.workers, a.end) for a, b in hops]
+    period = max(*periods, *transfers, 1e-12)
+    slacks = _slacks(costing, stages, period, latencies)
+    planned = []
+    for number, stage in enumerate(stages):
+        replicas = len(stage.workers)
+        after = sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
+        planned.append(
+            PlannedStage(
+                layers=tuple(
+                    costing.cuts.profile.layers[i].name
+                    for i in costing.cuts.layers_between(stage.start, stage.end)
+                ),
+                workers=stage.workers,
+                period=periods[number],
+                transfer=(*transfers, 0.0)[number],
+                latency=(*latencies, 0.0)[number],
+                slack=(*slacks, 0)[number],
+                memory=float(costing.memory(replicas, after)[stage.start + 1, stage.end]),
+                in_flight=costing.in_flight(replicas, after),
+                versions=costing.versions(replicas, after),
+                staleness=costing.staleness(replicas, after),
+            )
+        )
+    stale = sum(stage.staleness for stage in planned) / len(planned)
+    return Partition(
+        schedule=costing.schedule,
+        per_update=costing.per_update,
+        stages=tuple(planned),
+        throughput=_throughput(costing, stages, period, latencies, slacks),
+        slowdown=_interpolated(slowdown, stale),
+    )
+
+
+def _slacks(
+    costing: Costing, stages: Sequence[Stage], period: float, latencies: Sequence[float]
+) -> list[int]:
+    """Return, by hop, the least slack that hides its latency, or what there is memory for.
+
+    Two neighbours of r and r' workers have r + r' + e micro-batches between them, each of which
+    takes the time of both stages and two hops. So the period is at least that over r + r' + e.
+    """
+    slacks = [0] * len(latencies)
+    if costing.flushes:
+        return slacks
+    for hop in reversed(range(len(latencies))):
+        wanted = math.ceil(2 * latencies[hop] / period - 1e-9)
+        for slack in range(wanted, 0, -1):
+            tried = [*slacks[:hop], slack, *slacks[hop + 1 :]]
+            if all(_fits(costing, stages, number, tried) for number in range(hop + 1)):
+                slacks = tried
+                break
+    return slacks
+
+
+def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> bool:
+    """Whether a stage has the memory for what it holds with some slack."""
+    stage = stages[number]
+    after = sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
+    if costing.schedule == "2bw" and after >= costing.per_update:
+        return False
+    memory = costing.memory(len(stage.workers), after)[stage.start + 1, stage.end]
+    return bool(memory <= costing.room(stage.workers))
+
+
+def _throughput(
+    costing: Costing,
+    stages: Sequence[Stage],
+    period: float,
+    latencies: Sequence[float],
+    slacks: Sequence[int],
+) -> float:
+    """Return the micro-batches per second of the pipe while it is full."""
+    alone = [costing.alone(stage.workers, stage.start, stage.end) for stage in stages]
+    sizes = [len(stage.workers) for stage in stages]
+    if not costing.flushes:
+        for hop, (latency, slack) in enumerate(zip(latencies, slacks, strict=True)):
+            between = sizes[hop] + sizes[hop + 1] + slack
+            period = max(period, (alone[hop] + alone[hop + 1] + 2 * latency) / between)
+        return 1 / period
+    k = costing.per_update
+    busy = max(time / size for time, size in zip(alone, sizes, strict=True))
+    for hop, latency in enumerate(latencies):
+        between = sizes[hop] + sizes[hop + 1]
+        busy = max(busy, (alone[hop] + alone[hop + 1] + 2 * latency) / between)
+    update = max(costing.update(stage.workers, stage.start, stage.end) for stage in stages)
+    return k / (sum(alone) + 2 * sum(latencies) + (k - 1) * busy + update)
+
+
+def _interpolated(curve: Slowdown, staleness: float) -> float:
+    """Return the slowdown at a staleness; behind the last point it goes on straight."""
+    x, y = np.array(curve, np.float64).T
+    if staleness <= x[-1]:
+        return float(np.interp(staleness, x, y))
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return float(y[-1] + slope * (staleness - x[-1]))

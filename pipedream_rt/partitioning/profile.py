@@ -1,0 +1,136 @@
+"""A profile: what each layer of a model costs, and which layers use the output of which.
+
+A profile is a pure value. It is measured (`pipedream_rt.profiling`), written by hand, or read from
+the ``graph.txt`` of the original PipeDream (`graph_text.py`). The planner cuts the model by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import printable
+
+_MOST = 1e15
+"""The largest time or size; a larger one is a mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """What one layer costs for one micro-batch. Times are in seconds, sizes in bytes.
+
+    Attributes:
+        name: Its name in the model.
+        forward: The time of a forward.
+        backward_input: The time of the backward for its input.
+        backward_weight: The time of the backward for its weights.
+        step: The time of an update of its weights.
+        output_bytes: The size of its output.
+        parameter_bytes: The size of its weights that are trained.
+        frozen_bytes: The size of its other weights and of its buffers, which have no versions.
+        saved_bytes: What its forward keeps for its backward, weights not counted.
+        optimizer_bytes: The size of the optimizer's state for its weights.
+        spread: The largest less the smallest of the measured forwards and backwards; 0 if the
+            times were not measured.
+
+    Raises:
+        ConfigError: A time or a size is no number of at least 0.
+    """
+
+    name: str
+    forward: float
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    step: float = 0.0
+    output_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    frozen_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in NUMBERS:
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= _MOST:
+                raise ConfigError(
+                    f"profile: {name} of layer {printable(self.name, 60)!r} must be a number from "
+                    f"0 to {_MOST:g}, not {printable(repr(value), 40)}"
+                )
+
+    @property
+    def compute(self) -> float:
+        """The time of a forward and a backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+NUMBERS = tuple(each.name for each in fields(LayerCosts) if each.name != "name")
+"""The names of the numbers of a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The costs of the layers of a model, and the edges between the layers.
+
+    Attributes:
+        layers: The layers, each after those whose outputs it uses.
+        edges: The pairs of a producer and a consumer, as indices of layers; if not given, each
+            layer uses the output of the one before it.
+        micro_batch: The number of samples that the times are for; None if it is not known.
+        process_bytes: The size of a worker process without a stage.
+        facts: What else is known, as texts: the hash of the model, dtype, threads, processor.
+
+    Raises:
+        ConfigError: There is no layer, two have the same name, or an edge goes backwards.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    edges: tuple[tuple[int, int], ...] | None = None
+    micro_batch: int | None = None
+    process_bytes: float = 0.0
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Fill in the edges, and check all."""
+        count = len(self.layers)
+        if not count:
+            raise ConfigError("profile: there is no layer")
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < count:
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"profile: two layers are called {printable(twice, 60)!r}")
+        edges = tuple(pairwise(range(count))) if self.edges is None else self.edges
+        for producer, consumer in edges:
+            if not 0 <= producer < consumer < count:
+                raise ConfigError(
+                    f"profile: an edge goes from a layer to a later one, not from {producer} to "
+                    f"{consumer} of {count}"
+                )
+        object.__setattr__(self, "edges", tuple(sorted(set(edges))))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each layer uses the output of the one before it, and nothing else."""
+        return self.edges == tuple(pairwise(range(len(self.layers))))
+
+    @property
+    def compute(self) -> float:
+        """The seconds of a forward and a backward of all layers."""
+        return math.fsum(layer.compute for layer in self.layers)
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """Return a profile whose layers take so many times as long."""
+    times = ("forward", "backward_input", "backward_weight", "step", "spread")
+    return replace(
+        profile,
+        layers=tuple(
+            replace(layer, **{name: factor * getattr(layer, name) for name in times})
+            for layer in profile.layers
+        ),
+    )

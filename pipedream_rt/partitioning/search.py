@@ -1,0 +1,260 @@
+"""The best plan: which layers are a stage, and on how many workers, so that the pipe is fastest.
+
+The search goes from the end of the model to its beginning. ``best[p, r, u][i]`` is the least period
+of a pipe that has the layers behind cut i, begins with a stage of r replicas on the workers from p
+on, and uses u workers in all. It follows from those that begin behind that stage::
+
+    best[p, r, u][i] = min over cuts j of  max(period(i, j), transfer(j), best[p', r', u - r][j])
+
+with p' >= p + r, where the stage fits into the memory of its workers; the memory depends on the
+u - r workers behind the stage. So every plan with contiguous stages on contiguous workers is seen,
+also those that leave workers idle. Steps: O(cuts^2 workers^3), and O(cuts^2 workers^2) where all
+workers are alike, since it is then enough to leave idle the first ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.observe.summary import bytes_text
+from pipedream_rt.partitioning.costing import Costing
+from pipedream_rt.partitioning.cuts import Floats
+
+_EQUAL = 1 + 1e-12
+"""Periods of which one is larger by less are equal, so that rounding does not choose the plan."""
+
+
+class Stage(NamedTuple):
+    """A stage of a plan.
+
+    Attributes:
+        start: The cut before it; -1 for the beginning of the model.
+        end: The cut behind it.
+        workers: Its workers, in order.
+    """
+
+    start: int
+    end: int
+    workers: tuple[int, ...]
+
+
+class _Begin(NamedTuple):
+    """How a rest of the model begins.
+
+    Attributes:
+        first: The first worker of its first stage.
+        replicas: The replicas of that stage.
+        used: The workers that it uses in all.
+    """
+
+    first: int
+    replicas: int
+    used: int
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers of the first stage."""
+        return tuple(range(self.first, self.first + self.replicas))
+
+    @property
+    def after(self) -> int:
+        """The workers on the stages behind the first one."""
+        return self.used - self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What plans are looked at.
+
+    Attributes:
+        replicas: The most replicas of a stage; None for any number.
+        workers: The number of workers that are used; None for as many as are best.
+    """
+
+    replicas: int | None = None
+    workers: int | None = None
+
+
+def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, list[Stage]]:
+    """Return the least period, and the stages of a plan that has it.
+
+    Of several such plans it is one with the fewest workers, and of these the one for which the
+    squares of the periods of all stages have the smallest sum: the most even one.
+
+    Args:
+        costing: The costs.
+        limits: What plans are looked at; None for all.
+
+    Raises:
+        ConfigError: No plan fits the memory of the workers.
+    """
+    limits = limits or Limits()
+    search = _Search(costing, limits.replicas or len(costing.machines))
+    least = search.sweep(search.period())
+    allowed = [begin for begin in least if limits.workers in (None, begin.used)]
+    period = min((float(least[begin][0]) for begin in allowed), default=math.inf)
+    if math.isinf(period):
+        raise ConfigError(_nothing_fits(costing, search, allowed))
+    bound = period * _EQUAL
+    fewest = min(begin.used for begin in allowed if least[begin][0] <= bound)
+    return period, search.stages(search.evenness(bound), fewest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """What is made small.
+
+    Attributes:
+        of_stage: Returns the value of the first stage of a beginning, by the cuts before and behind
+            it; infinite where it cannot be.
+        of_hop: Returns, by cut, the value of the hop from the first stage of a beginning to that of
+            another one.
+        join: Returns the value of two parts that follow each other.
+    """
+
+    of_stage: Callable[[_Begin], Floats]
+    of_hop: Callable[[_Begin, _Begin], Floats]
+    join: np.ufunc
+
+
+class _Search:
+    """A search for plans.
+
+    Args:
+        costing: The costs.
+        most: The most replicas of a stage.
+    """
+
+    def __init__(self, costing: Costing, most: int) -> None:
+        """Compute nothing yet."""
+        self._costing, self._most = costing, most
+        self._periods: dict[tuple[object, ...], Floats] = {}
+
+    # -- goals ----------------------------------------------------------------------------------
+
+    def period(self) -> _Goal:
+        """Return the goal of a short period."""
+        return _Goal(self._fitting, self._transfers, np.maximum)
+
+    def evenness(self, bound: float) -> _Goal:
+        """Return the goal of a small sum of squares of periods, none of which exceeds a bound."""
+
+        def of_stage(begin: _Begin) -> Floats:
+            periods = self._fitting(begin)
+            return np.where(periods <= bound, periods, math.inf) ** 2
+
+        def of_hop(begin: _Begin, following: _Begin) -> Floats:
+            return np.where(self._transfers(begin, following) <= bound, 0.0, math.inf)
+
+        return _Goal(of_stage, of_hop, np.add)
+
+    def memory(self) -> _Goal:
+        """Return the goal of little memory on the worker that needs the most."""
+
+        def of_stage(begin: _Begin) -> Floats:
+            memory = self._costing.memory(begin.replicas, begin.after)
+            return np.where(np.isfinite(self._period(begin)), memory, math.inf)
+
+        return _Goal(of_stage, lambda begin, following: np.zeros(1), np.maximum)
+
+    def _fitting(self, begin: _Begin) -> Floats:
+        """Return the periods of the first stage of a beginning, if the workers have the memory."""
+        periods, room = self._period(begin), self._costing.room(begin.workers)
+        if math.isinf(room):
+            return periods
+        memory = self._costing.memory(begin.replicas, begin.after)
+        return np.where(memory <= room, periods, math.inf)
+
+    def _period(self, begin: _Begin) -> Floats:
+        """Return the periods of the first stage of a beginning."""
+        machines, workers = self._costing.machines, begin.workers
+        speed = min(machines.workers[w].speed for w in workers)
+        key = (begin.replicas, speed, machines.bandwidth_of(workers))
+        if key not in self._periods:
+            self._periods[key] = self._costing.period(workers)
+        return self._periods[key]
+
+    def _transfers(self, begin: _Begin, following: _Begin) -> Floats:
+        """Return the times of messages between the first stages of two beginnings."""
+        return self._costing.transfers(begin.workers, following.workers)
+
+    # -- the sweep ------------------------------------------------------------------------------
+
+    def _begins(self) -> Iterator[_Begin]:
+        """Yield how a rest of the model can begin, those that begin farther behind first."""
+        workers = len(self._costing.machines)
+        for first in reversed(range(workers)):
+            left = workers - first
+            for replicas in range(1, min(self._most, left) + 1):
+                fewest = left if self._costing.machines.are_alike else replicas
+                for used in range(fewest, left + 1):
+                    yield _Begin(first, replicas, used)
+
+    def sweep(self, goal: _Goal) -> dict[_Begin, Floats]:
+        """Return, for each beginning, the best value of a rest, by the cut before it plus one."""
+        best: dict[_Begin, Floats] = {}
+        for begin in self._begins():
+            rest = self._rest(goal, begin, best)
+            best[begin] = goal.join(goal.of_stage(begin), rest).min(axis=1)
+        return best
+
+    def _rest(self, goal: _Goal, begin: _Begin, best: dict[_Begin, Floats]) -> Floats:
+        """Return, by the cut behind the first stage, the best value of what follows."""
+        found = np.full(len(self._costing.cuts), math.inf)
+        if not begin.after:
+            found[-1] = 0.0
+        for following in _followers(begin, best):
+            behind = goal.join(goal.of_hop(begin, following), best[following][1:])
+            np.minimum(found, behind, out=found)
+        return found
+
+    def stages(self, goal: _Goal, used: int) -> list[Stage]:
+        """Return the stages of the best plan that uses a number of workers."""
+        best, row, found = self.sweep(goal), 0, []
+        values = {begin: float(b[0]) for begin, b in best.items() if begin.used == used}
+        while values:
+            begin = min(values, key=values.__getitem__)  # the first one of several
+            choices = goal.join(goal.of_stage(begin)[row], self._rest(goal, begin, best))
+            end = int(np.argmin(choices))
+            found.append(Stage(row - 1, end, begin.workers))
+            row = end + 1
+            values = {
+                each: float(goal.join(_at(goal.of_hop(begin, each), end), best[each][row]))
+                for each in _followers(begin, best)
+            }
+        return found
+
+
+def _at(hops: Floats, cut: int) -> float:
+    """Return the value of a hop at a cut; one value may stand for all cuts."""
+    return float(hops[cut if len(hops) > 1 else 0])
+
+
+def _followers(begin: _Begin, best: Mapping[_Begin, Floats]) -> list[_Begin]:
+    """Return the beginnings of what can follow the first stage of a beginning."""
+    free = begin.first + begin.replicas
+    return [each for each in best if each.first >= free and each.used == begin.after]
+
+
+def _nothing_fits(costing: Costing, search: _Search, allowed: Sequence[_Begin]) -> str:
+    """Return the text of an error: what there is, and the smallest memory that would do."""
+    if not allowed:
+        return f"a plan cannot use more than the {len(costing.machines)} workers that there are"
+    needed = search.sweep(search.memory())
+    least = min(float(needed[begin][0]) for begin in allowed)
+    if math.isinf(least):
+        return (
+            f"the model can be cut at {len(costing.cuts)} places, which is too few for stages on "
+            f"{min(begin.used for begin in allowed)} workers; allow replicas, or use fewer workers"
+        )
+    most = max(worker.memory for worker in costing.machines.workers)
+    return (
+        f"no plan fits: the best one needs {bytes_text(least)} on a worker, and the largest worker "
+        f"has {bytes_text(most)}; use more workers, smaller micro-batches, or recomputation"
+    )
