@@ -9,11 +9,14 @@ workers on the stages behind it (DESIGN, table of section 3, for any r):
     transfer   Y / (min(r, r') B)            each way, between r replicas and r' behind them
     w          ceil(after / r)               warm-up forwards of each replica
     in flight  w + 1                         on each replica
-    versions   ceil(r w / k) + 1             asynchronous; 2 in 2bw; 1 with a flush
+    lag        w if r = 1, else r (w + 1)    micro-batches from a forward to the update it reads
+    versions   ceil(lag / k) + 1             asynchronous; 2 in 2bw, for lag < k; 1 with a flush
     memory     (versions + 1) P + U + O + (w + 1) A + 2 (X + Y), and that of the process
 
-P are the bytes of the weights, U of frozen weights and buffers, O of the optimizer's state, A of
-what a forward keeps, X and Y those that come in and go out. The slowest replica of a stage counts.
+So that replicas can compute while their gradients are reduced, each does one micro-batch more
+before it reads the update. P are the bytes of the weights, U of frozen weights and buffers, O of
+the optimizer's state, A of what a forward keeps, X and Y those that come in and go out. The slowest
+replica of a stage counts.
 """
 
 from __future__ import annotations
@@ -119,15 +122,24 @@ class Costing:
         most = self.warm_up(replicas, after) + 1
         return min(most, -(-self.per_update // replicas)) if self.flushes else most
 
+    def lag(self, replicas: int, after: int) -> int:
+        """Return the micro-batches from a forward back to the newest update that it reads."""
+        warm_up = self.warm_up(replicas, after)
+        return warm_up if replicas == 1 else replicas * (warm_up + 1)
+
+    def is_possible(self, replicas: int, after: int) -> bool:
+        """Whether the schedule allows a stage of so many replicas before so many workers."""
+        return self.schedule != "2bw" or self.lag(replicas, after) < self.per_update
+
     def staleness(self, replicas: int, after: int) -> int:
         """Return the updates between a version that is read and the one that it steps."""
         if self.schedule != "async-1f1b":
-            return int(self.schedule == "2bw" and after > 0)
-        return -(-replicas * self.warm_up(replicas, after) // self.per_update)
+            return int(self.schedule == "2bw")
+        return -(-self.lag(replicas, after) // self.per_update)
 
     def versions(self, replicas: int, after: int) -> int:
         """Return the weight versions that a replica keeps."""
-        return 2 if self.schedule == "2bw" else self.staleness(replicas, after) + 1
+        return self.staleness(replicas, after) + 1
 
     def period(self, workers: Sequence[int]) -> Floats:
         """Return the period of each span as a stage on some workers; infinite if it is none.

@@ -190,7 +190,7 @@ def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequen
     """Whether a stage has the memory for what it holds with some slack."""
     stage = stages[number]
     after = sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
-    if costing.schedule == "2bw" and after >= costing.per_update:
+    if not costing.is_possible(len(stage.workers), after):
         return False
     memory = costing.memory(len(stage.workers), after)[stage.start + 1, stage.end]
     return bool(memory <= costing.room(stage.workers))

@@ -103,7 +103,31 @@ def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, 
         raise ConfigError(_nothing_fits(costing, search, allowed))
     bound = period * _EQUAL
     fewest = min(begin.used for begin in allowed if least[begin][0] <= bound)
-    return period, search.stages(search.evenness(bound), fewest)
+    evenness = search.evenness(bound)
+    return period, search.stages(evenness, search.sweep(evenness), fewest)
+
+
+def stages_by_workers(costing: Costing, limits: Limits | None = None) -> dict[int, list[Stage]]:
+    """Return, for each number of workers that some plan can use, the stages of a fastest one.
+
+    Where several are as fast, it need not be the most even one.
+
+    Args:
+        costing: The costs.
+        limits: What plans are looked at; None for all.
+
+    Raises:
+        ConfigError: No plan fits the memory of the workers.
+    """
+    limits = limits or Limits()
+    search = _Search(costing, limits.replicas or len(costing.machines))
+    goal = search.period()
+    least = search.sweep(goal)
+    allowed = [begin for begin in least if limits.workers in (None, begin.used)]
+    found = sorted({begin.used for begin in allowed if math.isfinite(least[begin][0])})
+    if not found:
+        raise ConfigError(_nothing_fits(costing, search, allowed))
+    return {used: search.stages(goal, least, used) for used in found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +183,28 @@ class _Search:
 
         def of_stage(begin: _Begin) -> Floats:
             memory = self._costing.memory(begin.replicas, begin.after)
-            return np.where(np.isfinite(self._period(begin)), memory, math.inf)
+            return np.where(np.isfinite(self._possible(begin)), memory, math.inf)
 
         return _Goal(of_stage, lambda begin, following: np.zeros(1), np.maximum)
 
     def _fitting(self, begin: _Begin) -> Floats:
         """Return the periods of the first stage of a beginning, if the workers have the memory."""
-        periods, room = self._period(begin), self._costing.room(begin.workers)
+        periods, room = self._possible(begin), self._costing.room(begin.workers)
         if math.isinf(room):
             return periods
         memory = self._costing.memory(begin.replicas, begin.after)
         return np.where(memory <= room, periods, math.inf)
 
-    def _period(self, begin: _Begin) -> Floats:
-        """Return the periods of the first stage of a beginning."""
+    def _possible(self, begin: _Begin) -> Floats:
+        """Return the periods of the first stage of a beginning, infinite where it cannot be."""
         machines, workers = self._costing.machines, begin.workers
         speed = min(machines.workers[w].speed for w in workers)
         key = (begin.replicas, speed, machines.bandwidth_of(workers))
         if key not in self._periods:
             self._periods[key] = self._costing.period(workers)
-        return self._periods[key]
+        periods = self._periods[key]
+        is_possible = self._costing.is_possible(begin.replicas, begin.after)
+        return periods if is_possible else np.full_like(periods, math.inf)
 
     def _transfers(self, begin: _Begin, following: _Begin) -> Floats:
         """Return the times of messages between the first stages of two beginnings."""
@@ -214,9 +240,15 @@ class _Search:
             np.minimum(found, behind, out=found)
         return found
 
-    def stages(self, goal: _Goal, used: int) -> list[Stage]:
-        """Return the stages of the best plan that uses a number of workers."""
-        best, row, found = self.sweep(goal), 0, []
+    def stages(self, goal: _Goal, best: dict[_Begin, Floats], used: int) -> list[Stage]:
+        """Return the stages of the best plan that uses a number of workers.
+
+        Args:
+            goal: The goal.
+            best: What `sweep` has returned for it.
+            used: The number of workers.
+        """
+        row, found = 0, []
         values = {begin: float(b[0]) for begin, b in best.items() if begin.used == used}
         while values:
             begin = min(values, key=values.__getitem__)  # the first one of several
@@ -249,9 +281,13 @@ def _nothing_fits(costing: Costing, search: _Search, allowed: Sequence[_Begin]) 
     needed = search.sweep(search.memory())
     least = min(float(needed[begin][0]) for begin in allowed)
     if math.isinf(least):
+        used = min(begin.used for begin in allowed)
+        more = ""
+        if costing.schedule == "2bw":
+            more = f", or more micro-batches per update than {costing.per_update}"
         return (
-            f"the model can be cut at {len(costing.cuts)} places, which is too few for stages on "
-            f"{min(begin.used for begin in allowed)} workers; allow replicas, or use fewer workers"
+            f"there is no plan for {used} workers and a model that can be cut at "
+            f"{len(costing.cuts)} places; allow replicas, or use fewer workers{more}"
         )
     most = max(worker.memory for worker in costing.machines.workers)
     return (

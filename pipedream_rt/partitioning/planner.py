@@ -1,0 +1,107 @@
+"""The planner: the partitions that a user may choose from, the best one first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.partitioning.costing import SCHEDULES, Costing
+from pipedream_rt.partitioning.cuts import Cuts
+from pipedream_rt.partitioning.machines import Machines
+from pipedream_rt.partitioning.partition import (
+    SLOWDOWNS,
+    Partition,
+    Slowdown,
+    partition_of,
+)
+from pipedream_rt.partitioning.search import Limits, Stage, best_stages, stages_by_workers
+
+DATA_PARALLEL = "data-parallel"
+"""The name of the choice of one stage that all workers replicate."""
+
+CHOICES = (*SCHEDULES, DATA_PARALLEL)
+"""What is compared."""
+
+
+def partitions(
+    cuts: Cuts,
+    machines: Machines,
+    *,
+    choices: Sequence[str] = CHOICES,
+    per_update: int | None = None,
+    replicas: int | None = None,
+    slowdown: Slowdown = SLOWDOWNS["corrected"],
+    copies: float = 0.0,
+) -> list[Partition]:
+    """Return the best partition of each schedule, the one that reaches a loss soonest first.
+
+    For each number of workers it is the plan with the least period, and of these the one with the
+    most micro-batches per second, each counted as what it is worth without staleness. Data
+    parallelism is a flush with one stage.
+
+    Args:
+        cuts: The cuts of the model.
+        machines: The workers and their links.
+        choices: The schedules that are compared, and `DATA_PARALLEL`.
+        per_update: The micro-batches per update; None for as many as there are workers, with which
+            the staleness is 1 at most.
+        replicas: The most replicas of a stage; None for any number.
+        slowdown: The curve of the slowdown over the mean staleness.
+        copies: The copies of the weights that corrections for staleness keep.
+
+    Raises:
+        ConfigError: No plan of any of them fits the memory of the workers, or one is unknown.
+    """
+    if unknown := set(choices) - {*CHOICES}:
+        raise ConfigError(f"plans are made for {', '.join(CHOICES)}, not for {min(unknown)!r}")
+    k = len(machines) if per_update is None else per_update
+    found, reasons = [], []
+    for choice in choices:
+        schedule = "1f1b" if choice == DATA_PARALLEL else choice
+        costing = Costing(cuts, machines, schedule, k, copies)
+        try:
+            if choice == DATA_PARALLEL:
+                found.append(_data_parallel(costing, slowdown))
+            else:
+                found.append(_best(costing, Limits(replicas), slowdown))
+        except ConfigError as error:
+            reasons.append(f"{choice}: {error}")
+    if not found:
+        raise ConfigError("; ".join(reasons))
+    return sorted(found, key=lambda each: -each.worth)
+
+
+def _best(costing: Costing, limits: Limits, slowdown: Slowdown) -> Partition:
+    """Return the best partition for one schedule.
+
+    Raises:
+        ConfigError: No plan fits.
+    """
+    by_workers = stages_by_workers(costing, limits)
+    rough = {used: partition_of(costing, s, slowdown) for used, s in by_workers.items()}
+    used = max(rough, key=lambda each: rough[each].worth)
+    _, stages = best_stages(costing, replace(limits, workers=used))
+    even = partition_of(costing, stages, slowdown)
+    return even if even.worth >= rough[used].worth else rough[used]
+
+
+def _data_parallel(costing: Costing, slowdown: Slowdown) -> Partition:
+    """Return the best partition of one stage.
+
+    Raises:
+        ConfigError: The model does not fit a worker.
+    """
+    end, count = len(costing.cuts) - 1, len(costing.machines)
+    needed = float(costing.memory(1, 0)[0, end])
+    roomy = [w for w in range(count) if costing.room([w]) >= needed]
+    if not roomy:
+        raise ConfigError("the model does not fit a worker as a whole")
+    found = []
+    # Of workers that differ, the fastest ones.
+    roomy.sort(key=lambda w: -costing.machines.workers[w].speed)
+    for used in range(1, len(roomy) + 1):
+        stage = Stage(-1, end, tuple(sorted(roomy[:used])))
+        found.append(partition_of(costing, [stage], slowdown))
+    best = max(found, key=lambda each: each.worth)
+    return replace(best, schedule=DATA_PARALLEL)
