@@ -7,6 +7,7 @@ import click
 from pipedream_rt import __version__
 from pipedream_rt.cli.certificate import certificate
 from pipedream_rt.cli.checkpoint import checkpoint
+from pipedream_rt.cli.plan import plan
 from pipedream_rt.cli.run import run, worker
 from pipedream_rt.cli.schedule import schedule
 from pipedream_rt.cli.simulate import simulate
@@ -36,5 +37,5 @@ def main() -> None:
     """Asynchronous pipeline-parallel training for PyTorch."""
 
 
-for _command in (certificate, checkpoint, run, schedule, simulate, status, timeline, worker):
+for _command in (certificate, checkpoint, plan, run, schedule, simulate, status, timeline, worker):
     main.add_command(_command)

@@ -84,6 +84,11 @@ class Costing:
         return self._spans("forward", "backward_input", "backward_weight")
 
     @cached_property
+    def _forward(self) -> Floats:
+        """Seconds of a forward."""
+        return self._spans("forward")
+
+    @cached_property
     def _step(self) -> Floats:
         """Seconds of an update."""
         return self._spans("step")
@@ -169,15 +174,17 @@ class Costing:
         """Whether the pipe is empty at every update."""
         return self.schedule == "1f1b"
 
-    def alone(self, workers: Sequence[int], start: int, end: int) -> float:
-        """Return the seconds of a forward and a backward of a stage on its slowest worker.
+    def alone(self, workers: Sequence[int], start: int, end: int) -> tuple[float, float]:
+        """Return the seconds of a forward, and of a backward, of a stage on its slowest worker.
 
         Args:
             workers: The workers.
             start: The cut before it; -1 for none.
             end: The cut behind it.
         """
-        return float(self._compute[start + 1, end]) / self._slowest(workers)
+        both, forward = self._compute[start + 1, end], self._forward[start + 1, end]
+        speed = self._slowest(workers)
+        return float(forward) / speed, float(both - forward) / speed
 
     def update(self, workers: Sequence[int], start: int, end: int) -> float:
         """Return the seconds of an update of a stage, the exchange of gradients included."""

@@ -2,9 +2,8 @@
 
 A partition says which layers are a stage, and on which workers its replicas are. What it predicts:
 
-- the period of an asynchronous pipe is that of its slowest stage or hop, as slack hides latencies;
-- a mini-batch of k micro-batches in a pipe that flushes takes a fill, in which the first one passes
-  all stages and comes back, then k-1 periods, and the update;
+- the throughput is what the simulator says, and never above that of the slowest stage or link; with
+  replicas, of which the simulator does not know, it is estimated by formulas;
 - the staleness of a stage is that of DESIGN's table, and the slowdown of a run is read from what
   ``benchmarks/learning.py`` measured for the mean staleness of its stages.
 """
@@ -19,8 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from pipedream_rt.observe.summary import summarize
 from pipedream_rt.partitioning.costing import Costing
 from pipedream_rt.partitioning.search import Stage
+from pipedream_rt.schedules import plan_for
+from pipedream_rt.simulation import Costs, simulate
 
 Slowdown = Sequence[tuple[float, float]]
 """Points of a curve: mean staleness, and the factor of the samples that are needed."""
@@ -31,6 +33,9 @@ SLOWDOWNS: dict[str, Slowdown] = {
     "none": ((0.0, 1.0), (1.0, 1.0)),
 }
 """Measured slowdowns (docs/results.md): Muon with corrections, and AdamW without any."""
+
+_SHORTEST = 1e-12
+"""The least seconds of anything, so that nothing is divided by zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +125,23 @@ class Partition:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
-def partition_of(costing: Costing, stages: Sequence[Stage], slowdown: Slowdown) -> Partition:
+def partition_of(
+    costing: Costing, stages: Sequence[Stage], slowdown: Slowdown, *, rough: bool = False
+) -> Partition:
     """Return a partition with all that is predicted of it.
 
     Args:
         costing: The costs.
         stages: The stages.
         slowdown: The curve of the slowdown.
+        rough: Whether the throughput is estimated by formulas, as it is with replicas in any case,
+            and not simulated.
     """
     periods = [float(costing.period(s.workers)[s.start + 1, s.end]) for s in stages]
     hops = list(pairwise(stages))
     transfers = [float(costing.transfers(a.workers, b.workers)[a.end]) for a, b in hops]
     latencies = [costing.latency(a.workers, b.workers, a.end) for a, b in hops]
-    period = max(*periods, *transfers, 1e-12)
+    period = max(*periods, *transfers, _SHORTEST)
     slacks = _slacks(costing, stages, period, latencies)
     planned = []
     for number, stage in enumerate(stages):
@@ -155,12 +164,16 @@ def partition_of(costing: Costing, stages: Sequence[Stage], slowdown: Slowdown) 
                 staleness=costing.staleness(replicas, after),
             )
         )
+    if rough or any(len(stage.workers) > 1 for stage in stages) or not max(periods):
+        throughput = _estimated(costing, stages, period, latencies, slacks)
+    else:
+        throughput = min(simulated(costing, stages, slacks), 1 / period)
     stale = sum(stage.staleness for stage in planned) / len(planned)
     return Partition(
         schedule=costing.schedule,
         per_update=costing.per_update,
         stages=tuple(planned),
-        throughput=_throughput(costing, stages, period, latencies, slacks),
+        throughput=throughput,
         slowdown=_interpolated(slowdown, stale),
     )
 
@@ -174,8 +187,6 @@ def _slacks(
     takes the time of both stages and two hops. So the period is at least that over r + r' + e.
     """
     slacks = [0] * len(latencies)
-    if costing.flushes:
-        return slacks
     for hop in reversed(range(len(latencies))):
         wanted = math.ceil(2 * latencies[hop] / period - 1e-9)
         for slack in range(wanted, 0, -1):
@@ -196,28 +207,52 @@ def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequen
     return bool(memory <= costing.room(stage.workers))
 
 
-def _throughput(
+def _estimated(
     costing: Costing,
     stages: Sequence[Stage],
     period: float,
     latencies: Sequence[float],
     slacks: Sequence[int],
 ) -> float:
-    """Return the micro-batches per second of the pipe while it is full."""
-    alone = [costing.alone(stage.workers, stage.start, stage.end) for stage in stages]
-    sizes = [len(stage.workers) for stage in stages]
-    if not costing.flushes:
-        for hop, (latency, slack) in enumerate(zip(latencies, slacks, strict=True)):
-            between = sizes[hop] + sizes[hop + 1] + slack
-            period = max(period, (alone[hop] + alone[hop + 1] + 2 * latency) / between)
-        return 1 / period
-    k = costing.per_update
-    busy = max(time / size for time, size in zip(alone, sizes, strict=True))
-    for hop, latency in enumerate(latencies):
-        between = sizes[hop] + sizes[hop + 1]
-        busy = max(busy, (alone[hop] + alone[hop + 1] + 2 * latency) / between)
-    update = max(costing.update(stage.workers, stage.start, stage.end) for stage in stages)
-    return k / (sum(alone) + 2 * sum(latencies) + (k - 1) * busy + update)
+    """Return the micro-batches per second of the pipe by formulas.
+
+    A mini-batch of a pipe that flushes takes at most the time in which one micro-batch passes all
+    stages and comes back, while the slowest stage does all the others.
+    """
+    alone = [sum(costing.alone(stage.workers, stage.start, stage.end)) for stage in stages]
+    sizes, k = [len(stage.workers) for stage in stages], costing.per_update
+    if costing.flushes:
+        others = max((-(-k // size) - 1) * time for size, time in zip(sizes, alone, strict=True))
+        update = max(costing.update(stage.workers, stage.start, stage.end) for stage in stages)
+        return k / max(sum(alone) + 2 * sum(latencies) + others + update, _SHORTEST)
+    for hop, (latency, slack) in enumerate(zip(latencies, slacks, strict=True)):
+        between = sizes[hop] + sizes[hop + 1] + slack
+        period = max(period, (alone[hop] + alone[hop + 1] + 2 * latency) / between)
+    return 1 / period
+
+
+def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) -> float:
+    """Return the micro-batches per second of a pipe without replicas, as the simulator says.
+
+    Args:
+        costing: The costs.
+        stages: The stages, each on one worker.
+        slacks: The slack of each hop.
+    """
+    k, count = costing.per_update, len(stages)
+    both = [costing.alone(stage.workers, stage.start, stage.end) for stage in stages]
+    hops = pairwise(stages)
+    costs = Costs(
+        forward=tuple((forward,) for forward, _ in both),
+        backward=tuple((backward,) for _, backward in both),
+        step=tuple((costing.update(s.workers, s.start, s.end),) for s in stages),
+        hop_latency=tuple(costing.latency(a.workers, b.workers, a.end) for a, b in hops) or (0.0,),
+    )
+    plan = plan_for(costing.schedule, num_stages=count, per_update=k, slack=tuple(slacks))
+    if costing.flushes:
+        return k / max(summarize(simulate(plan, costs, k)).makespan, _SHORTEST)
+    updates = max(8, -(-24 * (plan.in_flight(0) + 1) // k))
+    return summarize(simulate(plan, costs, updates * k)).throughput
 
 
 def _interpolated(curve: Slowdown, staleness: float) -> float:

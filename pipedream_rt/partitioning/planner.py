@@ -62,7 +62,7 @@ def partitions(
         costing = Costing(cuts, machines, schedule, k, copies)
         try:
             if choice == DATA_PARALLEL:
-                found.append(_data_parallel(costing, slowdown))
+                found.append(_data_parallel(costing, replicas or len(machines), slowdown))
             else:
                 found.append(_best(costing, Limits(replicas), slowdown))
         except ConfigError as error:
@@ -79,14 +79,17 @@ def _best(costing: Costing, limits: Limits, slowdown: Slowdown) -> Partition:
         ConfigError: No plan fits.
     """
     by_workers = stages_by_workers(costing, limits)
-    rough = {used: partition_of(costing, s, slowdown) for used, s in by_workers.items()}
+    rough = {
+        used: partition_of(costing, stages, slowdown, rough=True)
+        for used, stages in by_workers.items()
+    }
     used = max(rough, key=lambda each: rough[each].worth)
-    _, stages = best_stages(costing, replace(limits, workers=used))
-    even = partition_of(costing, stages, slowdown)
-    return even if even.worth >= rough[used].worth else rough[used]
+    _, even = best_stages(costing, replace(limits, workers=used))
+    both = [partition_of(costing, stages, slowdown) for stages in (even, by_workers[used])]
+    return max(both, key=lambda each: each.worth)  # the even one of two that are worth the same
 
 
-def _data_parallel(costing: Costing, slowdown: Slowdown) -> Partition:
+def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition:
     """Return the best partition of one stage.
 
     Raises:
@@ -100,7 +103,7 @@ def _data_parallel(costing: Costing, slowdown: Slowdown) -> Partition:
     found = []
     # Of workers that differ, the fastest ones.
     roomy.sort(key=lambda w: -costing.machines.workers[w].speed)
-    for used in range(1, len(roomy) + 1):
+    for used in range(1, min(most, len(roomy)) + 1):
         stage = Stage(-1, end, tuple(sorted(roomy[:used])))
         found.append(partition_of(costing, [stage], slowdown))
     best = max(found, key=lambda each: each.worth)

@@ -189,6 +189,9 @@ def test_a_number_of_workers_that_layers_cannot_use_is_refused():
         ConfigError, match="no plan for 3 workers and a model that can be cut at 2 places"
     ):
         best_stages(Costing(cuts_of(chain(1, 1)), alike(3)), Limits(replicas=1, workers=3))
+    costing = Costing(cuts_of(chain(1, 1)), alike(3), "2bw", 1)
+    with pytest.raises(ConfigError, match="or more micro-batches per update than 1"):
+        best_stages(costing, Limits(replicas=1, workers=2))
     with pytest.raises(ConfigError, match="more than the 3 workers"):
         best_stages(Costing(cuts_of(chain(1, 1)), alike(3)), Limits(workers=4))
 

@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipedream_rt.cli import main
+from pipedream_rt.partitioning import files
+from pipedream_rt.partitioning.profile import LayerCosts, Profile
+
+GRAPHS = Path(__file__).parent.parent / "partitioning" / "graphs"
+CLASSIFIER = str(GRAPHS / "classifier.txt")
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+def plan_of(*words):
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_it_prints_the_choices_and_the_best_plan():
+    result = run(CLASSIFIER, "--workers", "8x2", "--bandwidth", "80Gbit,10Gbit", "--explain")
+    assert result.exit_code == 0, result.output
+    for expected in ("11 layers", "data-parallel", "worth/s", "the bottleneck is", "twice the"):
+        assert expected in result.output
+
+
+def test_memory_and_speed_of_each_worker_count():
+    alike = plan_of(CLASSIFIER, "--workers", "2", "--max-replicas", "1", "--schedule", "async-1f1b")
+    uneven = plan_of(
+        *(CLASSIFIER, "--workers", "2", "--max-replicas", "1", "--schedule", "async-1f1b"),
+        *("--speed", "2,1", "--memory", "4GiB,8GiB"),
+    )
+    before, after = (len(found[0]["stages"][0]["layers"]) for found in (alike, uneven))
+    assert before < after
+    assert uneven[0]["memory"] <= 8 * 2**30
+
+
+def test_micro_batches_slowdown_and_copies_are_taken():
+    words = (CLASSIFIER, "--workers", "3", "--max-replicas", "1", "--schedule", "async-1f1b")
+    found = plan_of(*words, "--micro-batches", "1", "--slowdown", "0:1,1:1.1", "--copies", "2")[0]
+    assert found["per_update"] == 1
+    assert found["slowdown"] == pytest.approx(1 + 0.1 * found["staleness"])
+    assert found["memory"] > plan_of(*words, "--micro-batches", "1")[0]["memory"]
+
+
+def test_a_published_cost_model_answers_as_the_released_code():
+    found = plan_of(CLASSIFIER, "--workers", "4x4", "--bandwidth", "4GB,1.25GB", "--cost-model",
+                    "pipedream")  # fmt: skip
+    assert found["time"] == pytest.approx(0.009476244, rel=1e-9)
+    assert sum(len(stage["layers"]) for stage in found["stages"]) == 11
+    result = run(CLASSIFIER, "--cost-model", "paper", "--straight")
+    assert "cost model paper" in result.output
+
+
+def test_branches_can_be_kept_in_order():
+    path = str(GRAPHS / "branches.txt")
+    assert "cut at 16 places" in run(path).output
+    assert "cut at 12 places" in run(path, "--order", "layers").output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no such file"], "cannot be read"),
+        ([CLASSIFIER, "--workers", "0"], "give a number, or 4x2"),
+        ([CLASSIFIER, "--workers", "65"], "from 1 to 64 workers"),
+        ([CLASSIFIER, "--workers", "2x2x2"], "at most two levels"),
+        ([CLASSIFIER, "--bandwidth", "0"], "bandwidth must be above 0"),
+        ([CLASSIFIER, "--bandwidth", "0", "--cost-model", "paper"], "must be above 0"),
+        ([CLASSIFIER, "--bandwidth", "1Gbit,2Gbit"], "--bandwidth has 2 values"),
+        ([CLASSIFIER, "--memory", "1kB"], "no plan fits: the best one needs"),
+        ([CLASSIFIER, "--memory", "1GB,2GB"], "--memory has 2 values; give one, or one for each"),
+        ([CLASSIFIER, "--speed", "-1"], "speed of a worker must be above 0"),
+        ([CLASSIFIER, "--slowdown", "much"], "give corrected, plain, none, or two or more points"),
+        ([CLASSIFIER, "--slowdown", "1:1,0:1"], "two or more points"),
+        ([CLASSIFIER, "--straight"], "--max-replicas 1 gives straight pipelines"),
+        ([CLASSIFIER, "--cost-model", "pipedream", "--explain"], "go not with pipedream"),
+        ([CLASSIFIER, "--cost-model", "paper", "--memory", "1GB"], "know no memory"),
+        (
+            [CLASSIFIER, "--cost-model", "pipedream", "--memory", "1B", "--straight"],
+            "no plan fits 1 bytes",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words, message):
+    result = run(*words)
+    assert result.exit_code != 0
+    assert message in result.output
+
+
+def test_fewer_layers_than_workers_leave_workers_idle(tmp_path):
+    path = tmp_path / "x.profile"
+    files.save(Profile(layers=(LayerCosts(name="only", forward=1.0),)), path)
+    found = plan_of(str(path), "--workers", "4", "--max-replicas", "1")
+    assert found[0]["workers"] == 1
