@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     )
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
+    from pipedream_rt.partitioning.profile import LayerCosts, Profile
     from pipedream_rt.pipeline import Pipeline
     from pipedream_rt.planning.layer_spec import LayerSpec
     from pipedream_rt.planning.pretrained import without_values
+    from pipedream_rt.profiling import profile
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
     from pipedream_rt.stage.clipping import Clip
@@ -56,6 +58,7 @@ __all__ = [
     "Fingerprint",
     "KeptVersion",
     "Kind",
+    "LayerCosts",
     "LayerSpec",
     "LossScale",
     "MessageTimeout",
@@ -67,6 +70,7 @@ __all__ = [
     "PipelineError",
     "Plan",
     "PoisonedMicroBatch",
+    "Profile",
     "RendezvousTimeout",
     "Replay",
     "Restart",
@@ -83,6 +87,7 @@ __all__ = [
     "WorkerLost",
     "check",
     "plan_for",
+    "profile",
     "simulate",
     "without_values",
 ]
@@ -96,11 +101,13 @@ _HOMES = {
     "Fingerprint": "pipedream_rt.coordinator.fingerprints",
     "Kind": "pipedream_rt.schedules",
     "KeptVersion": "pipedream_rt.coordinator.kept",
+    "LayerCosts": "pipedream_rt.partitioning.profile",
     "LayerSpec": "pipedream_rt.planning.layer_spec",
     "LossScale": "pipedream_rt.stage.scaling",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Plan": "pipedream_rt.schedules",
+    "Profile": "pipedream_rt.partitioning.profile",
     "Replay": "pipedream_rt.observe.replay",
     "Restart": "pipedream_rt.coordinator.recovery",
     "ScheduleOptions": "pipedream_rt.coordinator.options",
@@ -110,6 +117,7 @@ _HOMES = {
     "Trace": "pipedream_rt.observe.trace",
     "check": "pipedream_rt.schedules",
     "plan_for": "pipedream_rt.schedules",
+    "profile": "pipedream_rt.profiling",
     "simulate": "pipedream_rt.simulation",
     "without_values": "pipedream_rt.planning.pretrained",
 }

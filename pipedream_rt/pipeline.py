@@ -52,6 +52,7 @@ from pipedream_rt.coordinator.options import (
     Timeouts,
     TraceOption,
     checkpoint_option,
+    profile_option,
     require_choice,
     require_count,
     require_decay,
@@ -88,6 +89,7 @@ from pipedream_rt.messages.message import CommandName
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.observe.trace import Trace
 from pipedream_rt.planning import dumps, refuse_loss, refuse_unfit_plan, ties_of
+from pipedream_rt.profiling import profile_and_end
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
@@ -254,6 +256,19 @@ class Pipeline:
         )
         resume = resume_option(kept)
         traced, self._trace_path = trace_option(trace)
+        first = None
+        if (profiled := profile_option()) is not None:  # nothing will be trained
+            workers = "serial"
+            first = functools.partial(
+                profile_and_end,
+                path=profiled,
+                model=model,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                autocast=autocast,
+                count=micro_batches,
+                threads=threads,
+            )
         spans = SPANS_KEPT if traced else 0
         forks = ForkServer(installed_modules([*self._model.whole.modules(), loss_fn]))
         with ExitStack() as undo:
@@ -298,6 +313,7 @@ class Pipeline:
                 recorder=recorder,
                 fingerprint_every=fingerprint_every,
                 refuse=given.refuse_changes,
+                first=first,
             )
             self._epochs = Epochs(self._feeder)
             names = parameter_names(self._model, parts)

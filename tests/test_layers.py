@@ -28,6 +28,7 @@ LAYERS = [
     {"pipedream_rt.transport"},
     {"pipedream_rt.cluster"},
     {"pipedream_rt.coordinator"},
+    {"pipedream_rt.profiling"},
     {"pipedream_rt.pipeline"},
     {"pipedream_rt.cli"},
     {"pipedream_rt.workers"},
@@ -131,6 +132,7 @@ def test_the_environment_is_read_at_the_face_alone():
     }
     # rpc.py writes two variables, for torch alone understands them.
     assert readers == {
+        "pipedream_rt.cli.profile",
         "pipedream_rt.cli.run",
         "pipedream_rt.cluster.environment",
         "pipedream_rt.cluster.launch",

@@ -8,6 +8,7 @@ from pipedream_rt import __version__
 from pipedream_rt.cli.certificate import certificate
 from pipedream_rt.cli.checkpoint import checkpoint
 from pipedream_rt.cli.plan import plan
+from pipedream_rt.cli.profile import profile
 from pipedream_rt.cli.run import run, worker
 from pipedream_rt.cli.schedule import schedule
 from pipedream_rt.cli.simulate import simulate
@@ -37,5 +38,16 @@ def main() -> None:
     """Asynchronous pipeline-parallel training for PyTorch."""
 
 
-for _command in (certificate, checkpoint, plan, run, schedule, simulate, status, timeline, worker):
+for _command in (
+    certificate,
+    checkpoint,
+    plan,
+    profile,
+    run,
+    schedule,
+    simulate,
+    status,
+    timeline,
+    worker,
+):
     main.add_command(_command)

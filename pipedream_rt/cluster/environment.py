@@ -27,6 +27,10 @@ NPROC = "PIPEDREAM_RT_NPROC"
 TRACE = "PIPEDREAM_RT_TRACE"
 """`pipedream-rt run --trace` sets it: the file that the script's pipeline writes a trace to."""
 
+PROFILE = "PIPEDREAM_RT_PROFILE"
+"""`pipedream-rt profile` sets it: the file that the script's pipeline writes a profile to, after
+which the script ends."""
+
 RESUME = "PIPEDREAM_RT_RESUME"
 """`pipedream-rt run --resume` sets it: the pipeline goes on from the last checkpoint."""
 

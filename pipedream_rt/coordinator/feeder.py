@@ -71,6 +71,7 @@ class Feeder:
         fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
             no fingerprints.
         refuse: Called before every injection, to refuse what would not reach the stages.
+        first: Called with the first mini-batch, before it is fed; None for nothing.
 
     Attributes:
         forwards: What the forwards of the model do.
@@ -91,8 +92,10 @@ class Feeder:
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] = lambda: None,
+        first: Callable[[Batch], object] | None = None,
     ) -> None:
         """Feed nothing yet."""
+        self._first = first
         self._fingerprint_every = fingerprint_every
         self._refuse = refuse
         self._settings = settings_now()
@@ -126,6 +129,8 @@ class Feeder:
         refuse_no_grad()
         self._refuse_what_stays_here()
         self._refuse()
+        if self._first is not None and not self.step:
+            self._first(batch)
         parts, sizes = self._parts(batch, Mode.TRAIN)
         while len(self.pending) >= self.credits:
             self.collect_oldest()

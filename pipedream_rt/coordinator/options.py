@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
+from pipedream_rt.cluster.environment import MAX_RESTARTS, PROFILE, RESUME, TRACE
 from pipedream_rt.coordinator.identity import require_acceptable
 from pipedream_rt.errors import ConfigError
 
@@ -260,6 +260,15 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     if not isinstance(trace, str | os.PathLike):
         raise ConfigError(f"trace must be a file, True or False, not {trace!r}")
     return True, writable(trace)
+
+
+def profile_option() -> Path | None:
+    """Return the file that `pipedream-rt profile` wants; None if the script runs for itself.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    return writable(os.environ[PROFILE]) if PROFILE in os.environ else None
 
 
 def resume_option(checkpoints: Checkpoints | None) -> bool:

@@ -79,9 +79,16 @@ class Cuts:
     @cached_property
     def passing(self) -> Floats:
         """For each cut, the bytes of the outputs that layers behind it need."""
+        edges = self.profile.edges or ()
+        if self.profile.edge_bytes:
+            sizes = np.array(self.profile.edge_bytes, np.float64)
+            producers, consumers = np.array(edges, np.int64).T
+            cut = self._bits[:, producers] & ~self._bits[:, consumers]
+            summed: Floats = np.where(cut, sizes, 0.0).sum(axis=1)
+            return summed
         outputs = np.array([layer.output_bytes for layer in self.profile.layers], np.float64)
         passed = np.zeros_like(self._bits)
-        for producer, consumer in self.profile.edges or ():
+        for producer, consumer in edges:
             passed[:, producer] |= self._bits[:, producer] & ~self._bits[:, consumer]
         found: Floats = np.where(passed, outputs, 0.0).sum(axis=1)
         return found

@@ -36,7 +36,11 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
         head["process_bytes"] = profile.process_bytes
     lines = [json.dumps({**head, "facts": dict(profile.facts)})[:-1] + ', "layers": [']
     lines.append(",\n".join(f" {json.dumps({'forward': 0.0, **layer})}" for layer in layers))
-    edges = "" if profile.is_chain else f', "edges": {json.dumps(profile.edges)}'
+    edges = ""
+    if not profile.is_chain or profile.edge_bytes:
+        edges = f', "edges": {json.dumps(profile.edges)}'
+    if profile.edge_bytes:
+        edges += f', "edge_bytes": {json.dumps(profile.edge_bytes)}'
     lines.append(f"]{edges}}}\n")
     try:
         Path(path).write_text("\n".join(lines))
@@ -93,6 +97,9 @@ def _parse(text: str) -> Profile:
     )
     if edges is not None and not pair:
         raise ConfigError("profile: 'edges' must be a list of pairs of indices")
+    edge_bytes = found.get("edge_bytes", [])
+    if not isinstance(edge_bytes, list) or not all(map(seconds, edge_bytes)):
+        raise ConfigError("profile: 'edge_bytes' must be a list of numbers")
     micro_batch, facts = found.get("micro_batch"), found.get("facts", {})
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise ConfigError(f"profile: 'micro_batch' is {printable(repr(micro_batch), 40)}")
@@ -104,6 +111,7 @@ def _parse(text: str) -> Profile:
     return Profile(
         layers=tuple(LayerCosts(**each) for each in layers),
         edges=None if edges is None else tuple((a, b) for a, b in edges),
+        edge_bytes=tuple(edge_bytes),
         micro_batch=micro_batch,
         process_bytes=process_bytes,
         facts=facts,

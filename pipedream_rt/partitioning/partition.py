@@ -34,6 +34,9 @@ SLOWDOWNS: dict[str, Slowdown] = {
 }
 """Measured slowdowns (docs/results.md): Muon with corrections, and AdamW without any."""
 
+_UNSEEN = 0.02
+"""The share of the throughput that a latency may cost before slack hides it."""
+
 _SHORTEST = 1e-12
 """The least seconds of anything, so that nothing is divided by zero."""
 
@@ -185,10 +188,13 @@ def _slacks(
 
     Two neighbours of r and r' workers have r + r' + e micro-batches between them, each of which
     takes the time of both stages and two hops. So the period is at least that over r + r' + e.
+    What is left of the latency may cost `_UNSEEN` of the throughput, since slack is staleness.
     """
     slacks = [0] * len(latencies)
     for hop in reversed(range(len(latencies))):
-        wanted = math.ceil(2 * latencies[hop] / period - 1e-9)
+        between = len(stages[hop].workers) + len(stages[hop + 1].workers)
+        needed = (between + 2 * latencies[hop] / period) * (1 - _UNSEEN) - between
+        wanted = max(0, math.ceil(needed - 1e-9))
         for slack in range(wanted, 0, -1):
             tried = [*slacks[:hop], slack, *slacks[hop + 1 :]]
             if all(_fits(costing, stages, number, tried) for number in range(hop + 1)):

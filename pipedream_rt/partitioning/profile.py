@@ -81,6 +81,8 @@ class Profile:
         layers: The layers, each after those whose outputs it uses.
         edges: The pairs of a producer and a consumer, as indices of layers; if not given, each
             layer uses the output of the one before it.
+        edge_bytes: By edge, the bytes that pass on it, where they are known; if not given, what a
+            layer outputs passes once wherever a layer behind uses it.
         micro_batch: The number of samples that the times are for; None if it is not known.
         process_bytes: The size of a worker process without a stage.
         facts: What else is known, as texts: the hash of the model, dtype, threads, processor.
@@ -91,6 +93,7 @@ class Profile:
 
     layers: tuple[LayerCosts, ...]
     edges: tuple[tuple[int, int], ...] | None = None
+    edge_bytes: tuple[float, ...] = ()
     micro_batch: int | None = None
     process_bytes: float = 0.0
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +114,16 @@ class Profile:
                     f"profile: an edge goes from a layer to a later one, not from {producer} to "
                     f"{consumer} of {count}"
                 )
-        object.__setattr__(self, "edges", tuple(sorted(set(edges))))
+        if not self.edge_bytes:
+            object.__setattr__(self, "edges", tuple(sorted(set(edges))))
+            return
+        sizes = dict(zip(edges, self.edge_bytes, strict=False))
+        if len(sizes) != len(self.edge_bytes) or len(edges) != len(self.edge_bytes):
+            raise ConfigError("profile: edge_bytes must have a size for each of different edges")
+        if not all(0 <= size <= _MOST for size in sizes.values()):
+            raise ConfigError(f"profile: edge_bytes must be from 0 to {_MOST:g}")
+        object.__setattr__(self, "edges", tuple(sorted(sizes)))
+        object.__setattr__(self, "edge_bytes", tuple(sizes[edge] for edge in sorted(sizes)))
 
     @property
     def is_chain(self) -> bool:

@@ -1,0 +1,65 @@
+"""The command ``profile``: what each layer of a script's model costs, by running the script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from pipedream_rt.cluster.environment import PROFILE
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.partitioning import files
+
+_END_S = 10.0
+"""For the script to end when it is told to; then it is killed."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-o", "--output", default="model.profile", show_default=True,
+              type=click.Path(dir_okay=False, path_type=Path),
+              help="The file of the profile; one of the same model stays.")  # fmt: skip
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def profile(output: Path, module: bool, script: str, arguments: tuple[str, ...]) -> None:
+    """Profile the model of SCRIPT, which is run with its ARGUMENTS up to the first mini-batch.
+
+    No worker is started and nothing is trained. `pipedream-rt plan` reads the file.
+    """
+    if not module and not os.path.isfile(script):
+        raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
+    before = output.stat().st_mtime_ns if output.exists() else None
+    named = ["-m", script] if module else [script]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    code = _run([sys.executable, *named, *arguments], {PROFILE: str(output.absolute())})
+    if code:
+        sys.exit(128 - code if code < 0 else code)
+    if not output.exists() or (before is None and not output.stat().st_size):
+        raise ConfigError(
+            f"{script} has ended without a profile: it must make a Pipeline and give it a "
+            "mini-batch (train_epoch or submit)"
+        )
+    found = files.load(output)
+    click.echo(
+        f"{len(found.layers)} layers, {found.compute:.4g} s for a micro-batch"
+        + (f" of {found.micro_batch} samples" if found.micro_batch else "")
+    )
+
+
+def _run(command: list[str], settings: dict[str, str]) -> int:
+    """Run a script to its end; return its exit code, negative for a signal."""
+    process = subprocess.Popen(command, env={**os.environ, **settings})
+    try:
+        return process.wait()  # as long as the user's script takes
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise

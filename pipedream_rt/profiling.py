@@ -1,0 +1,514 @@
+"""The profiler: measures what each layer of a model costs, on this machine, for `plan`.
+
+The model is cut behind every layer, as the runtime would cut it, and each part is timed by itself
+with what really comes in: its forward, its backward for its input, its backward for its weights,
+and an update. Nothing of PyTorch is patched, and the model is as before afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.coordinator.batches import Batch, example_of
+from pipedream_rt.coordinator.forwards import RecordedForwards
+from pipedream_rt.coordinator.splitting import ForwardOptions, split_model
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.tree import batch_size, micro_batch_sizes, split
+from pipedream_rt.partitioning import files
+from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning import find_layers
+from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.program import Slot, Step, filled, found, put, replaced
+from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
+
+Optimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+"""The class of an optimizer, and its arguments."""
+
+_IMPORTS = "import pipedream_rt.transport.rpc, pipedream_rt.stage.host"
+_PRINTS = "from pipedream_rt.stage.memory import peak_memory_bytes; print(peak_memory_bytes())"
+_START_S = 120.0
+
+
+def profile(
+    model: nn.Module | Iterable[nn.Module],
+    batch: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: Optimizer | None = None,
+    autocast: torch.dtype | None = None,
+    repeats: int = 5,
+    warm_up: int = 2,
+) -> Profile:
+    """Measure what each layer of a model costs for one micro-batch.
+
+    Example::
+
+        found = profile(model, next(iter(loader)), loss_fn=F.cross_entropy,
+                        optimizer=(torch.optim.AdamW, {"lr": 3e-4}))
+
+    Times are medians, of this process: it should have as many threads as a worker will have
+    (`torch.set_num_threads`).
+
+    Args:
+        model: A model that a `Pipeline` takes.
+        batch: One micro-batch, as the loader of the pipeline would yield it.
+        loss_fn: The loss function; None if the model computes its loss itself, or for the sum of
+            its output.
+        optimizer: The optimizer; None for updates that cost nothing.
+        autocast: The dtype of autocast; None for none.
+        repeats: How often everything is timed.
+        warm_up: How often everything is done before.
+
+    Raises:
+        ConfigError: The model cannot be cut, the batch is none, or a number is out of range.
+    """
+    if repeats < 1 or warm_up < 0:
+        raise ConfigError(
+            f"repeats must be at least 1 and warm_up at least 0, not {repeats} and {warm_up}"
+        )
+    unsplit, example = UnsplitModel(model, loss_fn), example_of(batch)
+    parts = _parts(unsplit, example, loss_fn is None, autocast)
+    meter = _Meter(unsplit.whole, loss_fn, optimizer, repeats, warm_up)
+    with _left_as_it_was(unsplit.whole):
+        layers = list(meter.measure(parts, example, autocast))
+    edges = {
+        (source, number): size
+        for number, taken in enumerate(meter.taken)
+        for source, size in taken.items()
+        if source != COORDINATOR
+    }
+    first = next(iter(found((example.args, example.kwargs), Tensor)), None)
+    return Profile(
+        layers=tuple(layers),
+        edges=tuple(edges),
+        edge_bytes=tuple(edges.values()),
+        micro_batch=None if first is None or not first.dim() else len(first),
+        process_bytes=_process_bytes(),
+        facts={
+            "hash": hash_of(unsplit.whole, example, optimizer),
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+            "processor": platform.processor() or platform.machine(),
+            "dtype": ", ".join(sorted({str(p.dtype) for p in unsplit.whole.parameters()})),
+            "repeats": str(repeats),
+        },
+    )
+
+
+def profile_and_end(
+    batch: Batch,
+    *,
+    path: Path,
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: LossFunction | None,
+    optimizer: object,
+    autocast: torch.dtype | None,
+    count: int,
+    threads: int,
+) -> NoReturn:
+    """Write the profile of a script's pipeline, and end the script.
+
+    Args:
+        batch: The first mini-batch.
+        path: Where to write the profile; one of the same model and batch that is there stays.
+        model: The model.
+        loss_fn: The loss function.
+        optimizer: What the script gave to `Pipeline` as the optimizer.
+        autocast: The dtype of autocast; None for none.
+        count: The number of micro-batches in a mini-batch.
+        threads: The number of threads that a worker has.
+
+    Raises:
+        SystemExit: Always; the script has done its part.
+    """
+    torch.set_num_threads(threads)
+    made = optimizer_choice(optimizer)
+    first = _first_of(batch, count)
+    item = (first.args, first.kwargs, first.target)
+    wanted = hash_of(UnsplitModel(model, loss_fn).whole, first, made)
+    with suppress(ConfigError):
+        if files.load(path).facts.get("hash") == wanted:
+            print(f"{path} has the profile of this model already", file=sys.stderr)
+            raise SystemExit(0)
+    files.save(profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast), path)
+    print(f"the profile is in {path}", file=sys.stderr)
+    raise SystemExit(0)
+
+
+def _first_of(batch: Batch, count: int) -> Batch:
+    """Return the first micro-batch of a mini-batch."""
+    samples = batch_size((batch.args, batch.kwargs))
+    if count == 1 or not samples:
+        return batch
+    sizes = micro_batch_sizes(samples, count)
+    args, kwargs = split((batch.args, batch.kwargs), sizes)[0]
+    return Batch(args, kwargs, split(batch.target, sizes)[0])
+
+
+def optimizer_choice(optimizer: object) -> Optimizer | None:
+    """Return class and arguments of what `Pipeline` takes as an optimizer; None if it is unknown.
+
+    Args:
+        optimizer: A pair of a class and its arguments, or an optimizer of torch.
+    """
+    match optimizer:
+        case (type() as cls, Mapping() as options) if issubclass(cls, torch.optim.Optimizer):
+            return cls, options
+        case torch.optim.Optimizer():
+            known = inspect.signature(type(optimizer)).parameters
+            return type(optimizer), {k: v for k, v in optimizer.defaults.items() if k in known}
+    return None
+
+
+def hash_of(model: nn.Module, batch: Any, optimizer: Optimizer | None) -> str:
+    """Return a hash of what a profile depends on: the model's layers and shapes, and the batch's.
+
+    Args:
+        model: The model.
+        batch: The micro-batch.
+        optimizer: The optimizer; None for none.
+    """
+    kinds = [
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad)
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    ]
+    shapes = [(tuple(t.shape), str(t.dtype)) for t in found(batch, Tensor)]
+    made = (
+        "" if optimizer is None else f"{optimizer[0].__qualname__} {sorted(optimizer[1].items())}"
+    )
+    text = repr((str(model), kinds, shapes, made, torch.__version__, torch.get_num_threads()))
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# -- the parts ------------------------------------------------------------------------------------
+
+
+def _parts(
+    model: UnsplitModel, example: Batch, owns_loss: bool, autocast: torch.dtype | None
+) -> list[tuple[str, StageProgram]]:
+    """Return a program for each layer, with what is between it and the next one, by its name.
+
+    Raises:
+        ConfigError: The model cannot be cut.
+    """
+    if model.sequence is not None:
+        if len(example.args) != 1 or example.kwargs:
+            raise ConfigError("a sequence of layers takes a pair (x, y), of which x is its input")
+        return _parts_of_sequence(list(model.sequence))
+    has_loss = owns_loss and example.target is not None and bool(example.kwargs)
+    forwards = RecordedForwards(model.whole, find_layers(model.whole), has_loss, autocast)
+    names = forwards.record(example, Mode.TRAIN).layers()
+    if not names:
+        raise ConfigError("the forward of the model calls no layers, so it cannot be cut")
+    options = ForwardOptions(own_loss=has_loss, trains=True, autocast=autocast)
+    split = split_model(model, names[1:], example, options)
+    return [(name, split.programs(number)[0]) for number, name in enumerate(names)]
+
+
+def _parts_of_sequence(names: list[str]) -> list[tuple[str, StageProgram]]:
+    """Return a program for each layer of a sequence, which takes what the one before returns."""
+    last = len(names) - 1
+    return [
+        (
+            name,
+            StageProgram(
+                takes={i - 1 if i else COORDINATOR: (i,)},
+                steps=(Step(name=name, target=name, args=(Slot(i),), slots=i + 1),),
+                gives={i + 1: (i + 1,)} if i < last else {},
+                output=Slot(i + 1) if i == last else None,
+            ),
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put buffers, gradients and the random generator back at the end."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if buffer.shape == value.shape:
+                        buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """Measures parts of a model, one after another.
+
+    Args:
+        model: The unsplit model.
+        loss_fn: The loss function; None for none.
+        optimizer: The optimizer; None for none.
+        repeats: How often everything is timed.
+        warm_up: How often everything is done before.
+
+    Attributes:
+        taken: By part, the bytes that it takes from each other one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizer: Optimizer | None,
+        repeats: int,
+        warm_up: int,
+    ) -> None:
+        """Measure nothing yet."""
+        self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
+        self._repeats, self._warm_up = repeats, warm_up
+        self.taken: list[dict[int, float]] = []
+
+    def measure(
+        self, parts: Sequence[tuple[str, StageProgram]], batch: Batch, autocast: Any
+    ) -> Iterator[LayerCosts]:
+        """Yield the costs of each part."""
+        inputs = batch.args[:1] if len(parts[0][1].takes.get(COORDINATOR, ())) == 1 else None
+        given = dict(enumerate(inputs or _tensors((batch.args, batch.kwargs))))
+        passed: dict[int, Any] = dict(given)
+        for number, (name, program) in enumerate(parts):
+            last = number + 1 == len(parts)
+            values = {slot: passed[slot] for slots in program.takes.values() for slot in slots}
+            self.taken.append(
+                {
+                    source: float(sum(t.nbytes for s in slots for t in _tensors(passed[s])))
+                    for source, slots in program.takes.items()
+                }
+            )
+            part = _Part(self._model, name, program, values, autocast)
+            if last:
+                part.loss = lambda output: self._loss(output, batch.target)
+            yield self._costs(part)
+            passed.update(part.outcome())
+
+    def _loss(self, output: Any, target: Any) -> Any:
+        """Return the loss, or the output if there is none."""
+        if self._loss_fn is not None:
+            return self._loss_fn(output, target)
+        return own_loss(output, target) if has_own_loss(output) else output
+
+    def _costs(self, part: _Part) -> LayerCosts:
+        """Return the costs of a part."""
+        times = [part.timed() for _ in range(self._warm_up + self._repeats)]
+        forwards, inputs, both = zip(*times[self._warm_up :], strict=True)
+        forward, for_input = statistics.median(forwards), statistics.median(inputs)
+        backward = max(statistics.median(both), for_input)
+        totals = [a + b for a, b in zip(forwards, both, strict=True)]
+        step, state = self._update(part.weights)
+        return LayerCosts(
+            name=part.name,
+            forward=forward,
+            backward_input=for_input,
+            backward_weight=backward - for_input,
+            step=step,
+            output_bytes=float(sum(t.nbytes for t in _tensors(part.outcome()))),
+            parameter_bytes=float(sum(p.nbytes for p in part.weights)),
+            frozen_bytes=float(part.frozen_bytes),
+            saved_bytes=float(part.saved_bytes()),
+            optimizer_bytes=float(state),
+            spread=max(totals) - min(totals),
+        )
+
+    def _update(self, weights: Sequence[Tensor]) -> tuple[float, int]:
+        """Return the seconds of an update of copies of weights, and the bytes of its state."""
+        if self._optimizer is None or not weights:
+            return 0.0, 0
+        copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+        cls, options = self._optimizer
+        optimizer = cls(copies, **options)
+        times = []
+        for number in range(self._warm_up + self._repeats):
+            for copy in copies:
+                copy.grad = torch.full_like(copy, 1e-3)
+            start = time.perf_counter()
+            optimizer.step()
+            if number >= self._warm_up:
+                times.append(time.perf_counter() - start)
+        state = sum(t.nbytes for each in optimizer.state.values() for t in _tensors(each))
+        return statistics.median(times), state
+
+
+class _Part:
+    """A layer, with what is between it and the next one, and what came in.
+
+    Args:
+        model: The unsplit model.
+        name: The name of the layer.
+        program: What it does.
+        values: What came in, by slot.
+        autocast: The dtype of autocast; None for none.
+
+    Attributes:
+        name: The name of the layer.
+        loss: Makes the loss of the output, on the last part.
+        weights: The weights that it trains.
+        frozen_bytes: The bytes of other weights and of buffers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        program: StageProgram,
+        values: dict[int, Any],
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Find its weights."""
+        self.name = name
+        self.loss: Callable[[Any], Any] = lambda output: output
+        self._program, self._values, self._autocast = program, values, autocast
+        self._calls: list[tuple[Step, Any]] = [
+            (step, step.target if step.layer is None else model.get_submodule(step.layer))
+            for step in program.steps
+        ]
+        names = {n for step in program.steps for n in step.held} | {*program.held}
+        self._held = {n: _tensor_of(model, n) for n in names}
+        layers = [call for step, call in self._calls if step.layer is not None]
+        own = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+        tensors = {id(t): t for t in (*own, *self._held.values())}.values()
+        self.weights = [t for t in tensors if t.requires_grad and t.is_leaf]
+        self.frozen_bytes = sum(t.nbytes for t in tensors if not t.requires_grad)
+        self._fixed = {t.untyped_storage().data_ptr() for t in tensors}
+
+    def _inputs(self) -> tuple[dict[int, Any], list[Tensor]]:
+        """Return fresh inputs, and those of their tensors of which gradients are sent back."""
+        leaves: list[Tensor] = []
+
+        def fresh(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            leaves.append(tensor.detach().requires_grad_())
+            return leaves[-1]
+
+        made = {slot: replaced(v, (Tensor,), fresh) for slot, v in self._values.items()}
+        return made, leaves
+
+    def _forward(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Do the steps; return what goes out, by slot."""
+        cast = torch.autocast("cpu", dtype=self._autocast, enabled=self._autocast is not None)
+        with torch.enable_grad(), cast:
+            for step, call in self._calls:
+                args, kwargs = filled((step.args, step.kwargs), values, self._held)
+                with step.around.entered():
+                    put(step, call(*args, **kwargs), values)
+            out = {s: values[s] for slots in self._program.gives.values() for s in slots}
+            if self._program.output is not None:
+                out[-1] = self.loss(filled(self._program.output, values, self._held))
+        return out
+
+    def outcome(self) -> dict[int, Any]:
+        """Return what goes out, by slot, without the graph that made it."""
+
+        def alone(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+
+        values, _ = self._inputs()
+        made = self._forward(values)
+        made.pop(-1, None)
+        return {slot: replaced(value, (Tensor,), alone) for slot, value in made.items()}
+
+    def timed(self) -> tuple[float, float, float]:
+        """Return the seconds of a forward, of its backward for the input, and of the whole one."""
+        gc.collect(0)
+        values, leaves = self._inputs()
+        start = time.perf_counter()
+        made = self._forward(values)
+        forward = time.perf_counter() - start
+        both = self._backward(made, [*leaves, *self.weights])
+        del made
+        for_input = 0.0
+        if leaves and self.weights:
+            values, leaves = self._inputs()
+            for_input = self._backward(self._forward(values), leaves)
+        elif leaves:
+            for_input = both
+        return forward, min(for_input, both), both
+
+    @staticmethod
+    def _backward(made: dict[int, Any], wanted: Sequence[Tensor]) -> float:
+        """Return the seconds of a backward for some tensors."""
+        roots = [t for t in _tensors(made) if t.requires_grad]
+        if not roots or not wanted:
+            return 0.0
+        ones = [torch.ones_like(root) for root in roots]
+        start = time.perf_counter()
+        torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        return time.perf_counter() - start
+
+    def saved_bytes(self) -> int:
+        """Return the bytes that autograd keeps between a forward and its backward."""
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._fixed:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            values, _ = self._inputs()
+            made = self._forward(values)
+        del made
+        return sum(kept.values())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value."""
+    if isinstance(value, dict):
+        return [t for each in value.values() for t in _tensors(each)]
+    tensors: list[Tensor] = found(value, Tensor)
+    return tensors
+
+
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter or a buffer of a model."""
+    path, _, short = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), short)
+    return tensor
+
+
+def _process_bytes() -> float:
+    """Return the memory of a process that could host a stage.
+
+    Raises:
+        ConfigError: It cannot be started.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{_IMPORTS}; {_PRINTS}"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            cwd=Path.cwd(),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"the memory of a worker cannot be measured: {error}") from error
+    return float(done.stdout)

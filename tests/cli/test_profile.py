@@ -1,0 +1,68 @@
+"""The command ``profile``, as a user types it, on scripts of a few lines."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pipedream_rt.partitioning import files
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from pipedream_rt import Pipeline
+
+torch.manual_seed(0)
+width = int(sys.argv[1])
+model = nn.Sequential(nn.Linear(width, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+data = [(torch.randn(6, width), torch.randn(6, 2))] * 3
+with Pipeline(model, stages=3, loss_fn=nn.MSELoss(), micro_batches=2,
+              optimizer=(torch.optim.AdamW, {"lr": 1e-3})) as pipe:
+    for result in pipe.train_epoch(data):
+        print("trained")
+print("the end")
+"""
+
+pytestmark = pytest.mark.processes
+
+
+def run(*words, cwd):
+    command = [sys.executable, "-m", "pipedream_rt.cli.main", *map(str, words)]
+    command[1:3] = ["-c", "from pipedream_rt.cli import main; main()"]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_runs_up_to_its_first_mini_batch(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    first = run("profile", "-o", "my.profile", "train.py", "4", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "3 layers" in first.stdout
+    assert "of 3 samples" in first.stdout
+    assert "trained" not in first.stdout
+    assert "the end" not in first.stdout
+    made = files.load(tmp_path / "my.profile")
+    assert [layer.parameter_bytes for layer in made.layers] == [160, 288, 72]
+    assert made.layers[1].optimizer_bytes > 2 * 288
+    # The same model again costs nothing; another one is measured.
+    again = run("profile", "-o", "my.profile", "train.py", "4", cwd=tmp_path)
+    assert "has the profile of this model already" in again.stderr
+    assert files.load(tmp_path / "my.profile") == made
+    other = run("profile", "-o", "my.profile", "train.py", "5", cwd=tmp_path)
+    assert other.returncode == 0, other.stderr
+    assert files.load(tmp_path / "my.profile").layers[0].parameter_bytes == 192
+    planned = run("plan", "my.profile", "--workers", "2", cwd=tmp_path)
+    assert "micro-batches/s" in planned.stdout, planned.stderr
+
+
+def test_scripts_that_make_no_profile_say_so(tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    empty = run("profile", "empty.py", cwd=tmp_path)
+    assert empty.returncode == 1
+    assert "it must make a Pipeline and give it a mini-batch" in empty.stderr
+    (tmp_path / "bad.py").write_text("raise SystemExit(7)")
+    assert run("profile", "bad.py", cwd=tmp_path).returncode == 7
+    missing = run("profile", "none.py", cwd=tmp_path)
+    assert "there is no file 'none.py'" in missing.stderr
+    nowhere = run("profile", "-o", "no/such/folder/x", "empty.py", cwd=tmp_path)
+    assert nowhere.returncode != 0

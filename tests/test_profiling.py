@@ -1,0 +1,213 @@
+"""The profiler, with layers that move a clock of the tests."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pipedream_rt.profiling
+from pipedream_rt import ConfigError, profile
+from pipedream_rt.coordinator.batches import batch_of
+from pipedream_rt.partitioning.cuts import cuts_of
+from pipedream_rt.profiling import hash_of, optimizer_choice
+
+
+class Clock:
+    """What the profiler takes for the time."""
+
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls):
+        return cls.now
+
+
+class Ticks(torch.autograd.Function):
+    """Identity that moves the clock."""
+
+    @staticmethod
+    def forward(ctx, x, before, after):
+        ctx.after = after
+        Clock.now += before
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Clock.now += ctx.after
+        return gradient, None, None
+
+
+class Layer(nn.Module):
+    """``x * w``, which takes three times of its own."""
+
+    def __init__(self, forward_s, input_s, weight_s):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.times = forward_s, input_s, weight_s
+
+    def forward(self, x):
+        forward_s, input_s, weight_s = self.times
+        return Ticks.apply(x, forward_s, input_s) * Ticks.apply(self.w, 0.0, weight_s)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(pipedream_rt.profiling, "time", Clock)
+    monkeypatch.setattr(pipedream_rt.profiling, "_process_bytes", lambda: 1e6)
+
+
+def test_each_time_is_that_of_the_layer(clock):
+    model = nn.Sequential(Layer(1.0, 2.0, 4.0), Layer(8.0, 16.0, 32.0))
+    first, last = profile(model, (torch.ones(2, 4), torch.ones(2, 4)), loss_fn=F.mse_loss).layers
+    # Nobody wants a gradient of the model's input.
+    assert (first.forward, first.backward_input, first.backward_weight) == (1.0, 0.0, 4.0)
+    assert (last.forward, last.backward_input, last.backward_weight) == (8.0, 16.0, 32.0)
+    assert first.spread == last.spread == 0.0
+
+
+def test_sizes_are_exact(clock):
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 4)
+    )
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    batch = (torch.randn(5, 8), torch.randint(4, (5,)))
+    adam = (torch.optim.AdamW, {"lr": 1e-3})
+    found = profile(model, batch, loss_fn=F.cross_entropy, optimizer=adam)
+    frozen, relu, norm, head = found.layers
+    assert (frozen.parameter_bytes, frozen.frozen_bytes) == (0, 4 * (8 * 16 + 16))
+    assert (norm.parameter_bytes, norm.frozen_bytes) == (0, 4 * 2 * 16 + 8)
+    assert (head.parameter_bytes, head.frozen_bytes) == (4 * (16 * 4 + 4), 0)
+    assert head.optimizer_bytes == 2 * head.parameter_bytes + 2 * 4  # and two counters of steps
+    assert [each.output_bytes for each in found.layers] == [5 * 16 * 4] * 3 + [0]
+    assert frozen.saved_bytes == relu.saved_bytes == 0  # nothing before the head is trained
+    assert head.saved_bytes >= 5 * 16 * 4
+    assert (found.micro_batch, found.process_bytes, found.is_chain) == (5, 1e6, True)
+    assert found.edge_bytes == (5 * 16 * 4,) * 3
+
+
+class Up(nn.Linear):
+    def forward(self, x, skipped):
+        return super().forward(x + skipped)
+
+
+class Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.up = Up(3, 6)
+
+    def forward(self, x):
+        y = first = self.down(x)
+        for block in self.blocks:
+            y = torch.relu(block(y))
+        return self.up(y, first) * 2
+
+
+def test_a_model_that_is_no_sequence_has_edges_for_what_passes(clock):
+    found = profile(Skip(), (torch.randn(4, 6), torch.randn(4, 6)), loss_fn=F.mse_loss)
+    assert [layer.name for layer in found.layers] == ["down", "blocks.0", "blocks.1", "up"]
+    # The skipped value goes with the chain to its first user, and from there to the next.
+    assert dict(zip(found.edges, found.edge_bytes, strict=True)) == {
+        (0, 1): 4 * 3 * 4,
+        (1, 2): 4 * 3 * 4,
+        (1, 3): 4 * 3 * 4,
+        (2, 3): 4 * 3 * 4,
+    }
+    assert cuts_of(found).passing.tolist() == [48, 96, 96, 0]
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, inputs, labels):
+        output = self.head(self.body(inputs))
+        return {"loss": F.cross_entropy(output, labels), "output": output}
+
+
+def test_a_model_may_compute_its_loss_itself(clock):
+    batch = {"inputs": torch.randn(3, 4), "labels": torch.tensor([0, 1, 1])}
+    found = profile(OwnLoss(), batch)
+    assert [layer.name for layer in found.layers] == ["body", "head"]
+
+
+def test_nothing_of_the_model_or_of_the_generator_changes(clock):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    model[0].weight.grad = torch.ones(4, 4)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    profile(
+        model,
+        (torch.randn(3, 4), torch.randn(3, 4)),
+        loss_fn=F.mse_loss,
+        optimizer=(torch.optim.SGD, {"lr": 1.0}),
+    )
+    torch.set_rng_state(state)  # the batch was drawn from it, too
+    expected = torch.randn(3, 4), torch.randn(3, 4)
+    torch.set_rng_state(state)
+    drawn = torch.randn(3, 4), torch.randn(3, 4)
+    profile(model, drawn, loss_fn=F.mse_loss)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    assert all(map(torch.equal, expected, (torch.randn(3, 4), torch.randn(3, 4))))
+    assert torch.equal(after, torch.get_rng_state())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert model[3].weight.grad is None
+
+
+def test_the_hash_tells_models_batches_and_optimizers_apart():
+    adam, sgd = (torch.optim.Adam, {"lr": 1.0}), (torch.optim.SGD, {"lr": 1.0})
+    narrow, wide = nn.Linear(2, 2), nn.Linear(2, 3)
+    one, two = batch_of((torch.ones(1, 2), 0)), batch_of((torch.ones(2, 2), 0))
+    hashes = {
+        hash_of(narrow, one, adam),
+        hash_of(wide, one, adam),
+        hash_of(narrow, two, adam),
+        hash_of(narrow, one, sgd),
+        hash_of(narrow, one, None),
+    }
+    assert len(hashes) == 5
+    assert hash_of(narrow, one, adam) == hash_of(nn.Linear(2, 2), one, adam)
+
+
+def test_the_optimizer_of_a_script_is_made_again():
+    weights = nn.Linear(2, 2).parameters()
+    cls, options = optimizer_choice(torch.optim.SGD(weights, lr=0.5, momentum=0.9))
+    assert cls is torch.optim.SGD
+    assert (options["lr"], options["momentum"]) == (0.5, 0.9)
+    assert optimizer_choice((torch.optim.SGD, {"lr": 1.0})) == (torch.optim.SGD, {"lr": 1.0})
+    assert optimizer_choice(None) is None
+
+
+def test_a_worker_without_a_stage_takes_some_memory():
+    assert 5e7 < pipedream_rt.profiling._process_bytes() < 2e9
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.w
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options", "message"),
+    [
+        (nn.Linear(2, 2), (torch.ones(1, 2), 0), {"repeats": 0}, "repeats must be at least 1"),
+        (nn.Linear(2, 2), (torch.ones(1, 2), 0), {"warm_up": -1}, "warm_up at least 0"),
+        (nn.Sequential(nn.Linear(2, 2)), {"x": torch.ones(1, 2)}, {}, "takes a pair"),
+        (nn.Sequential(), (torch.ones(1, 2), 0), {}, "no layers"),
+        (Bare(), (torch.ones(1, 2), 0), {}, "calls no layers"),
+        (nn.Sequential(nn.Linear(2, 2)), 3, {}, "the loader must yield"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(model, batch, options, message):
+    with pytest.raises(ConfigError, match=message):
+        profile(model, batch, **options)
