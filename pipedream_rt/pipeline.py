@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.auto_split import choose_stages
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Cluster, Fail, Reference
 from pipedream_rt.cluster.fork_server import ForkServer, installed_modules
-from pipedream_rt.cluster.launch import Workers, start_cluster, starts_here
+from pipedream_rt.cluster.launch import Workers, number_of_workers, start_cluster, starts_here
 from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.distributed_optimizer import (
@@ -118,7 +119,9 @@ class Pipeline:
     Args:
         model: Any ``nn.Module``, or a list of modules that are called one after another.
         stages: The number of stages, which are then balanced by parameter count; or a list with the
-            first layer, by index or name, of every stage but the first.
+            first layer, by index or name, of every stage but the first. ``"auto"`` measures the
+            layers on the example, and chooses stages and slack for the workers of this machine;
+            with ``checkpoint``, the choice is kept in its folder for a run that resumes.
         example: A mini-batch as the loader yields it, the input alone, or a ``DataLoader``, whose
             first item is taken: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.
@@ -190,7 +193,7 @@ class Pipeline:
         self,
         model: nn.Module | Iterable[nn.Module],
         *,
-        stages: Stages = 1,
+        stages: Stages | Literal["auto"] = 1,
         example: Any = None,
         weights: str | os.PathLike[str] | None = None,
         loss_fn: LossFunction | None = None,
@@ -235,6 +238,22 @@ class Pipeline:
         own = loss_fn is None and optimizer is not None and self._model.sequence is None
         loss_fn = own_loss if own else loss_fn
         forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
+        kept = checkpoint_option(checkpoint)
+        self._why = ""
+        if stages == "auto":
+            chosen = choose_stages(
+                model,
+                example,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                autocast=autocast,
+                schedule=schedule,
+                micro_batches=micro_batches,
+                threads=threads,
+                workers=number_of_workers(workers),
+                folder=None if kept is None else kept.path,
+            )
+            stages, slack, self._why = chosen.stages, slack or chosen.slack, chosen.why
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
         parts = [self._model.part(names) for names in self.plan.layers]
@@ -248,7 +267,6 @@ class Pipeline:
         kind = None if grouped is None else grouped.optimizer_class
         self._corrections = correcting(corrections, self.plan, kind, clip, scale)
         given = GivenOptimizer(optimizer)
-        kept = checkpoint_option(checkpoint)
         require_folder(kept)
         makes_checkpoints = kept is not None and kept.every is not None
         failures = Failures(
@@ -800,7 +818,7 @@ class Pipeline:
             self.plan,
             self._group.cluster.names,
             self.statistics(),
-            forwards.how,
+            forwards.how + (f"\n{self._why}" if self._why else ""),
             self._corrections,
         )
         return f"{text}\n{forwards.program()}" if program else text

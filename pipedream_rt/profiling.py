@@ -140,7 +140,7 @@ def profile_and_end(
     """
     torch.set_num_threads(threads)
     made = optimizer_choice(optimizer)
-    first = _first_of(batch, count)
+    first = first_micro_batch(batch, count)
     item = (first.args, first.kwargs, first.target)
     wanted = hash_of(UnsplitModel(model, loss_fn).whole, first, made)
     with suppress(ConfigError):
@@ -152,8 +152,8 @@ def profile_and_end(
     raise SystemExit(0)
 
 
-def _first_of(batch: Batch, count: int) -> Batch:
-    """Return the first micro-batch of a mini-batch."""
+def first_micro_batch(batch: Batch, count: int) -> Batch:
+    """Return the first of so many micro-batches of a mini-batch."""
     samples = batch_size((batch.args, batch.kwargs))
     if count == 1 or not samples:
         return batch

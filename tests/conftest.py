@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ticking import Clock
 
 
 def children() -> set[int]:
@@ -66,3 +67,12 @@ def shared_fork_server():
         patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda imports=(): server)
         yield
     ForkServer.close(server)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let the profiler take its time from layers that move a clock; see `support.ticking`."""
+    import pipedream_rt.profiling
+
+    monkeypatch.setattr(pipedream_rt.profiling, "time", Clock)
+    monkeypatch.setattr(pipedream_rt.profiling, "_process_bytes", lambda: 1e6)

@@ -29,6 +29,7 @@ LAYERS = [
     {"pipedream_rt.cluster"},
     {"pipedream_rt.coordinator"},
     {"pipedream_rt.profiling"},
+    {"pipedream_rt.auto_split"},
     {"pipedream_rt.pipeline"},
     {"pipedream_rt.cli"},
     {"pipedream_rt.workers"},

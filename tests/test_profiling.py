@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.ticking import Layer
 from torch import nn
 
 import pipedream_rt.profiling
@@ -12,50 +13,6 @@ from pipedream_rt import ConfigError, profile
 from pipedream_rt.coordinator.batches import batch_of
 from pipedream_rt.partitioning.cuts import cuts_of
 from pipedream_rt.profiling import hash_of, optimizer_choice
-
-
-class Clock:
-    """What the profiler takes for the time."""
-
-    now = 0.0
-
-    @classmethod
-    def perf_counter(cls):
-        return cls.now
-
-
-class Ticks(torch.autograd.Function):
-    """Identity that moves the clock."""
-
-    @staticmethod
-    def forward(ctx, x, before, after):
-        ctx.after = after
-        Clock.now += before
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Clock.now += ctx.after
-        return gradient, None, None
-
-
-class Layer(nn.Module):
-    """``x * w``, which takes three times of its own."""
-
-    def __init__(self, forward_s, input_s, weight_s):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(4))
-        self.times = forward_s, input_s, weight_s
-
-    def forward(self, x):
-        forward_s, input_s, weight_s = self.times
-        return Ticks.apply(x, forward_s, input_s) * Ticks.apply(self.w, 0.0, weight_s)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(pipedream_rt.profiling, "time", Clock)
-    monkeypatch.setattr(pipedream_rt.profiling, "_process_bytes", lambda: 1e6)
 
 
 def test_each_time_is_that_of_the_layer(clock):

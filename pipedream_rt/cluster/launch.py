@@ -105,6 +105,23 @@ def starts_here(workers: Workers) -> bool:
     return workers == "local" or (workers is None and not elsewhere)
 
 
+def number_of_workers(workers: Workers) -> int | None:
+    """Return how many workers there are or would be, before a plan says how many are needed.
+
+    Args:
+        workers: See `Pipeline`.
+
+    Returns:
+        Those that `pipedream-rt run` has started, or one for each core of this machine; None where
+        it is not known.
+    """
+    if workers in ("in-process", "serial") or starts_here(workers):
+        return len(os.sched_getaffinity(0))
+    if workers is None and NPROC in os.environ:
+        return int(os.environ[NPROC])
+    return None
+
+
 def _start_local(plan: Plan, common: dict[str, Any]) -> Cluster:
     """Start worker processes here; the secret goes to them over inherited connections."""
     return ProcessCluster(plan, secret=secrets.token_bytes(NONCE), **common)

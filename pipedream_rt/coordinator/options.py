@@ -268,7 +268,7 @@ def profile_option() -> Path | None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    return writable(os.environ[PROFILE]) if PROFILE in os.environ else None
+    return writable(os.environ[PROFILE], "profile") if PROFILE in os.environ else None
 
 
 def resume_option(checkpoints: Checkpoints | None) -> bool:
@@ -326,17 +326,17 @@ _traced_by_run = 0
 """Number of pipelines in this process that are traced because of `pipedream-rt run --trace`."""
 
 
-def writable(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a trace; check before the run that the file can be made after it.
+def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
+    """Return the absolute path of a file; check before the run that it can be made after it.
 
     Raises:
         ConfigError: The file cannot be made.
     """
     path = Path(path).absolute()
     if path.is_dir():
-        raise ConfigError(f"trace must be a file, {path} is a folder")
+        raise ConfigError(f"the {what} must be a file, {path} is a folder")
     if not path.parent.is_dir():
-        raise ConfigError(f"the trace cannot be written to {path}: there is no such folder")
+        raise ConfigError(f"the {what} cannot be written to {path}: there is no such folder")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"the trace cannot be written to {path}: no permission in its folder")
+        raise ConfigError(f"the {what} cannot be written to {path}: no permission in its folder")
     return path

@@ -1,0 +1,163 @@
+"""The split that `Pipeline` chooses with ``stages="auto"``: measured, planned, and kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream_rt.coordinator.batches import example_of
+from pipedream_rt.coordinator.unsplit_model import UnsplitModel
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.partitioning.cuts import cuts_of
+from pipedream_rt.partitioning.explanation import partition_text
+from pipedream_rt.partitioning.machines import Machines, Worker
+from pipedream_rt.partitioning.planner import partitions
+from pipedream_rt.profiling import first_micro_batch, hash_of, optimizer_choice, profile
+from pipedream_rt.schema import list_of, problem_of, read_file, text, whole
+from pipedream_rt.stage.spec import LossFunction
+
+_log = logging.getLogger(__name__)
+
+PLAN_FILE = "plan.json"
+"""The file beside the checkpoints of a run that has the split which was chosen for it."""
+
+_COSTED = {
+    "async-1f1b": "async-1f1b", "2bw": "2bw",
+    "1f1b": "1f1b", "gpipe": "1f1b", "zero-bubble": "1f1b",
+}  # fmt: skip
+"""By schedule, the one whose costs decide where to cut."""
+
+_SLACK = ("async-1f1b", "2bw", "1f1b")
+"""The schedules for which slack is chosen."""
+
+HOP_S = 0.0004
+"""Seconds of a hop between processes of one machine (docs/benchmarks.md, rounded up)."""
+
+_LARGEST = 1 << 24
+_NAMES = list_of(text(10_000))
+_FIELDS = {
+    "key": text(64), "stages": _NAMES, "slack": list_of(whole(0, 1 << 20)), "why": text(1 << 20),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A split that was chosen.
+
+    Attributes:
+        key: A hash of what it was chosen for.
+        stages: The first layer of every stage but the first, by name.
+        slack: The slack of every hop.
+        why: The plan, as text for people.
+    """
+
+    key: str
+    stages: list[str]
+    slack: list[int]
+    why: str
+
+
+def choose_stages(
+    model: nn.Module | Iterable[nn.Module],
+    example: Any,
+    *,
+    loss_fn: LossFunction | None,
+    optimizer: object,
+    autocast: torch.dtype | None,
+    schedule: object,
+    micro_batches: int,
+    threads: int,
+    workers: int | None,
+    folder: Path | None,
+) -> Chosen:
+    """Return the split that a run is to have, which is the one that it has had, if there is one.
+
+    Args:
+        model: The model.
+        example: A mini-batch.
+        loss_fn: The loss function.
+        optimizer: What the script gave to `Pipeline` as the optimizer.
+        autocast: The dtype of autocast; None for none.
+        schedule: The schedule.
+        micro_batches: The number of micro-batches per update.
+        threads: The number of threads that a worker has.
+        workers: The number of workers that there are; None if it is not known.
+        folder: The folder of the run's checkpoints; None if it makes none.
+
+    Raises:
+        ConfigError: Something is missing to choose.
+    """
+    if not isinstance(schedule, str) or schedule not in _COSTED:
+        raise ConfigError(
+            f'stages="auto" is for the schedules {", ".join(_COSTED)}; give a number or a list'
+        )
+    if workers is None:
+        raise ConfigError(
+            'stages="auto" is for workers of this machine, as their number is not known '
+            "otherwise; give a number or a list"
+        )
+    if example is None:
+        raise ConfigError(
+            'stages="auto" measures the layers on a mini-batch: give example=, a mini-batch as '
+            "the loader yields it, or the DataLoader"
+        )
+    batch = first_micro_batch(example_of(example), micro_batches)
+    made = optimizer_choice(optimizer)
+    of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made)
+    key = f"{of_model}-{schedule}-{micro_batches}-{workers}"
+    kept = None if folder is None else folder / PLAN_FILE
+    if kept is not None and (found := _read(kept)) is not None and found.key == key:
+        return found
+    with _threads(threads):
+        item = (batch.args, batch.kwargs, batch.target)
+        measured = profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast)
+    machines = Machines(workers=(Worker(),) * workers, latency_within=HOP_S)
+    best = partitions(
+        cuts_of(measured, branches=False),
+        machines,
+        choices=[_COSTED[schedule]],
+        per_update=micro_batches,
+        replicas=1,
+    )[0]
+    chosen = Chosen(
+        key=key,
+        stages=[stage.layers[0] for stage in best.stages[1:]],
+        slack=[stage.slack * (schedule in _SLACK) for stage in best.stages[:-1]],
+        why=partition_text(best),
+    )
+    _log.info("the stages that were chosen:\n%s", chosen.why)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = kept.with_name(f"{PLAN_FILE}.part")
+        part.write_text(json.dumps(asdict(chosen), indent=1) + "\n")
+        part.replace(kept)
+    return chosen
+
+
+def _read(path: Path) -> Chosen | None:
+    """Return the split in a file; None if there is none, or none that can be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_file(path, _LARGEST))
+        if isinstance(found, dict) and not problem_of(found, _FIELDS):
+            return Chosen(**{name: found[name] for name in _FIELDS})
+        _log.warning("%s holds no plan, so the stages are chosen anew", path)
+    return None
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch have a number of threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,139 @@
+"""``Pipeline(stages="auto")``, with layers that move a clock of the tests."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ticking import Clock, Layer
+from torch import nn
+
+import pipedream_rt.cluster.launch
+from pipedream_rt import Checkpoints, ConfigError, Pipeline
+from pipedream_rt.auto_split import PLAN_FILE
+
+BATCH = torch.ones(6, 4), torch.zeros(6, 4)
+
+
+def model(*seconds):
+    return nn.Sequential(*(Layer(s, s, s) for s in seconds))
+
+
+def pipeline(*seconds, **options):
+    given = {
+        "stages": "auto",
+        "example": BATCH,
+        "loss_fn": F.mse_loss,
+        "optimizer": (torch.optim.SGD, {"lr": 0.1}),
+        "micro_batches": 3,
+        "workers": "serial",
+        **options,
+    }
+    return Pipeline(given.pop("model", None) or model(*seconds), **given)
+
+
+@pytest.fixture(autouse=True)
+def three_cores(clock, monkeypatch):
+    monkeypatch.setattr(pipedream_rt.cluster.launch.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+
+
+def test_the_slowest_stage_is_made_as_fast_as_layers_allow():
+    with pipeline(6, 1, 1, 1, 1, 2) as pipe:
+        assert [len(names) for names in pipe.plan.layers] == [1, 3, 2]
+        text = pipe.explain()
+        assert "async-1f1b, 3 micro-batches per update" in text
+        assert "period" in text
+        assert [result.step for result in pipe.train_epoch([BATCH] * 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe", "zero-bubble"])
+def test_it_goes_with_other_schedules(schedule):
+    with pipeline(1, 1, 1, schedule=schedule) as pipe:
+        assert [len(names) for names in pipe.plan.layers] == [1, 1, 1]
+        list(pipe.train_epoch([BATCH]))
+
+
+def test_slack_of_the_user_stays():
+    with pipeline(1, 1, 1, slack=2) as pipe:
+        assert pipe.plan.shape.slack == (2, 2)
+
+
+def test_a_run_that_resumes_does_not_plan_anew(tmp_path):
+    options = {"checkpoint": Checkpoints(tmp_path / "run", every=1, resume=True)}
+    with pipeline(6, 1, 1, 1, 1, 2, **options) as pipe:
+        first = pipe.plan.layers
+        list(pipe.train_epoch([BATCH] * 2))
+        pipe.save()
+    before = Clock.now
+    slower = model(6, 1, 1, 1, 1, 2)
+    slower[5].times = 60, 60, 60  # measured now, it would be cut otherwise
+    with pipeline(model=slower, **options) as pipe:
+        assert pipe.plan.layers == first
+        assert pipe.step == 2
+        assert Clock.now == before
+    # Another number of workers, or another model, is planned again.
+    with pipeline(6, 1, 1, 1, **{**options, "checkpoint": tmp_path / "run"}) as pipe:
+        assert [len(names) for names in pipe.plan.layers] == [1, 3]  # no third could help
+
+
+def test_a_kept_plan_that_cannot_be_read_is_made_again(tmp_path, caplog):
+    (tmp_path / PLAN_FILE).write_text(json.dumps({"key": 3}))
+    with pipeline(1, 1, 1, checkpoint=tmp_path) as pipe:
+        assert pipe.plan.num_stages == 3
+    assert "holds no plan" in caplog.text
+    assert json.loads((tmp_path / PLAN_FILE).read_text())["stages"] == ["1", "2"]
+
+
+def test_fewer_layers_than_workers_make_fewer_stages():
+    with pipeline(1, 1) as pipe:
+        assert pipe.plan.num_stages == 2
+    with pipeline(1) as pipe:
+        assert pipe.plan.num_stages == 1
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Layer(4, 4, 4), Layer(1, 1, 1), Layer(1, 1, 1)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def test_a_model_that_is_no_sequence_is_cut_too():
+    with pipeline(model=Whole()) as pipe:
+        assert pipe.plan.layers[0] == ("first",)
+        list(pipe.train_epoch([BATCH]))
+
+
+def test_the_number_of_threads_is_that_of_a_worker_for_a_while(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "pipedream_rt.auto_split.profile", lambda *a, **k: seen.append(torch.get_num_threads())
+    )
+    before = torch.get_num_threads()
+    with pytest.raises(AttributeError):  # the profile is None here
+        pipeline(1, 1, threads=before + 1)
+    assert (seen, torch.get_num_threads()) == ([before + 1], before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"example": None}, "give example="),
+        ({"schedule": "interleaved-1f1b"}, "is for the schedules async-1f1b, 2bw"),
+        ({"workers": "127.0.0.1:1"}, "their number is not known"),
+        ({"workers": lambda plan, **options: None}, "their number is not known"),
+        ({"stages": "automatic"}, "stages must be a number or a list"),
+    ],
+)
+def test_what_is_missing_to_choose_is_said(options, message):
+    with pytest.raises(ConfigError, match=message):
+        pipeline(1, 1, **options)
+
+
+def test_run_says_how_many_workers_there_are(monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_NPROC", "7")
+    monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
+    assert pipedream_rt.cluster.launch.number_of_workers(None) == 7
+    assert pipedream_rt.cluster.launch.number_of_workers("local") == 3
