@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -94,15 +95,11 @@ def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, 
     Raises:
         ConfigError: No plan fits the memory of the workers.
     """
-    limits = limits or Limits()
-    search = _Search(costing, limits.replicas or len(costing.machines))
-    least = search.sweep(search.period())
-    allowed = [begin for begin in least if limits.workers in (None, begin.used)]
-    period = min((float(least[begin][0]) for begin in allowed), default=math.inf)
-    if math.isinf(period):
-        raise ConfigError(_nothing_fits(costing, search, allowed))
+    search = _Search(costing, limits or Limits())
+    least = search.least()
+    period = min(least.values())
     bound = period * _EQUAL
-    fewest = min(begin.used for begin in allowed if least[begin][0] <= bound)
+    fewest = min(used for used, value in least.items() if value <= bound)
     evenness = search.evenness(bound)
     return period, search.stages(evenness, search.sweep(evenness), fewest)
 
@@ -119,15 +116,8 @@ def stages_by_workers(costing: Costing, limits: Limits | None = None) -> dict[in
     Raises:
         ConfigError: No plan fits the memory of the workers.
     """
-    limits = limits or Limits()
-    search = _Search(costing, limits.replicas or len(costing.machines))
-    goal = search.period()
-    least = search.sweep(goal)
-    allowed = [begin for begin in least if limits.workers in (None, begin.used)]
-    found = sorted({begin.used for begin in allowed if math.isfinite(least[begin][0])})
-    if not found:
-        raise ConfigError(_nothing_fits(costing, search, allowed))
-    return {used: search.stages(goal, least, used) for used in found}
+    search = _Search(costing, limits or Limits())
+    return {used: search.stages(search.period(), search.periods, used) for used in search.least()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +142,35 @@ class _Search:
 
     Args:
         costing: The costs.
-        most: The most replicas of a stage.
+        limits: What plans are looked at.
     """
 
-    def __init__(self, costing: Costing, most: int) -> None:
+    def __init__(self, costing: Costing, limits: Limits) -> None:
         """Compute nothing yet."""
-        self._costing, self._most = costing, most
-        self._periods: dict[tuple[object, ...], Floats] = {}
+        self._costing, self._limits = costing, limits
+        self._most = limits.replicas or len(costing.machines)
+        self._known: dict[tuple[object, ...], Floats] = {}
+
+    @cached_property
+    def periods(self) -> dict[_Begin, Floats]:
+        """What `sweep` returns for the shortest periods."""
+        return self.sweep(self.period())
+
+    def least(self) -> dict[int, float]:
+        """Return the least period for each number of workers that is allowed, rising.
+
+        Raises:
+            ConfigError: No plan fits the memory of the workers.
+        """
+        allowed = [each for each in self.periods if self._limits.workers in (None, each.used)]
+        found: dict[int, float] = {}
+        for begin in sorted(allowed, key=lambda each: each.used):
+            period = float(self.periods[begin][0])
+            if math.isfinite(period):
+                found[begin.used] = min(period, found.get(begin.used, math.inf))
+        if not found:
+            raise ConfigError(_nothing_fits(self._costing, self, allowed))
+        return found
 
     # -- goals ----------------------------------------------------------------------------------
 
@@ -200,9 +212,9 @@ class _Search:
         machines, workers = self._costing.machines, begin.workers
         speed = min(machines.workers[w].speed for w in workers)
         key = (begin.replicas, speed, machines.bandwidth_of(workers))
-        if key not in self._periods:
-            self._periods[key] = self._costing.period(workers)
-        periods = self._periods[key]
+        if key not in self._known:
+            self._known[key] = self._costing.period(workers)
+        periods = self._known[key]
         is_possible = self._costing.is_possible(begin.replicas, begin.after)
         return periods if is_possible else np.full_like(periods, math.inf)
 

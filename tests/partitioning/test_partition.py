@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.profiles import TIMES
+from support.profiles import TIMES, chain
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import summarize
@@ -15,21 +15,10 @@ from pipedream_rt.partitioning.explanation import choices_text, explained, parti
 from pipedream_rt.partitioning.machines import Machines, Worker
 from pipedream_rt.partitioning.partition import SLOWDOWNS, partition_of
 from pipedream_rt.partitioning.planner import DATA_PARALLEL, partitions
-from pipedream_rt.partitioning.profile import LayerCosts, Profile, scaled
+from pipedream_rt.partitioning.profile import scaled
 from pipedream_rt.partitioning.search import Stage
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import Costs, simulate
-
-
-def chain(*seconds, **more):
-    return Profile(
-        layers=tuple(
-            LayerCosts(
-                name=str(i), forward=s / 3, backward_input=s / 3, backward_weight=s / 3, **more
-            )
-            for i, s in enumerate(seconds)
-        )
-    )
 
 
 def machines(count, **more):

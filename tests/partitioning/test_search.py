@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.profiles import chains, compositions, passing, profiles, total
+from support.profiles import chain, chains, compositions, passing, profiles, total
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.partitioning.costing import Costing
@@ -129,17 +129,6 @@ def test_no_plan_is_faster(data, machines, branches, schedule, k, copies, replic
     found = period_of(profile, machines, schedule, k, copies, layers, placed)
     assert found == pytest.approx(least, rel=1e-9, abs=1e-12)
     assert best_stages(costing, Limits(replicas)) == (period, stages)
-
-
-def chain(*seconds, **more):
-    return Profile(
-        layers=tuple(
-            LayerCosts(
-                name=str(i), forward=s / 3, backward_input=s / 3, backward_weight=s / 3, **more
-            )
-            for i, s in enumerate(seconds)
-        )
-    )
 
 
 def alike(count, **more):
