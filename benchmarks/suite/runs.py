@@ -78,8 +78,20 @@ def table_of(title: str, *heads: str) -> Table:
 @functools.cache
 def machine() -> Line:
     """Where the measurements are taken, and on what."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    git: Line = {"check": True, "stdout": subprocess.PIPE, "text": True, "cwd": HERE.parent}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **git).stdout.strip()
+    # What was measured before does not make it another commit.
+    others = [
+        "git",
+        "status",
+        "--porcelain",
+        "-uno",
+        "--",
+        ".",
+        f":!{RESULTS.relative_to(HERE.parent)}",
+    ]
+    if subprocess.run(others, **git).stdout:
+        commit += "-dirty"
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
