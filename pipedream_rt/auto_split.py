@@ -111,7 +111,7 @@ def choose_stages(
         )
     batch = first_micro_batch(example_of(example), micro_batches)
     made = optimizer_choice(optimizer)
-    of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made)
+    of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made, loss_fn, autocast)
     key = f"{of_model}-{schedule}-{micro_batches}-{workers}"
     kept = None if folder is None else folder / PLAN_FILE
     if kept is not None and (found := _read(kept)) is not None and found.key == key:

@@ -233,6 +233,8 @@ class Pipeline:
             require_instance("clip", clip, Clip)
         require_decay(ema)
         refuse_autocast(autocast)
+        if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+            model = list(model)  # it may be read more than once
         self._model = UnsplitModel(model, loss_fn)
         pretrained = self._model.pretrained(weights)
         own = loss_fn is None and optimizer is not None and self._model.sequence is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import platform
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from pipedream_rt.coordinator.splitting import ForwardOptions, split_model
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.messages.tree import batch_size, micro_batch_sizes, split
+from pipedream_rt.messages.tree import batch_size, flat_copy, micro_batch_sizes, split
 from pipedream_rt.partitioning import files
 from pipedream_rt.partitioning.profile import LayerCosts, Profile
 from pipedream_rt.planning import find_layers
@@ -51,7 +52,7 @@ def profile(
     batch: Any,
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: object = None,
     autocast: torch.dtype | None = None,
     repeats: int = 5,
     warm_up: int = 2,
@@ -71,7 +72,8 @@ def profile(
         batch: One micro-batch, as the loader of the pipeline would yield it.
         loss_fn: The loss function; None if the model computes its loss itself, or for the sum of
             its output.
-        optimizer: The optimizer; None for updates that cost nothing.
+        optimizer: The optimizer, as a `Pipeline` takes it, whose groups are taken to be alike; None
+            for updates that cost nothing.
         autocast: The dtype of autocast; None for none.
         repeats: How often everything is timed.
         warm_up: How often everything is done before.
@@ -79,15 +81,32 @@ def profile(
     Raises:
         ConfigError: The model cannot be cut, the batch is none, or a number is out of range.
     """
-    if repeats < 1 or warm_up < 0:
+    if type(repeats) is not int or type(warm_up) is not int or repeats < 1 or warm_up < 0:
         raise ConfigError(
             f"repeats must be at least 1 and warm_up at least 0, not {repeats} and {warm_up}"
         )
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("nothing can be measured in torch.inference_mode, as it has no backward")
+    made = None if optimizer is None else optimizer_choice(optimizer)
+    if optimizer is not None and made is None:
+        raise ConfigError(
+            "the optimizer must be a pair of a class and its arguments, or an optimizer of torch, "
+            f"not {optimizer!r}"
+        )
     unsplit, example = UnsplitModel(model, loss_fn), example_of(batch)
+    if any(t.is_meta for t in (*unsplit.whole.parameters(), *unsplit.whole.buffers())):
+        raise ConfigError(
+            "the model has layers without values here (LayerSpec, without_values), which cannot be "
+            "measured; profile the model with values"
+        )
     parts = _parts(unsplit, example, loss_fn is None, autocast)
-    meter = _Meter(unsplit.whole, loss_fn, optimizer, repeats, warm_up)
-    with _left_as_it_was(unsplit.whole):
-        layers = list(meter.measure(parts, example, autocast))
+    if unsplit.sequence is None:
+        inputs = dict(enumerate(flat_copy((example.args, example.kwargs))[1]))
+    else:
+        inputs = {0: example.args[0]}
+    meter = _Meter(unsplit.whole, loss_fn, made, repeats, warm_up)
+    with _left_as_it_was(unsplit.whole, loss_fn):
+        layers = list(meter.measure(parts, inputs, example.target, autocast))
     edges = {
         (source, number): size
         for number, taken in enumerate(meter.taken)
@@ -102,7 +121,7 @@ def profile(
         micro_batch=None if first is None or not first.dim() else len(first),
         process_bytes=_process_bytes(),
         facts={
-            "hash": hash_of(unsplit.whole, example, optimizer),
+            "hash": hash_of(unsplit.whole, example, made, loss_fn, autocast),
             "torch": torch.__version__,
             "threads": str(torch.get_num_threads()),
             "processor": platform.processor() or platform.machine(),
@@ -142,12 +161,14 @@ def profile_and_end(
     made = optimizer_choice(optimizer)
     first = first_micro_batch(batch, count)
     item = (first.args, first.kwargs, first.target)
-    wanted = hash_of(UnsplitModel(model, loss_fn).whole, first, made)
+    wanted = hash_of(UnsplitModel(model, loss_fn).whole, first, made, loss_fn, autocast)
     with suppress(ConfigError):
         if files.load(path).facts.get("hash") == wanted:
+            os.utime(path)  # which tells the command that the file is about this script
             print(f"{path} has the profile of this model already", file=sys.stderr)
             raise SystemExit(0)
-    files.save(profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast), path)
+    found = profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast)
+    files.save(found, path)
     print(f"the profile is in {path}", file=sys.stderr)
     raise SystemExit(0)
 
@@ -166,25 +187,42 @@ def optimizer_choice(optimizer: object) -> Optimizer | None:
     """Return class and arguments of what `Pipeline` takes as an optimizer; None if it is unknown.
 
     Args:
-        optimizer: A pair of a class and its arguments, or an optimizer of torch.
+        optimizer: A class and its arguments, with rules for groups or without, or an optimizer of
+            torch, of which the group with the most parameters stands for all.
     """
     match optimizer:
-        case (type() as cls, Mapping() as options) if issubclass(cls, torch.optim.Optimizer):
+        case (type() as cls, Mapping() as options, *_) if issubclass(cls, torch.optim.Optimizer):
             return cls, options
         case torch.optim.Optimizer():
             known = inspect.signature(type(optimizer)).parameters
-            return type(optimizer), {k: v for k, v in optimizer.defaults.items() if k in known}
+            largest = max(optimizer.param_groups, key=lambda group: len(group["params"]))
+            given = {**optimizer.defaults, **largest}
+            return type(optimizer), {k: v for k, v in given.items() if k in known and k != "params"}
     return None
 
 
-def hash_of(model: nn.Module, batch: Any, optimizer: Optimizer | None) -> str:
-    """Return a hash of what a profile depends on: the model's layers and shapes, and the batch's.
+def hash_of(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer | None,
+    loss_fn: object = None,
+    autocast: torch.dtype | None = None,
+) -> str:
+    """Return a hash of what a profile depends on: layers, shapes, the code of forwards, and so on.
 
     Args:
         model: The model.
         batch: The micro-batch.
         optimizer: The optimizer; None for none.
+        loss_fn: The loss function; None for none.
+        autocast: The dtype of autocast; None for none.
     """
+    classes = {type(module) for module in model.modules()}
+    code = sorted(
+        (cls.__qualname__, getattr(getattr(cls.forward, "__code__", None), "co_code", b""))
+        for cls in classes
+    )
+    loss = str(loss_fn) if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__qualname__", "")
     kinds = [
         (name, tuple(t.shape), str(t.dtype), t.requires_grad)
         for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -193,7 +231,8 @@ def hash_of(model: nn.Module, batch: Any, optimizer: Optimizer | None) -> str:
     made = (
         "" if optimizer is None else f"{optimizer[0].__qualname__} {sorted(optimizer[1].items())}"
     )
-    text = repr((str(model), kinds, shapes, made, torch.__version__, torch.get_num_threads()))
+    here = (torch.__version__, torch.get_num_threads(), platform.processor())
+    text = repr((str(model), kinds, code, shapes, made, loss, autocast, here))
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -240,18 +279,25 @@ def _parts_of_sequence(names: list[str]) -> list[tuple[str, StageProgram]]:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
     """Put buffers, gradients and the random generator back at the end."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    whole = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    modules = [module for each in whole for module in each.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+    ]
+    gradients = [(parameter, parameter.grad) for m in whole for parameter in m.parameters()]
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    if buffer.shape == value.shape:
-                        buffer.copy_(value)
+                for module, name, buffer, value in buffers:
+                    module._buffers[name] = buffer
+                    if buffer is not None and value is not None:
+                        buffer.resize_(value.shape).copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -287,12 +333,21 @@ class _Meter:
         self.taken: list[dict[int, float]] = []
 
     def measure(
-        self, parts: Sequence[tuple[str, StageProgram]], batch: Batch, autocast: Any
+        self,
+        parts: Sequence[tuple[str, StageProgram]],
+        inputs: Mapping[int, Any],
+        target: Any,
+        autocast: torch.dtype | None,
     ) -> Iterator[LayerCosts]:
-        """Yield the costs of each part."""
-        inputs = batch.args[:1] if len(parts[0][1].takes.get(COORDINATOR, ())) == 1 else None
-        given = dict(enumerate(inputs or _tensors((batch.args, batch.kwargs))))
-        passed: dict[int, Any] = dict(given)
+        """Yield the costs of each part.
+
+        Args:
+            parts: The parts.
+            inputs: What the model is given, by slot.
+            target: The target of the loss.
+            autocast: The dtype of autocast; None for none.
+        """
+        passed = dict(inputs)
         for number, (name, program) in enumerate(parts):
             last = number + 1 == len(parts)
             values = {slot: passed[slot] for slots in program.takes.values() for slot in slots}
@@ -304,7 +359,7 @@ class _Meter:
             )
             part = _Part(self._model, name, program, values, autocast)
             if last:
-                part.loss = lambda output: self._loss(output, batch.target)
+                part.loss = lambda output: self._loss(output, target)
             yield self._costs(part)
             passed.update(part.outcome())
 
@@ -342,15 +397,18 @@ class _Meter:
             return 0.0, 0
         copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
         cls, options = self._optimizer
-        optimizer = cls(copies, **options)
         times = []
-        for number in range(self._warm_up + self._repeats):
-            for copy in copies:
-                copy.grad = torch.full_like(copy, 1e-3)
-            start = time.perf_counter()
-            optimizer.step()
-            if number >= self._warm_up:
-                times.append(time.perf_counter() - start)
+        try:
+            optimizer = cls(copies, **options)
+            for number in range(self._warm_up + self._repeats):
+                for copy in copies:
+                    copy.grad = torch.full_like(copy, 1e-3)
+                start = time.perf_counter()
+                optimizer.step()
+                if number >= self._warm_up:
+                    times.append(time.perf_counter() - start)
+        except Exception as error:  # an optimizer may raise anything
+            raise ConfigError(f"{cls.__name__} cannot step this model: {error}") from error
         state = sum(t.nbytes for each in optimizer.state.values() for t in _tensors(each))
         return statistics.median(times), state
 
@@ -403,10 +461,11 @@ class _Part:
 
         def fresh(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
-                return tensor
+                return tensor.clone()
             leaves.append(tensor.detach().requires_grad_())
-            return leaves[-1]
+            return leaves[-1].clone()
 
+        # Copies, as a layer may change its input in place.
         made = {slot: replaced(v, (Tensor,), fresh) for slot, v in self._values.items()}
         return made, leaves
 

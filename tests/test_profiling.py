@@ -9,7 +9,7 @@ from support.ticking import Layer
 from torch import nn
 
 import pipedream_rt.profiling
-from pipedream_rt import ConfigError, profile
+from pipedream_rt import ConfigError, LayerSpec, profile
 from pipedream_rt.coordinator.batches import batch_of
 from pipedream_rt.partitioning.cuts import cuts_of
 from pipedream_rt.profiling import hash_of, optimizer_choice
@@ -93,6 +93,68 @@ def test_a_model_may_compute_its_loss_itself(clock):
     assert [layer.name for layer in found.layers] == ["body", "head"]
 
 
+def test_a_layer_may_change_its_input_in_place(clock):
+    x = torch.randn(3, 4)
+    given = x.clone()
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
+    profile(model, (x, torch.zeros(3, 4)), loss_fn=F.mse_loss)
+    assert torch.equal(x, given)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, pair):
+        return self.second(self.first(pair["b"])) + x * pair["a"]
+
+
+def test_a_model_may_take_several_inputs_in_any_nesting(clock):
+    pair = {"a": torch.randn(3, 1), "b": torch.randn(3, 4)}
+    batch = (torch.randn(3, 4), pair), {}, torch.zeros(3, 4)
+    assert len(profile(TwoInputs(), batch, loss_fn=F.mse_loss).layers) == 2
+
+
+class Average(nn.Module):
+    """Keeps a buffer that each forward makes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def test_a_buffer_that_a_forward_makes_anew_comes_back(clock):
+    model = nn.Sequential(nn.Linear(4, 4), Average())
+    before = model[1].mean
+    profile(model, (torch.ones(3, 4), torch.zeros(3, 4)), loss_fn=F.mse_loss)
+    assert model[1].mean is before
+    assert torch.equal(before, torch.zeros(4))
+
+
+def test_layers_that_workers_build_and_inference_mode_are_refused():
+    with pytest.raises(ConfigError, match="has layers without values here"):
+        profile([LayerSpec(nn.Linear, 2, 2)], (torch.ones(1, 2), 0))
+    with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+        profile(nn.Linear(2, 2), (torch.ones(1, 2), 0))
+
+
+def test_an_optimizer_that_cannot_step_is_refused(clock):
+    batch = (torch.ones(1, 2), torch.ones(1, 2))
+    model = nn.Sequential(nn.Linear(2, 2))
+    for wrong, message in (
+        ((torch.optim.LBFGS, {}), "LBFGS cannot step"),
+        ((torch.optim.SGD, {"rate": 1}), "SGD cannot step"),
+        ("sgd", "must be a pair"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            profile(model, batch, loss_fn=F.mse_loss, optimizer=wrong)
+
+
 def test_nothing_of_the_model_or_of_the_generator_changes(clock):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     model[0].weight.grad = torch.ones(4, 4)
@@ -127,8 +189,10 @@ def test_the_hash_tells_models_batches_and_optimizers_apart():
         hash_of(narrow, two, adam),
         hash_of(narrow, one, sgd),
         hash_of(narrow, one, None),
+        hash_of(narrow, one, adam, F.mse_loss),
+        hash_of(narrow, one, adam, None, torch.bfloat16),
     }
-    assert len(hashes) == 5
+    assert len(hashes) == 7
     assert hash_of(narrow, one, adam) == hash_of(nn.Linear(2, 2), one, adam)
 
 
@@ -138,6 +202,14 @@ def test_the_optimizer_of_a_script_is_made_again():
     assert cls is torch.optim.SGD
     assert (options["lr"], options["momentum"]) == (0.5, 0.9)
     assert optimizer_choice((torch.optim.SGD, {"lr": 1.0})) == (torch.optim.SGD, {"lr": 1.0})
+    rules = (torch.optim.SGD, {"lr": 1.0}, [("*.bias", {"lr": 0.1})])
+    assert optimizer_choice(rules) == (torch.optim.SGD, {"lr": 1.0})
+    few, many = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [
+        {"params": [few.bias]},
+        {"params": [*many.parameters(), few.weight], "momentum": 0.9},
+    ]
+    assert optimizer_choice(torch.optim.SGD(groups, lr=0.5))[1]["momentum"] == 0.9
     assert optimizer_choice(None) is None
 
 
@@ -158,6 +230,7 @@ class Bare(nn.Module):
     ("model", "batch", "options", "message"),
     [
         (nn.Linear(2, 2), (torch.ones(1, 2), 0), {"repeats": 0}, "repeats must be at least 1"),
+        (nn.Linear(2, 2), (torch.ones(1, 2), 0), {"repeats": 1.5}, "repeats must be at least 1"),
         (nn.Linear(2, 2), (torch.ones(1, 2), 0), {"warm_up": -1}, "warm_up at least 0"),
         (nn.Sequential(nn.Linear(2, 2)), {"x": torch.ones(1, 2)}, {}, "takes a pair"),
         (nn.Sequential(), (torch.ones(1, 2), 0), {}, "no layers"),

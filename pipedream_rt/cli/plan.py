@@ -31,7 +31,12 @@ def _several(read: Any) -> Any:
     """Return what reads an option of one value, or of several with commas between them."""
 
     def callback(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-        return None if text is None else tuple(read(part) for part in text.split(","))
+        try:
+            return None if text is None else tuple(read(part) for part in text.split(","))
+        except ConfigError:
+            raise
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is no number, and no list of numbers") from None
 
     return callback
 
@@ -43,7 +48,9 @@ def _workers(context: click.Context, option: click.Parameter, text: str) -> tupl
         BadParameter: It is something else.
     """
     parts = text.split("x")
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+    if not all(part.isascii() and part.isdecimal() and len(part) < 5 for part in parts) or (
+        "0" in {part.strip("0") or "0" for part in parts}
+    ):
         raise click.BadParameter(f"give a number, or 4x2 for 2 servers of 4, not {text!r}")
     return tuple(map(int, parts))
 
@@ -62,7 +69,8 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
     except ValueError:
         curve = []
     rising = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
-    if len(curve) < 2 or not rising or not all(0 < factor < math.inf for _, factor in curve):
+    sound = all(0 <= staleness < math.inf and 0 < factor < math.inf for staleness, factor in curve)
+    if len(curve) < 2 or not rising or not sound:
         raise click.BadParameter(
             f"give {', '.join(SLOWDOWNS)}, or two or more points as 0:1,1:1.05, not {text!r}"
         )
@@ -81,7 +89,7 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
               help="Of a worker, as 16GiB; with commas, of each.")  # fmt: skip
 @click.option("--speed", callback=_several(float),
               help="Of a worker beside that of the profile; with commas, of each.")  # fmt: skip
-@click.option("--micro-batches", type=click.IntRange(min=1),
+@click.option("--micro-batches", type=click.IntRange(1, 1 << 20),
               help="Micro-batches per update.  [default: as many as workers]")  # fmt: skip
 @click.option("--schedule", "choices", multiple=True, type=click.Choice(CHOICES),
               help="Compare these alone; may be given several times.")  # fmt: skip
@@ -121,7 +129,11 @@ def plan(
 
     PROFILE is a file of `pipedream-rt profile`, or a graph.txt of the original PipeDream.
     """
-    cuts = cuts_of(files.load(profile), None if order is None else order == "branches")
+    # The runtime cuts in the order of layers; the released planner cuts branches apart.
+    branches = (
+        (None if cost_model != "runtime" else False) if order is None else order == "branches"
+    )
+    cuts = cuts_of(files.load(profile), branches)
     if cost_model != "runtime":
         if speed is not None or len(memory or ()) > 1 or explain:
             raise ConfigError(f"--speed, --explain and memory of each go not with {cost_model}")

@@ -32,13 +32,18 @@ def profile(output: Path, module: bool, script: str, arguments: tuple[str, ...])
     """
     if not module and not os.path.isfile(script):
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
-    before = output.stat().st_mtime_ns if output.exists() else None
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"the profile cannot be written to {output}: there is no such folder")
+    before = None
+    if output.exists():
+        files.load(output)  # what is no profile is not overwritten
+        before = output.stat().st_mtime_ns
     named = ["-m", script] if module else [script]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     code = _run([sys.executable, *named, *arguments], {PROFILE: str(output.absolute())})
     if code:
         sys.exit(128 - code if code < 0 else code)
-    if not output.exists() or (before is None and not output.stat().st_size):
+    if not output.exists() or output.stat().st_mtime_ns == before:
         raise ConfigError(
             f"{script} has ended without a profile: it must make a Pipeline and give it a "
             "mini-batch (train_epoch or submit)"

@@ -4,8 +4,9 @@ Times are in seconds for each micro-batch that the whole pipe does, sizes in byt
 replicas; micro-batch m goes to replica m mod r. With k micro-batches per update and ``after``
 workers on the stages behind it (DESIGN, table of section 3, for any r):
 
-    period     max(compute / (r speed) + step / (k speed), exchange)
-    exchange   2 (r-1) / r * P / (k B)       gradients, reduced while the replicas compute
+    busy       compute / (r speed) + step / (k speed)
+    period     max(busy, exchange / min(k, r)), or busy + exchange / k with a flush
+    exchange   2 (r-1) / r * P / B + 2 L     of an update: gradients come together, the sum goes out
     transfer   Y / (min(r, r') B)            each way, between r replicas and r' behind them
     w          ceil(after / r)               warm-up forwards of each replica
     in flight  w + 1                         on each replica
@@ -15,8 +16,8 @@ workers on the stages behind it (DESIGN, table of section 3, for any r):
 
 So that replicas can compute while their gradients are reduced, each does one micro-batch more
 before it reads the update. P are the bytes of the weights, U of frozen weights and buffers, O of
-the optimizer's state, A of what a forward keeps, X and Y those that come in and go out. The slowest
-replica of a stage counts.
+the optimizer's state, A of what a forward keeps, X and Y those that come in and go out; B is the
+bandwidth of a link, and L its latency. The slowest replica of a stage counts.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class Costing:
             )
         if self.per_update < 1:
             raise ConfigError(f"micro-batches per update must be at least 1, not {self.per_update}")
+        if not 0 <= self.copies < math.inf:
+            raise ConfigError(f"copies must be a number of at least 0, not {self.copies}")
 
     # -- what depends on the layers alone: by row (cut before, plus one) and cut behind --------
 
@@ -154,20 +157,22 @@ class Costing:
         """
         slowest, k = self._slowest(workers), self.per_update
         busy = self._compute / (len(workers) * slowest) + self._step / (k * slowest)
-        exchange = self._exchange(workers) / k
-        # At a flush nothing is left to compute meanwhile.
-        together = busy + exchange if self.flushes else np.maximum(busy, exchange)
-        return together + self._is_stage
+        exchange = self._exchange(workers)
+        if self.flushes:  # nothing is left to compute meanwhile
+            return busy + exchange / k + self._is_stage
+        # It must end while each replica does one micro-batch more, and before the next one begins.
+        return np.maximum(busy, exchange / min(k, len(workers))) + self._is_stage
 
     def _slowest(self, workers: Sequence[int]) -> float:
         """Return the speed of the slowest of some workers."""
         return min(self.machines.workers[w].speed for w in workers)
 
     def _exchange(self, workers: Sequence[int]) -> Floats:
-        """Return the seconds for which the links of each span's replicas are busy in an update."""
+        """Return the seconds in which the replicas of each span exchange gradients."""
         count = len(workers)
         shared = 2 * (count - 1) / count * self._weights
-        return shared / self.machines.bandwidth_of(workers)
+        latency = 2 * self.machines.latency_of(workers) * (count > 1)
+        return shared / self.machines.bandwidth_of(workers) + latency * (self._weights > 0)
 
     @property
     def flushes(self) -> bool:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import bytes_text, seconds_text, table
 from pipedream_rt.partitioning.cuts import Cuts
-from pipedream_rt.partitioning.machines import Machines, Worker
+from pipedream_rt.partitioning.machines import MOST_WORKERS, Machines, Worker
 from pipedream_rt.partitioning.partition import Partition, PlannedStage
 from pipedream_rt.partitioning.published import Answer, Published
+from pipedream_rt.schema import printable
 
 Plan = Callable[[Machines, int | None], list[Partition]]
 """Plans for other machines, and for other micro-batches per update; None for the default."""
@@ -70,7 +71,7 @@ def partition_text(partition: Partition) -> str:
 
 def _layers_text(stage: PlannedStage) -> str:
     """Return the layers of a stage: their number, the first and the last."""
-    names = [f"{name[:24]}..." if len(name) > 27 else name for name in stage.layers]
+    names = [printable(name, 27) for name in stage.layers]
     return names[0] if len(names) == 1 else f"{len(names)}: {names[0]} .. {names[-1]}"
 
 
@@ -93,7 +94,8 @@ def explained(found: Sequence[Partition], machines: Machines, plan: Plan) -> str
     """
     best = found[0]
     slowest = max(stage.period for stage in best.stages)
-    idle = 1 - sum(s.period * len(s.workers) for s in best.stages) / (slowest * best.workers)
+    shares = sum(s.period * len(s.workers) for s in best.stages)
+    idle = 1 - shares / (slowest * best.workers) if slowest else 0.0
     lines = [
         f"the bottleneck is {best.bottleneck}; with the others as even as layers allow, workers "
         f"wait for it {idle:.0%} of the time"
@@ -135,7 +137,8 @@ def _changes(machines: Machines, per_update: int) -> Mapping[str, tuple[Machines
             changes[f"{what} the memory"] = (replace(machines, workers=resized), per_update)
     if len(workers) > 1:
         changes["a worker less"] = (replace(machines, workers=workers[:-1]), per_update)
-    changes["a worker more"] = (_with_one_more(machines), per_update)
+    if len(workers) < MOST_WORKERS:
+        changes["a worker more"] = (_with_one_more(machines), per_update)
     changes["twice the micro-batches per update"] = (machines, 2 * per_update)
     if per_update > 1:
         changes["one micro-batch per update"] = (machines, 1)
@@ -150,7 +153,7 @@ def _with_one_more(machines: Machines) -> Machines:
 
 def published_text(cuts: Cuts, asked: Published, answer: Answer) -> str:
     """Return the answer of a published planner as a table with a row for each stage."""
-    names = [layer.name for layer in cuts.profile.layers]
+    names = [printable(layer.name, 27) for layer in cuts.profile.layers]
     rows: list[tuple[str, ...]] = [("stage", "layers", "replicas", "compute / replicas")]
     for number, (layers, replicas) in enumerate(published_stages(cuts, answer)):
         compute = math.fsum(cuts.profile.layers[i].compute for i in layers)
@@ -158,7 +161,7 @@ def published_text(cuts: Cuts, asked: Published, answer: Answer) -> str:
         rows.append((str(number), shown, str(replicas), seconds_text(compute / replicas)))
     head = (
         f"cost model {asked.model}: {seconds_text(answer.time)} for each mini-batch, "
-        f"{cuts.profile.compute / answer.time:.3g} times one machine"
+        f"{cuts.profile.compute / answer.time if answer.time else 1:.3g} times one machine"
     )
     return "\n".join([head, table(rows)])
 

@@ -43,7 +43,9 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
         edges += f', "edge_bytes": {json.dumps(profile.edge_bytes)}'
     lines.append(f"]{edges}}}\n")
     try:
-        Path(path).write_text("\n".join(lines))
+        part = Path(f"{path}.part")
+        part.write_text("\n".join(lines))
+        part.replace(path)
     except OSError as error:
         raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from error
 
@@ -75,7 +77,9 @@ def _parse(text: str) -> Profile:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is no JSON: {printable(str(error))}") from error
-    if found.get("pipedream-rt profile") != FORMAT:
+    if type(found.get("pipedream-rt profile")) is not int or (
+        found["pipedream-rt profile"] != FORMAT
+    ):
         raise ConfigError(
             f"it is no profile of format {FORMAT}: its 'pipedream-rt profile' is "
             f"{printable(repr(found.get('pipedream-rt profile')), 40)}"

@@ -37,6 +37,12 @@ SLOWDOWNS: dict[str, Slowdown] = {
 _UNSEEN = 0.02
 """The share of the throughput that a latency may cost before slack hides it."""
 
+_MOST_SLACK = 256
+"""Extra warm-up forwards that a hop is given at most."""
+
+_MOST_SIMULATED = 4096
+"""Micro-batches per update above which nothing is simulated."""
+
 _SHORTEST = 1e-12
 """The least seconds of anything, so that nothing is divided by zero."""
 
@@ -167,7 +173,8 @@ def partition_of(
                 staleness=costing.staleness(replicas, after),
             )
         )
-    if rough or any(len(stage.workers) > 1 for stage in stages) or not max(periods):
+    replicated = any(len(stage.workers) > 1 for stage in stages)
+    if rough or replicated or not max(periods) or costing.per_update > _MOST_SIMULATED:
         throughput = _estimated(costing, stages, period, latencies, slacks)
     else:
         throughput = min(simulated(costing, stages, slacks), 1 / period)
@@ -194,7 +201,7 @@ def _slacks(
     for hop in reversed(range(len(latencies))):
         between = len(stages[hop].workers) + len(stages[hop + 1].workers)
         needed = (between + 2 * latencies[hop] / period) * (1 - _UNSEEN) - between
-        wanted = max(0, math.ceil(needed - 1e-9))
+        wanted = min(max(0, math.ceil(needed - 1e-9)), _MOST_SLACK)
         for slack in range(wanted, 0, -1):
             tried = [*slacks[:hop], slack, *slacks[hop + 1 :]]
             if all(_fits(costing, stages, number, tried) for number in range(hop + 1)):
@@ -267,4 +274,4 @@ def _interpolated(curve: Slowdown, staleness: float) -> float:
     if staleness <= x[-1]:
         return float(np.interp(staleness, x, y))
     slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-    return float(y[-1] + slope * (staleness - x[-1]))
+    return max(float(y[-1] + slope * (staleness - x[-1])), 1e-3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.observe.summary import bytes_text
 from pipedream_rt.partitioning.costing import SCHEDULES, Costing
 from pipedream_rt.partitioning.cuts import Cuts
 from pipedream_rt.partitioning.machines import Machines
@@ -68,7 +70,7 @@ def partitions(
         except ConfigError as error:
             reasons.append(f"{choice}: {error}")
     if not found:
-        raise ConfigError("; ".join(reasons))
+        raise ConfigError("\n".join(reasons))
     return sorted(found, key=lambda each: -each.worth)
 
 
@@ -99,7 +101,9 @@ def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition
     needed = float(costing.memory(1, 0)[0, end])
     roomy = [w for w in range(count) if costing.room([w]) >= needed]
     if not roomy:
-        raise ConfigError("the model does not fit a worker as a whole")
+        raise ConfigError(
+            f"the whole model needs {bytes_text(needed)} ({math.ceil(needed):,} bytes) on a worker"
+        )
     found = []
     # Of workers that differ, the fastest ones.
     roomy.sort(key=lambda w: -costing.machines.workers[w].speed)

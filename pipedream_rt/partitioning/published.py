@@ -88,6 +88,8 @@ class Published:
                 f"{len(self.machines)} levels of machines need as many bandwidths, not "
                 f"{len(self.bandwidths)}"
             )
+        if math.prod(self.machines) > 1024:
+            raise ConfigError(f"a plan has at most 1024 machines, not {math.prod(self.machines)}")
         if min(self.machines) < 1:
             raise ConfigError(f"machines must be at least 1 at each level, not {self.machines}")
         for what, values in (
@@ -373,6 +375,10 @@ def solve(cuts: Cuts, asked: Published) -> Answer:
             times = levels[-1].all_rows()
     end = len(cuts) - 1
     time = float(levels[-1].row(0)[-1][end])
+    if math.isinf(time) and asked.model == "paper":
+        raise ConfigError(
+            "there is no plan: the model has too few layers for so many machines without replicas"
+        )
     if math.isinf(time):
         raise ConfigError(
             f"no plan fits {asked.memory:g} bytes on each of {math.prod(asked.machines)} machines, "

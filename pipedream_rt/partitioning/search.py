@@ -211,7 +211,8 @@ class _Search:
         """Return the periods of the first stage of a beginning, infinite where it cannot be."""
         machines, workers = self._costing.machines, begin.workers
         speed = min(machines.workers[w].speed for w in workers)
-        key = (begin.replicas, speed, machines.bandwidth_of(workers))
+        links = (machines.bandwidth_of(workers), machines.latency_of(workers))
+        key = (begin.replicas, speed, *links)
         if key not in self._known:
             self._known[key] = self._costing.period(workers)
         periods = self._known[key]
@@ -303,6 +304,7 @@ def _nothing_fits(costing: Costing, search: _Search, allowed: Sequence[_Begin]) 
         )
     most = max(worker.memory for worker in costing.machines.workers)
     return (
-        f"no plan fits: the best one needs {bytes_text(least)} on a worker, and the largest worker "
-        f"has {bytes_text(most)}; use more workers, smaller micro-batches, or recomputation"
+        f"no plan fits: the best one needs {bytes_text(least)} ({math.ceil(least):,} bytes) on a "
+        f"worker, and the largest worker has {bytes_text(most)} ({most:,.0f} bytes); use more "
+        "workers, smaller micro-batches, or recomputation"
     )

@@ -59,8 +59,8 @@ def test_a_published_cost_model_answers_as_the_released_code():
 
 def test_branches_can_be_kept_in_order():
     path = str(GRAPHS / "branches.txt")
-    assert "cut at 16 places" in run(path).output
-    assert "cut at 12 places" in run(path, "--order", "layers").output
+    assert "cut at 16 places" in run(path, "--order", "branches").output
+    assert "cut at 12 places" in run(path).output
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,11 @@ def test_branches_can_be_kept_in_order():
         ([CLASSIFIER, "--speed", "-1"], "speed of a worker must be above 0"),
         ([CLASSIFIER, "--slowdown", "much"], "give corrected, plain, none, or two or more points"),
         ([CLASSIFIER, "--slowdown", "1:1,0:1"], "two or more points"),
+        ([CLASSIFIER, "--slowdown=-1:2,0:1"], "two or more points"),
+        ([CLASSIFIER, "--speed", "x"], "'x' is no number"),
+        ([CLASSIFIER, "--copies", "nan"], "copies must be a number of at least 0"),
+        ([CLASSIFIER, "--workers", "9" * 5000], "give a number, or 4x2"),
+        ([CLASSIFIER, "--workers", "2000", "--cost-model", "paper"], "at most 1024 machines"),
         ([CLASSIFIER, "--straight"], "--max-replicas 1 gives straight pipelines"),
         ([CLASSIFIER, "--cost-model", "pipedream", "--explain"], "go not with pipedream"),
         ([CLASSIFIER, "--cost-model", "paper", "--memory", "1GB"], "know no memory"),
@@ -91,6 +96,28 @@ def test_what_makes_no_sense_is_refused(words, message):
     result = run(*words)
     assert result.exit_code != 0
     assert message in result.output
+
+
+def test_as_many_workers_as_there_may_be_are_explained():
+    result = run(CLASSIFIER, "--workers", "64", "--explain", "--max-replicas", "1")
+    assert result.exit_code == 0, result.output
+    assert "a worker more" not in result.output
+
+
+def test_layers_that_take_no_time_are_planned(tmp_path):
+    path = tmp_path / "x.profile"
+    layers = tuple(LayerCosts(name=f"\x1b{i}", forward=0.0) for i in range(3))
+    files.save(Profile(layers=layers), path)
+    for more in (["--explain"], ["--cost-model", "paper"], ["--cost-model", "pipedream"]):
+        result = run(str(path), *more)
+        assert result.exit_code == 0, result.output
+        assert "\x1b" not in result.output
+
+
+def test_a_link_whose_latency_is_longer_than_the_work_is_not_used_for_gradients():
+    words = (CLASSIFIER, "--workers", "4", "--schedule", "data-parallel")
+    assert plan_of(*words, "--bandwidth", "1000Gbit")[0]["workers"] == 4
+    assert plan_of(*words, "--latency", "1s")[0]["workers"] == 1
 
 
 def test_fewer_layers_than_workers_leave_workers_idle(tmp_path):

@@ -62,7 +62,15 @@ def test_scripts_that_make_no_profile_say_so(tmp_path):
     assert "it must make a Pipeline and give it a mini-batch" in empty.stderr
     (tmp_path / "bad.py").write_text("raise SystemExit(7)")
     assert run("profile", "bad.py", cwd=tmp_path).returncode == 7
+    # A profile that was there before is not taken for this script's.
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert run("profile", "-o", "a.profile", "train.py", "4", cwd=tmp_path).returncode == 0
+    stale = run("profile", "-o", "a.profile", "empty.py", cwd=tmp_path)
+    assert "has ended without a profile" in stale.stderr
+    foreign = run("profile", "-o", "train.py", "empty.py", cwd=tmp_path)
+    assert foreign.returncode == 1
+    assert (tmp_path / "train.py").read_text() == SCRIPT
     missing = run("profile", "none.py", cwd=tmp_path)
     assert "there is no file 'none.py'" in missing.stderr
     nowhere = run("profile", "-o", "no/such/folder/x", "empty.py", cwd=tmp_path)
-    assert nowhere.returncode != 0
+    assert "there is no such folder" in nowhere.stderr

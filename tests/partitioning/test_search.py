@@ -46,8 +46,11 @@ def period_of(profile, machines, schedule, k, copies, stages, placed):
         compute = total(profile, layers, "forward", "backward_input", "backward_weight")
         step = total(profile, layers, "step")
         busy = max(compute / (r * w.speed) + step / (k * w.speed) for w in workers)
-        exchange = 2 * (r - 1) / r * weights / (k * bandwidth(machines, mine))
-        found = max(found, busy + exchange if schedule == "1f1b" else max(busy, exchange))
+        exchange = 2 * (r - 1) / r * weights / bandwidth(machines, mine)
+        if r > 1 and weights:
+            exchange += 2 * machines.latency_within  # the same between servers
+        both = busy + exchange / k if schedule == "1f1b" else max(busy, exchange / min(k, r))
+        found = max(found, both)
         enters, done = passing(profile, done), done | layers
         leaves = passing(profile, done)
         if number + 1 < len(placed):
@@ -95,6 +98,7 @@ def machines(draw):
         ),
         bandwidth=draw(st.sampled_from([1e2, 1e3, math.inf])),
         bandwidth_within=draw(st.sampled_from([1e3, 1e4, math.inf])),
+        **dict.fromkeys(("latency", "latency_within"), draw(st.sampled_from([0.0, 0.5]))),
     )
 
 
@@ -167,7 +171,7 @@ def test_weights_that_are_slow_to_exchange_are_not_replicated():
 
 def test_an_error_says_the_smallest_memory_that_would_do():
     profile = chain(1, 1, parameter_bytes=1024.0)
-    with pytest.raises(ConfigError, match=r"needs 3 KiB on a worker, .* largest worker has 2 KiB"):
+    with pytest.raises(ConfigError, match=r"needs 3 KiB \(3,072 bytes\) on a worker, .* has 2 KiB"):
         best_stages(Costing(cuts_of(profile), alike(2, memory=2048.0)))
     fits = Costing(cuts_of(profile), alike(2, memory=3072.0))
     assert math.isfinite(best_stages(fits)[0])
