@@ -265,9 +265,12 @@ def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread():
             waker.join()
         return False
 
-    sender.links.send(1, 7, b"x")
     receiver.links._read = flooded
+    # While the waiter waits; should it come later, the thread of the links reads the flood.
+    sends = threading.Timer(0.05, sender.links.send, (1, 7, b"x"))
+    sends.start()
     receiver.links.wait(20)
+    sends.join()
     assert next(reads) >= 1000  # it has come back, and left the rest to the thread
     del receiver.links._read
     sender.links.close()
