@@ -45,8 +45,8 @@ def opened_in(workers: int) -> float:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
 def main(workers: int, groups: int, as_json: bool) -> None:
     """Open pipelines one after another."""
-    forks = _Kept()
-    face.ForkServer = lambda: forks  # type: ignore[assignment, misc]
+    forks = _Kept(())
+    face.ForkServer = lambda modules: forks  # type: ignore[assignment, misc]
     try:
         first = opened_in(workers)
         later = [opened_in(workers) for _ in range(groups)]
