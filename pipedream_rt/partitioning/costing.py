@@ -26,12 +26,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.partitioning.cuts import Cuts, Floats, spans
 from pipedream_rt.partitioning.machines import Machines
+
+EVERY: Any = np.s_[:, :]
+"""Every span; the methods that compute for spans take an index of some, as a row or one element."""
 
 SCHEDULES = ("async-1f1b", "2bw", "1f1b")
 """The schedules that plans are made for."""
@@ -149,30 +153,35 @@ class Costing:
         """Return the weight versions that a replica keeps."""
         return self.staleness(replicas, after) + 1
 
-    def period(self, workers: Sequence[int]) -> Floats:
+    def period(self, workers: Sequence[int], where: Any = EVERY) -> Floats:
         """Return the period of each span as a stage on some workers; infinite if it is none.
 
         Args:
             workers: The workers, which are its replicas.
+            where: Which spans, by row and column.
         """
         slowest, k = self._slowest(workers), self.per_update
-        busy = self._compute / (len(workers) * slowest) + self._step / (k * slowest)
-        exchange = self._exchange(workers)
+        compute, step = self._compute[where], self._step[where]
+        busy = compute / (len(workers) * slowest) + step / (k * slowest)
+        exchange = self._exchange(workers, where)
         if self.flushes:  # nothing is left to compute meanwhile
-            return busy + exchange / k + self._is_stage
-        # It must end while each replica does one micro-batch more, and before the next one begins.
-        return np.maximum(busy, exchange / min(k, len(workers))) + self._is_stage
+            together = busy + exchange / k
+        else:  # it must end while each replica does one micro-batch more, and before the next one
+            together = np.maximum(busy, exchange / min(k, len(workers)))
+        found: Floats = together + self._is_stage[where]
+        return found
 
     def _slowest(self, workers: Sequence[int]) -> float:
         """Return the speed of the slowest of some workers."""
         return min(self.machines.workers[w].speed for w in workers)
 
-    def _exchange(self, workers: Sequence[int]) -> Floats:
+    def _exchange(self, workers: Sequence[int], where: Any) -> Floats:
         """Return the seconds in which the replicas of each span exchange gradients."""
-        count = len(workers)
-        shared = 2 * (count - 1) / count * self._weights
+        count, weights = len(workers), self._weights[where]
+        shared = 2 * (count - 1) / count * weights
         latency = 2 * self.machines.latency_of(workers) * (count > 1)
-        return shared / self.machines.bandwidth_of(workers) + latency * (self._weights > 0)
+        found: Floats = shared / self.machines.bandwidth_of(workers) + latency * (weights > 0)
+        return found
 
     @property
     def flushes(self) -> bool:
@@ -193,8 +202,9 @@ class Costing:
 
     def update(self, workers: Sequence[int], start: int, end: int) -> float:
         """Return the seconds of an update of a stage, the exchange of gradients included."""
-        step = float(self._step[start + 1, end]) / self._slowest(workers)
-        return step + float(self._exchange(workers)[start + 1, end])
+        where = (start + 1, end)
+        step = float(self._step[where]) / self._slowest(workers)
+        return step + float(self._exchange(workers, where))
 
     def latency(self, workers: Sequence[int], following: Sequence[int], cut: int) -> float:
         """Return the seconds that one message takes from a stage to the next, or back.
@@ -208,11 +218,19 @@ class Costing:
         size = float(self.cuts.passing[cut])
         return self.machines.latency_of(both) + size / self.machines.bandwidth_of(both)
 
-    def memory(self, replicas: int, after: int) -> Floats:
-        """Return the memory that each span takes on a replica."""
+    def memory(self, replicas: int, after: int, where: Any = EVERY) -> Floats:
+        """Return the memory that each span takes on a replica.
+
+        Args:
+            replicas: The replicas of its stage.
+            after: The workers on stages behind it, and the slack of the hops up to there.
+            where: Which spans, by row and column.
+        """
         copies = self.versions(replicas, after) + 1 + self.copies * (after > 0)
         in_flight = self.in_flight(replicas, after)
-        return copies * self._weights + in_flight * self._saved + self._fixed
+        weights, saved, fixed = self._weights[where], self._saved[where], self._fixed[where]
+        found: Floats = copies * weights + in_flight * saved + fixed
+        return found
 
     def room(self, workers: Sequence[int]) -> float:
         """Return the memory of the smallest of some workers."""

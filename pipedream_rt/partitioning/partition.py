@@ -146,7 +146,7 @@ def partition_of(
         rough: Whether the throughput is estimated by formulas, as it is with replicas in any case,
             and not simulated.
     """
-    periods = [float(costing.period(s.workers)[s.start + 1, s.end]) for s in stages]
+    periods = [float(costing.period(s.workers, s.span)) for s in stages]
     hops = list(pairwise(stages))
     transfers = [float(costing.transfers(a.workers, b.workers)[a.end]) for a, b in hops]
     latencies = [costing.latency(a.workers, b.workers, a.end) for a, b in hops]
@@ -154,8 +154,7 @@ def partition_of(
     slacks = _slacks(costing, stages, period, latencies)
     planned = []
     for number, stage in enumerate(stages):
-        replicas = len(stage.workers)
-        after = sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
+        replicas, after = len(stage.workers), _after(stages, number, slacks)
         planned.append(
             PlannedStage(
                 layers=tuple(
@@ -167,7 +166,7 @@ def partition_of(
                 transfer=(*transfers, 0.0)[number],
                 latency=(*latencies, 0.0)[number],
                 slack=(*slacks, 0)[number],
-                memory=float(costing.memory(replicas, after)[stage.start + 1, stage.end]),
+                memory=float(costing.memory(replicas, after, stage.span)),
                 in_flight=costing.in_flight(replicas, after),
                 versions=costing.versions(replicas, after),
                 staleness=costing.staleness(replicas, after),
@@ -186,6 +185,11 @@ def partition_of(
         throughput=throughput,
         slowdown=_interpolated(slowdown, stale),
     )
+
+
+def _after(stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> int:
+    """Return the workers on the stages behind one, with the slack of the hops up to there."""
+    return sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
 
 
 def _slacks(
@@ -212,11 +216,10 @@ def _slacks(
 
 def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> bool:
     """Whether a stage has the memory for what it holds with some slack."""
-    stage = stages[number]
-    after = sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
+    stage, after = stages[number], _after(stages, number, slacks)
     if not costing.is_possible(len(stage.workers), after):
         return False
-    memory = costing.memory(len(stage.workers), after)[stage.start + 1, stage.end]
+    memory = costing.memory(len(stage.workers), after, stage.span)
     return bool(memory <= costing.room(stage.workers))
 
 

@@ -98,7 +98,7 @@ def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition
         ConfigError: The model does not fit a worker.
     """
     end, count = len(costing.cuts) - 1, len(costing.machines)
-    needed = float(costing.memory(1, 0)[0, end])
+    needed = float(costing.memory(1, 0, (0, end)))
     roomy = [w for w in range(count) if costing.room([w]) >= needed]
     if not roomy:
         raise ConfigError(

@@ -18,13 +18,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import bytes_text
-from pipedream_rt.partitioning.costing import Costing
+from pipedream_rt.partitioning.costing import EVERY, Costing
 from pipedream_rt.partitioning.cuts import Floats
 
 _EQUAL = 1 + 1e-12
@@ -43,6 +43,11 @@ class Stage(NamedTuple):
     start: int
     end: int
     workers: tuple[int, ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Its row and column among the spans (`cuts.spans`)."""
+        return self.start + 1, self.end
 
 
 class _Begin(NamedTuple):
@@ -125,14 +130,14 @@ class _Goal:
     """What is made small.
 
     Attributes:
-        of_stage: Returns the value of the first stage of a beginning, by the cuts before and behind
-            it; infinite where it cannot be.
+        of_stage: Returns the value of the first stage of a beginning, for some spans by row and
+            column; infinite where it cannot be.
         of_hop: Returns, by cut, the value of the hop from the first stage of a beginning to that of
             another one.
         join: Returns the value of two parts that follow each other.
     """
 
-    of_stage: Callable[[_Begin], Floats]
+    of_stage: Callable[[_Begin, Any], Floats]
     of_hop: Callable[[_Begin, _Begin], Floats]
     join: np.ufunc
 
@@ -181,8 +186,8 @@ class _Search:
     def evenness(self, bound: float) -> _Goal:
         """Return the goal of a small sum of squares of periods, none of which exceeds a bound."""
 
-        def of_stage(begin: _Begin) -> Floats:
-            periods = self._fitting(begin)
+        def of_stage(begin: _Begin, where: Any) -> Floats:
+            periods = self._fitting(begin, where)
             return np.where(periods <= bound, periods, math.inf) ** 2
 
         def of_hop(begin: _Begin, following: _Begin) -> Floats:
@@ -193,21 +198,21 @@ class _Search:
     def memory(self) -> _Goal:
         """Return the goal of little memory on the worker that needs the most."""
 
-        def of_stage(begin: _Begin) -> Floats:
-            memory = self._costing.memory(begin.replicas, begin.after)
-            return np.where(np.isfinite(self._possible(begin)), memory, math.inf)
+        def of_stage(begin: _Begin, where: Any) -> Floats:
+            memory = self._costing.memory(begin.replicas, begin.after, where)
+            return np.where(np.isfinite(self._possible(begin, where)), memory, math.inf)
 
         return _Goal(of_stage, lambda begin, following: np.zeros(1), np.maximum)
 
-    def _fitting(self, begin: _Begin) -> Floats:
+    def _fitting(self, begin: _Begin, where: Any) -> Floats:
         """Return the periods of the first stage of a beginning, if the workers have the memory."""
-        periods, room = self._possible(begin), self._costing.room(begin.workers)
+        periods, room = self._possible(begin, where), self._costing.room(begin.workers)
         if math.isinf(room):
             return periods
-        memory = self._costing.memory(begin.replicas, begin.after)
+        memory = self._costing.memory(begin.replicas, begin.after, where)
         return np.where(memory <= room, periods, math.inf)
 
-    def _possible(self, begin: _Begin) -> Floats:
+    def _possible(self, begin: _Begin, where: Any) -> Floats:
         """Return the periods of the first stage of a beginning, infinite where it cannot be."""
         machines, workers = self._costing.machines, begin.workers
         speed = min(machines.workers[w].speed for w in workers)
@@ -215,7 +220,7 @@ class _Search:
         key = (begin.replicas, speed, *links)
         if key not in self._known:
             self._known[key] = self._costing.period(workers)
-        periods = self._known[key]
+        periods: Floats = self._known[key][where]
         is_possible = self._costing.is_possible(begin.replicas, begin.after)
         return periods if is_possible else np.full_like(periods, math.inf)
 
@@ -240,7 +245,7 @@ class _Search:
         best: dict[_Begin, Floats] = {}
         for begin in self._begins():
             rest = self._rest(goal, begin, best)
-            best[begin] = goal.join(goal.of_stage(begin), rest).min(axis=1)
+            best[begin] = goal.join(goal.of_stage(begin, EVERY), rest).min(axis=1)
         return best
 
     def _rest(self, goal: _Goal, begin: _Begin, best: dict[_Begin, Floats]) -> Floats:
@@ -265,7 +270,7 @@ class _Search:
         values = {begin: float(b[0]) for begin, b in best.items() if begin.used == used}
         while values:
             begin = min(values, key=values.__getitem__)  # the first one of several
-            choices = goal.join(goal.of_stage(begin)[row], self._rest(goal, begin, best))
+            choices = goal.join(goal.of_stage(begin, row), self._rest(goal, begin, best))
             end = int(np.argmin(choices))
             found.append(Stage(row - 1, end, begin.workers))
             row = end + 1
