@@ -24,18 +24,26 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.batches import Batch, example_of
+from pipedream_rt.coordinator.batches import Batch, cut_batch, example_of
 from pipedream_rt.coordinator.forwards import RecordedForwards
 from pipedream_rt.coordinator.splitting import ForwardOptions, split_model
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.messages.tree import batch_size, flat_copy, micro_batch_sizes, split
+from pipedream_rt.messages.tree import batch_size, flat_copy, micro_batch_sizes
 from pipedream_rt.partitioning import files
 from pipedream_rt.partitioning.profile import LayerCosts, Profile
 from pipedream_rt.planning import find_layers
 from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.program import Slot, Step, filled, found, put, replaced
+from pipedream_rt.planning.program import (
+    Slot,
+    Step,
+    filled,
+    found,
+    put,
+    replaced,
+    tensor_named,
+)
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
 
@@ -178,9 +186,7 @@ def first_micro_batch(batch: Batch, count: int) -> Batch:
     samples = batch_size((batch.args, batch.kwargs))
     if count == 1 or not samples:
         return batch
-    sizes = micro_batch_sizes(samples, count)
-    args, kwargs = split((batch.args, batch.kwargs), sizes)[0]
-    return Batch(args, kwargs, split(batch.target, sizes)[0])
+    return cut_batch(batch, micro_batch_sizes(samples, count))[0]
 
 
 def optimizer_choice(optimizer: object) -> Optimizer | None:
@@ -360,8 +366,9 @@ class _Meter:
             part = _Part(self._model, name, program, values, autocast)
             if last:
                 part.loss = lambda output: self._loss(output, target)
-            yield self._costs(part)
-            passed.update(part.outcome())
+            made = part.outcome()
+            yield self._costs(part, float(sum(t.nbytes for t in _tensors(made))))
+            passed.update(made)
 
     def _loss(self, output: Any, target: Any) -> Any:
         """Return the loss, or the output if there is none."""
@@ -369,8 +376,8 @@ class _Meter:
             return self._loss_fn(output, target)
         return own_loss(output, target) if has_own_loss(output) else output
 
-    def _costs(self, part: _Part) -> LayerCosts:
-        """Return the costs of a part."""
+    def _costs(self, part: _Part, output_bytes: float) -> LayerCosts:
+        """Return the costs of a part, of which so many bytes go out."""
         times = [part.timed() for _ in range(self._warm_up + self._repeats)]
         forwards, inputs, both = zip(*times[self._warm_up :], strict=True)
         forward, for_input = statistics.median(forwards), statistics.median(inputs)
@@ -383,7 +390,7 @@ class _Meter:
             backward_input=for_input,
             backward_weight=backward - for_input,
             step=step,
-            output_bytes=float(sum(t.nbytes for t in _tensors(part.outcome()))),
+            output_bytes=output_bytes,
             parameter_bytes=float(sum(p.nbytes for p in part.weights)),
             frozen_bytes=float(part.frozen_bytes),
             saved_bytes=float(part.saved_bytes()),
@@ -447,7 +454,7 @@ class _Part:
             for step in program.steps
         ]
         names = {n for step in program.steps for n in step.held} | {*program.held}
-        self._held = {n: _tensor_of(model, n) for n in names}
+        self._held = {n: tensor_named(model, n) for n in names}
         layers = [call for step, call in self._calls if step.layer is not None]
         own = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         tensors = {id(t): t for t in (*own, *self._held.values())}.values()
@@ -540,17 +547,8 @@ class _Part:
 
 def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value."""
-    if isinstance(value, dict):
-        return [t for each in value.values() for t in _tensors(each)]
     tensors: list[Tensor] = found(value, Tensor)
     return tensors
-
-
-def _tensor_of(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter or a buffer of a model."""
-    path, _, short = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), short)
-    return tensor
 
 
 def _process_bytes() -> float:

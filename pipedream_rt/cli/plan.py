@@ -48,9 +48,7 @@ def _workers(context: click.Context, option: click.Parameter, text: str) -> tupl
         BadParameter: It is something else.
     """
     parts = text.split("x")
-    if not all(part.isascii() and part.isdecimal() and len(part) < 5 for part in parts) or (
-        "0" in {part.strip("0") or "0" for part in parts}
-    ):
+    if not all(p.isascii() and p.isdecimal() and len(p) < 5 and int(p) for p in parts):
         raise click.BadParameter(f"give a number, or 4x2 for 2 servers of 4, not {text!r}")
     return tuple(map(int, parts))
 
@@ -130,9 +128,9 @@ def plan(
     PROFILE is a file of `pipedream-rt profile`, or a graph.txt of the original PipeDream.
     """
     # The runtime cuts in the order of layers; the released planner cuts branches apart.
-    branches = (
-        (None if cost_model != "runtime" else False) if order is None else order == "branches"
-    )
+    branches = False if cost_model == "runtime" else None
+    if order is not None:
+        branches = order == "branches"
     cuts = cuts_of(files.load(profile), branches)
     if cost_model != "runtime":
         if speed is not None or len(memory or ()) > 1 or explain:

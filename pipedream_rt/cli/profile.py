@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import click
 
 from pipedream_rt.cluster.environment import PROFILE
+from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.partitioning import files
 
-_END_S = 10.0
+_END_TIMEOUT = timedelta(seconds=10)
 """For the script to end when it is told to; then it is killed."""
 
 
@@ -62,9 +65,5 @@ def _run(command: list[str], settings: dict[str, str]) -> int:
         return process.wait()  # as long as the user's script takes
     except BaseException:
         process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_processes([process], Deadline(_END_TIMEOUT))
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import split
 from pipedream_rt.stage.seeds import kept_generator_state
 
 Prepare: TypeAlias = Callable[[Any], Any]
@@ -59,6 +60,21 @@ def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
         f"{length}. Give prepare=, which makes one of these: "
         "prepare=lambda item: (item[0], item[1])"
     )
+
+
+def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Cut a mini-batch into micro-batches.
+
+    Args:
+        batch: The mini-batch.
+        sizes: The number of samples in each.
+
+    Raises:
+        ConfigError: It cannot be cut.
+    """
+    inputs, targets = split((batch.args, batch.kwargs), sizes), split(batch.target, sizes)
+    pairs = zip(inputs, targets, strict=True)
+    return [Batch(args, kwargs, target) for (args, kwargs), target in pairs]
 
 
 def example_of(example: Any) -> Batch:

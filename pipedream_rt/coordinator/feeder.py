@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of
+from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, cut_batch, example_of
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.forwards import Cache, Fed, Forwards
 from pipedream_rt.coordinator.lease import Lease
@@ -27,7 +27,6 @@ from pipedream_rt.messages.tree import (
     batch_size,
     flat_copy,
     micro_batch_sizes,
-    split,
     unflatten,
 )
 from pipedream_rt.observe.spans import NOBODY, Recorder
@@ -175,17 +174,14 @@ class Feeder:
         Raises:
             ConfigError: The mini-batch has no samples, or cannot be split.
         """
-        k, x = self._per_update, (batch.args, batch.kwargs)
-        samples = batch_size(x)
+        k, samples = self._per_update, batch_size((batch.args, batch.kwargs))
         if samples == 0 or (samples is None and k > 1):
             raise ConfigError("a mini-batch without samples cannot be trained on")
         if k == 1 or samples is None:
             return [self._part(batch, mode)], [samples or 1]
         sizes = micro_batch_sizes(samples, k)
-        pairs = zip(split(x, sizes), split(batch.target, sizes), sizes, strict=True)
-        return [
-            self._part(Batch(xi[0], xi[1], yi), mode) if size else None for xi, yi, size in pairs
-        ], sizes
+        pairs = zip(cut_batch(batch, sizes), sizes, strict=True)
+        return [self._part(each, mode) if size else None for each, size in pairs], sizes
 
     def _feed(
         self,

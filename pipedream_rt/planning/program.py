@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 
@@ -341,6 +341,13 @@ def filled(
         return held[each.name] if isinstance(each, Held) else carried[each.name]
 
     return replaced(value, (Slot, Held, Carried), meant)
+
+
+def tensor_named(model: nn.Module, name: str) -> Tensor:
+    """Return the parameter or the buffer that a `Held` stands for."""
+    path, _, short = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), short)
+    return tensor
 
 
 def put(step: Step, result: Any, values: dict[int, Any]) -> None:

@@ -33,6 +33,7 @@ from pipedream_rt.planning.program import (
     filled,
     put,
     slots_in,
+    tensor_named,
 )
 from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.actions import Action, Kind
@@ -493,9 +494,7 @@ class Stage:
 
     def _held(self, name: str) -> Tensor:
         """Return a parameter, in the version that is read now, or a buffer."""
-        path, _, short = name.rpartition(".")
-        tensor: Tensor = getattr(self.module.get_submodule(path), short)
-        return tensor
+        return tensor_named(self.module, name)
 
     def _seed(self, number: int | str, name: str) -> None:
         """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
