@@ -92,6 +92,7 @@ from pipedream_rt.observe.trace import Trace
 from pipedream_rt.planning import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.profiling import profile_and_end
 from pipedream_rt.schedules import Plan, plan_for
+from pipedream_rt.schedules.plan import name_of
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.clipping import Clip
@@ -143,6 +144,10 @@ class Pipeline:
         slack: Extra warm-up forwards before a hop between two stages, which hide its latency: one
             number for all hops, or one for each of the n-1. In schedules that flush it costs
             activations alone; in asynchronous ones it is staleness, so give it to slow links only.
+        replicas: The number of replicas of each stage, one number for all or one for each, in the
+            schedules ``async-1f1b``, ``2bw``, ``1f1b`` and ``gpipe``. Each replica has a worker;
+            micro-batch m goes to replica m mod r, and the gradients of an update are added up over
+            the replicas in their order. One stage with r replicas is data parallelism.
         schedule_options: The options that only some schedules have.
         workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
             listens there for `pipedream-rt worker`. None: what the environment says
@@ -201,6 +206,7 @@ class Pipeline:
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
         micro_batches: int = 1,
         slack: int | Sequence[int] = 0,
+        replicas: int | Sequence[int] = (),
         schedule_options: ScheduleOptions = ScheduleOptions(),  # noqa: B008 - frozen
         workers: Workers = None,
         seed: int = 0,
@@ -257,7 +263,9 @@ class Pipeline:
             )
             stages, slack, self._why = chosen.stages, slack or chosen.slack, chosen.why
         split = split_model(self._model, stages, example, forward)
-        self.plan = _plan_of(self._model, split, schedule, micro_batches, slack, schedule_options)
+        self.plan = _plan_of(
+            self._model, split, schedule, micro_batches, slack, replicas, schedule_options
+        )
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
         refuse_ties(self.plan)
@@ -770,7 +778,7 @@ class Pipeline:
     def statistics(self) -> list[dict[str, int]]:
         """Return counters of every stage: updates, versions kept, parameters, busy time, memory.
 
-        Does not flush.
+        Of a stage with replicas, there is an entry for each. Does not flush.
         """
         statistics: list[dict[str, int]] = self._group.command(CommandName.STATISTICS)
         return statistics
@@ -791,7 +799,8 @@ class Pipeline:
             **kwargs: Keyword arguments.
 
         Returns:
-            What it has returned, by stage: tensors, plain values, and containers of these.
+            What it has returned, by stage, and by replica of a stage: tensors, plain values, and
+            containers of these.
 
         Raises:
             ConfigError: The function raised, returned something else, or changed weights of which
@@ -803,9 +812,9 @@ class Pipeline:
         except Exception as error:  # a foreign class may raise anything when pickled
             raise ConfigError(f"the function cannot be sent to the stages: {error}") from error
         found = self._group.command(CommandName.CALL, data)
-        for stage, (went_well, result) in enumerate(found):
+        for address, (went_well, result) in zip(self.plan.addresses, found, strict=True):
             if not went_well:
-                raise ConfigError(f"the function raised on stage {stage}: {result}")
+                raise ConfigError(f"the function raised on {name_of(address)}: {result}")
         return [result for _, result in found]
 
     def explain(self, *, program: bool = False) -> str:
@@ -846,10 +855,7 @@ class Pipeline:
     def __repr__(self) -> str:
         """Return what runs, how far it has come, and whether it is open."""
         plan = self.plan
-        return (
-            f"<Pipeline {plan.name}, {plan.num_stages} stages on {plan.workers} workers, "
-            f"step {self.step}, {self.state.value}>"
-        )
+        return f"<Pipeline {plan.name}, {plan.in_words}, step {self.step}, {self.state.value}>"
 
     def __dir__(self) -> list[str]:
         """Return the public names alone, for people who look around."""
@@ -917,6 +923,7 @@ def _plan_of(
     schedule: ScheduleName | WrittenSchedule,
     micro_batches: int,
     slack: int | Sequence[int],
+    replicas: int | Sequence[int],
     options: ScheduleOptions,
 ) -> Plan:
     """Make the plan of the stages of a model."""
@@ -929,6 +936,7 @@ def _plan_of(
         versions=options.versions,
         synchronous=options.synchronous_updates,
         slack=slack,
+        replicas=replicas,
         credits=options.credits,
     )
     refuse_unfit_plan(model.modules, plan)

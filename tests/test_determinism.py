@@ -17,7 +17,7 @@ from support.models import (
     kitchen_sink,
     regression,
 )
-from support.oracle import assert_same, oracle, warm_ups
+from support.oracle import assert_same, lags, oracle
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
@@ -145,7 +145,7 @@ def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
     )
     assert_same(found, expected)
     assert [loss for r in results for loss in r.losses] == losses
-    w = warm_ups(n, slack)
+    w = lags(n, slack)
     bounds = {
         "async-1f1b": [-(-w[s] // k) + 1 for s in range(n)],
         "vertical-sync": [-(-w[0] // k) + 1] * n,

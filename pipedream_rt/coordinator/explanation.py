@@ -16,12 +16,12 @@ def explain(
     how: str,
     corrections: Sequence[Correction] = (),
 ) -> str:
-    """Return the schedule in a line, and a table with a row for each stage.
+    """Return the schedule in a line, and a table with a row for each stage, or replica.
 
     Args:
         plan: The plan of the pipeline.
         workers: The name of each worker.
-        statistics: The counters of each stage; see `Pipeline.statistics`.
+        statistics: The counters of each stage, and of each replica; see `Pipeline.statistics`.
         how: How the model was cut.
         corrections: The corrections for staleness.
     """
@@ -32,12 +32,13 @@ def explain(
             "peak MiB",
         )
     ]
-    for stage, counters in enumerate(statistics):
+    for address, counters in zip(plan.addresses, statistics, strict=True):
+        stage = plan.stage_of(address)
         layers = plan.layers[stage]
         rows.append(
             (
-                str(stage),
-                workers[plan.worker_of(stage)],
+                plan.label_of(address),
+                workers[plan.worker_of(address)],
                 layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}",
                 f"{counters['parameters']:,}",
                 f"<= {plan.in_flight(stage)}",

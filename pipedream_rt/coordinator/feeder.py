@@ -31,7 +31,7 @@ from pipedream_rt.messages.tree import (
 )
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
-from pipedream_rt.schedules import COORDINATOR, EdgeKind
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.stage.fingerprint import total as combined
 from pipedream_rt.stage.optimizer import Hyper
 from pipedream_rt.stage.settings import (
@@ -104,7 +104,6 @@ class Feeder:
         self._has_loss = has_loss
         self._recorder = recorder
         self._per_update = self._group.plan.per_update
-        (self._loss_edge,) = self._group.plan.edges(EdgeKind.LOSS)
         self.credits = credits
         self.optimizer: DistributedOptimizer | None = None
         self.step = self.passes = 0
@@ -236,28 +235,42 @@ class Feeder:
         with self._group.life.guard():  # an error in between loses the losses taken before it
             asked, taken = time.monotonic_ns(), []
             for i in range(len(pending.sizes)):
-                taken.append(self._take_loss(pending.first + i)[0])
                 number = pending.step * self._per_update + i
+                taken.append(self._take_loss(pending.first + i, number)[0])
                 self._group.next_loss = number + 1
-                self._record(LOSS_CAME, number, self._loss_edge.source, asked, time.monotonic_ns())
+                source = self._loss_edge(number).source
+                self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
         pending.outcome = _result(pending, taken)
         self.pending.popleft()
 
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
-        positions = range(pending.first, pending.first + len(pending.sizes))
-        return all(self._group.inbox.holds(Key(self._loss_edge, p)) for p in positions)
+        number = pending.step * self._per_update
+        keys = (
+            Key(self._loss_edge(number + i), pending.first + i) for i in range(len(pending.sizes))
+        )
+        return all(map(self._group.inbox.holds, keys))
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied."""
         self._group.life.check()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
-        self._group.command(CommandName.FLUSH)
+        self._group.command(CommandName.FLUSH, self._group.next_micro_batch)
 
-    def _take_loss(self, position: int) -> tuple[Loss, Any]:
-        """Wait for the last stage's message about a position; return it, and the output in it."""
-        message = self._group.take(Key(self._loss_edge, position))
+    def _loss_edge(self, number: int) -> Edge:
+        """Return the way of the loss of a micro-batch to train on."""
+        plan = self._group.plan
+        return Edge(EdgeKind.LOSS, plan.address_of(plan.exits[0], number), COORDINATOR)
+
+    def _take_loss(self, position: int, number: int = 0) -> tuple[Loss, Any]:
+        """Wait for the last stage's message about a position; return it, and the output in it.
+
+        Args:
+            position: The position of the micro-batch.
+            number: Its number, if it is trained on.
+        """
+        message = self._group.take(Key(self._loss_edge(number), position))
         loss = message.payload
         assert isinstance(loss, Loss)
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None

@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -149,7 +149,8 @@ class WorkerGroup:
         self.at_end: list[Callable[[], object]] = []
         self.at_last: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = self.loads = 0
-        self._turns = 0  # the number of items that this generation was fed
+        self._turns = [0] * len(plan.addresses)  # by address, the items that it was fed
+        self._route = 0  # the micro-batch by whose number the replicas are chosen
         self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
@@ -223,8 +224,12 @@ class WorkerGroup:
             self.position += 1
         return self.position - 1
 
+    def of_stages(self, replies: Sequence[T]) -> list[T]:
+        """Return the replies of replica 0 of each stage, of those of all replicas."""
+        return [replies[self.plan.address_of(stage)] for stage in range(self.plan.num_stages)]
+
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
-        """Feed a command as `tell` does, and wait for the replies of all stages."""
+        """Feed a command as `tell` does, and wait for the replies of all addresses."""
         position = self.tell(name, argument, role)
         replies = self.replies(position)
         if name.leaves_no_trace:
@@ -247,29 +252,44 @@ class WorkerGroup:
     def _addressed(self, entry: Entry) -> Iterator[Addressed]:
         """Yield the messages of an item, whose turn is the number of items before it.
 
-        That counts from the first item that this generation was fed.
+        That counts from the first item that this generation was fed. The target of a micro-batch
+        follows the micro-batch.
         """
         role, _, payload, tensors = entry
+        plan = self.plan
         if isinstance(payload, Target):
-            for stage in self.plan.exits:
-                yield stage, payload, tensors
-            return
-        payload = dataclasses.replace(payload, turn=self._turns)
-        self._turns += 1
-        if role is Role.OWN:
-            for stage, own in enumerate(self.plan.part(unflatten(payload.structure, tensors))):
-                structure, of_stage = flatten(own)
-                command = dataclasses.replace(payload, structure=structure)
-                yield stage, command, tuple(of_stage)
-            return
-        if isinstance(payload, MicroBatch):
+            for stage in plan.exits:
+                yield plan.address_of(stage, self._route), payload, tensors
+        elif isinstance(payload, MicroBatch):
+            self._route = payload.micro_batch if payload.mode is Mode.TRAIN else 0
+            on_its_way = [plan.address_of(stage, self._route) for stage in range(plan.num_stages)]
+            turns = [self._next_turn(address) for address in on_its_way]
+            known = turns if plan.shape.replicas else []
             for stage, structure, share in self._forwards.shares(payload, tensors):
                 wanted = [False] * len(share)
-                part = dataclasses.replace(payload, structure=structure, requires_grad=wanted)
-                yield stage, part, share
-            return
-        for stage in range(self.plan.num_stages):
-            yield stage, payload, tensors
+                part = dataclasses.replace(
+                    payload,
+                    turn=turns[stage],
+                    turns=known,
+                    structure=structure,
+                    requires_grad=wanted,
+                )
+                yield on_its_way[stage], part, share
+        else:
+            parts = [(payload.structure, tensors)] * plan.num_stages
+            if role is Role.OWN:
+                owned = plan.part(unflatten(payload.structure, tensors))
+                parts = [(structure, tuple(own)) for structure, own in map(flatten, owned)]
+            for address in plan.addresses:
+                structure, own = parts[plan.stage_of(address)]
+                turn = self._next_turn(address)
+                command = dataclasses.replace(payload, turn=turn, structure=structure)
+                yield address, command, own
+
+    def _next_turn(self, address: Address) -> int:
+        """Return the turn of the next item that an address is fed, and count it."""
+        self._turns[address] += 1
+        return self._turns[address] - 1
 
     # -- what is taken --------------------------------------------------------------------------
 
@@ -292,7 +312,7 @@ class WorkerGroup:
             return self._recovering(lambda: self._wait(key))
 
     def replies(self, position: int, kind: EdgeKind = EdgeKind.REPLY) -> list[Any]:
-        """Wait for the replies of all stages to the command at a position.
+        """Wait for the replies of all stages, of each replica, to the command at a position.
 
         Args:
             position: Position of the command.
@@ -300,7 +320,7 @@ class WorkerGroup:
                 checkpoint, ``REPLY`` for everything else.
 
         Returns:
-            The reply of each stage.
+            The reply of each address.
         """
         found = []
         for edge in self.plan.edges(kind):
@@ -518,20 +538,20 @@ class WorkerGroup:
             raise PipelineClosed("the pipeline was closed")
         reception.cluster = self._cluster
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
-        self._turns = 0
+        self._turns = [0] * len(self.plan.addresses)
         restore = None
         if origin.folder is not None and manifest is not None:
             restore = restore_argument(origin.folder, manifest, origin.floor, origin.with_optimizer)
-        parts = zip(self.plan.edges(EdgeKind.START), self._specs, self._digests, strict=True)
-        for edge, spec, digest in parts:
+        for edge in self.plan.edges(EdgeKind.START):
+            stage = self.plan.stage_of(edge.target)
             start = Start(
-                digest=digest,
+                digest=self._digests[stage],
                 optimizer=origin.optimizer,
                 training=origin.training,
                 restore=restore,
                 announced=self.next_micro_batch,
                 definitions=list(self._forwards.definitions),
             )
-            self._send(edge.target, 0, start, spec)
+            self._send(edge.target, 0, start, self._specs[stage])
         for edge in self.plan.edges(EdgeKind.READY):
             self._wait(Key(edge, generation))

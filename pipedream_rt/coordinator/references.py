@@ -38,7 +38,7 @@ class StageHandle:
     def worker(self) -> str:
         """Name of the worker that hosts the stage in this generation."""
         group = self._lease.group
-        return group.cluster.names[group.plan.worker_of(self.index)]
+        return group.cluster.names[group.plan.worker_of(group.plan.address_of(self.index))]
 
     @property
     def rref(self) -> Reference:
@@ -47,7 +47,9 @@ class StageHandle:
         It is of no use any more after a recovery. In-process pipelines give an object with the same
         methods.
         """
-        return self._lease.group.call(lambda cluster: cluster.reference(self.index, "module"))
+        group = self._lease.group
+        address = group.plan.address_of(self.index)
+        return group.call(lambda cluster: cluster.reference(address, "module"))
 
 
 class References:
@@ -94,7 +96,7 @@ class References:
                 [
                     reference
                     for stage in range(group.plan.num_stages)
-                    for reference in cluster.parameter_references(stage)
+                    for reference in cluster.parameter_references(group.plan.address_of(stage))
                 ]
                 if group.generation not in self._by_generation
                 else []
@@ -169,16 +171,16 @@ class References:
 
     def optimizer_references(self) -> list[Reference]:
         """Return references to the torch optimizers of the stages."""
-        stages = range(self._group.plan.num_stages)
+        plan = self._group.plan
         return self._group.call(
-            lambda cluster: [cluster.reference(stage, "optimizer") for stage in stages]
+            lambda cluster: [cluster.reference(address, "optimizer") for address in plan.addresses]
         )
 
     def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Flush, and return the state of every parameter, by name in the unsplit model."""
         self._feeder.flush()
         state: dict[str, dict[str, Any]] = {}
-        for part in self._group.command(CommandName.OPTIMIZER_STATE):
+        for part in self._group.of_stages(self._group.command(CommandName.OPTIMIZER_STATE)):
             state.update(part)
         return state
 

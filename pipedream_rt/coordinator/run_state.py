@@ -99,14 +99,15 @@ class RunState:
         """Flush, and return the state dicts of all stages as one, with that of the loss."""
         self._feeder.flush()
         found: dict[str, Any] = {}
-        for part in self._group.command(CommandName.STATE, version):
+        for part in self._group.of_stages(self._group.command(CommandName.STATE, version)):
             found.update(part)
         return found
 
     def fingerprint(self) -> Fingerprint:
         """Flush, and return the fingerprint of the state of now; see `Pipeline.fingerprint`."""
         self._feeder.flush()
-        return Fingerprint.of_plain(self._group.command(CommandName.FINGERPRINT))
+        found = self._group.of_stages(self._group.command(CommandName.FINGERPRINT))
+        return Fingerprint.of_plain(found)
 
     def loss_module(self) -> nn.Module:
         """Flush, and return a copy of the loss function; see `Pipeline.loss_module`."""
@@ -235,6 +236,7 @@ class RunState:
             manifest.identity.get("optimizer") == self._identity().optimizer
         )
         self._restore(found, manifest, same_optimizer)
+        self._count_from(manifest)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
         here = dataclasses.replace(
             self._group.origin(),
@@ -245,7 +247,6 @@ class RunState:
         )
         self._checkpointer.go_on(found.parent, manifest.run)
         self._group.log.begin(here)
-        self._count_from(manifest)
         self.resumed = manifest
         self._with_groups = same_optimizer and not {"hyper_parameters", "groups"} & {*accept}
         if self._feeder.optimizer is not None and "hyper_parameters" in accept:

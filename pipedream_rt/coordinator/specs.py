@@ -96,10 +96,16 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
     """Refuse a schedule in which stages wait in a circle for the norms of each other's gradients.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: It is one; or replicas read weights before all stages know the norms.
     """
     if scale is None and (clip is None or not clip.of_model):
         return
+    if plan.shape.replicas and not plan.flushes:
+        raise ConfigError(
+            f"with {plan.title}, replicas step before the norm of all gradients of the model can "
+            'be known; use Clip(..., over="stage") and no scaling of losses, or a schedule that '
+            "flushes, such as 1f1b"
+        )
     execution = Execution(plan, 4 * plan.per_update * plan.num_stages, norms=True)
     for _ in execution:
         pass
@@ -141,6 +147,11 @@ def correcting(
         if plan.flushes or not overrides(each, "after_backward"):
             continue
         name = type(each).__name__
+        if plan.shape.replicas:
+            raise ConfigError(
+                f"{name} needs the weights that a gradient is applied to, and replicas add their "
+                "gradients up before these are there; leave it out, or use no replicas"
+            )
         if scale is not None:
             raise ConfigError(
                 f"{name} changes gradients as they come, and losses are scaled: the gradients are "
@@ -407,6 +418,11 @@ def _hooks(
         )
     alone = [each for each in corrections if overrides(each, "after_backward")]
     accumulated = [hook for hook in found if hook.after_sum]
+    if accumulated and plan.shape.replicas:
+        raise ConfigError(
+            f"{accumulated[0].parameter} has a hook on its accumulated gradient, and each replica "
+            "would call it with what it has summed alone; remove the hook, or use no replicas"
+        )
     if accumulated and alone and plan.per_update > 1:
         raise ConfigError(
             f"{accumulated[0].parameter} has a hook on its accumulated gradient, and "

@@ -111,5 +111,8 @@ def put_together(
         simulated=False,
         workers=workers,
         spans=np.concatenate(parts),
-        stage_bytes=tuple(int(reply["parameter_bytes"]) for reply in recorded),
+        stage_bytes=tuple(
+            int(recorded[plan.address_of(stage)]["parameter_bytes"])
+            for stage in range(plan.num_stages)
+        ),
     )

@@ -45,7 +45,7 @@ class Mode(Enum):
 class CommandName(Enum):
     """The names of the commands that a stage carries out between two micro-batches."""
 
-    FLUSH = "flush"
+    FLUSH = "flush"  # its argument is one past the last micro-batch fed, not all of it to a replica
     STATE = "state"
     LOAD_STATE = "load-state"
     OPTIMIZER = "optimizer"
@@ -120,8 +120,9 @@ class MicroBatch:
     """The input of a forward, from the coordinator to the first stages or from stage to stage.
 
     Attributes:
-        turn: The turn of this item of the receiver's feed. A producer passes its own turn on, for
-            all stages are given the same items as long as each has one replica.
+        turn: The turn of this item of the receiver's feed.
+        turns: By stage, the turn of this item of the feed of the replica that it goes to; empty if
+            each stage has one, for then all are given the same items.
         micro_batch: Number of the micro-batch among those to train on, or among all others.
         mode: What the stages do with it.
         empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.
@@ -142,6 +143,7 @@ class MicroBatch:
 
     kind: ClassVar[EdgeKind] = EdgeKind.ACTIVATION
     turn: int = 0
+    turns: list[int] = field(default_factory=list)
     micro_batch: int
     mode: Mode
     empty: bool = False
@@ -240,6 +242,24 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """A replica of a stage to another one: what it has summed of the gradients of an update.
+
+    The index of the message is the number of the update.
+
+    Attributes:
+        present: For each parameter of the stage, whether the message carries a gradient.
+        hyper: The hyper-parameters of the update, as `MicroBatch` brings them.
+        read: The versions that its micro-batches with samples have read.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.PARTIAL
+    present: list[bool]
+    hyper: list[dict[str, Any]]
+    read: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
     """A stage to the one before it: the norms of its gradients and of those of stages behind it.
 
@@ -319,6 +339,7 @@ Payload: TypeAlias = (
     | Loss
     | Weight
     | Share
+    | Partial
     | Norm
     | Total
     | Reply
@@ -370,7 +391,7 @@ class Message:
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
             message that belongs to no item has the generation (`Ready`), the version (`Weight`),
-            the update (`Share`, `Norm`) or 0 (`Start`, `Failed`).
+            the update (`Share`, `Partial`, `Norm`) or 0 (`Start`, `Failed`).
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.

@@ -23,6 +23,7 @@ from pipedream_rt.messages.message import (
     MicroBatch,
     Mode,
     Norm,
+    Partial,
     Payload,
     Ready,
     Reply,
@@ -36,12 +37,12 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
-FORMAT = 5
+FORMAT = 6
 """The first element of every message, by which a peer with another format is refused."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (
     Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed, Weight, Share,
-    Norm, Total,
+    Norm, Total, Partial,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _PAYLOADS}

@@ -35,6 +35,11 @@ class Replay:
                 f"the trace cannot be replayed: its first {trace.dropped} spans were overwritten"
             )
         plan = trace.plan
+        if plan.shape.replicas:
+            raise TraceError(
+                "the trace cannot be replayed: its stages have replicas, which the schedules "
+                "async-1f1b, 2bw, 1f1b and gpipe alone can have"
+            )
         self.name = f"replay of {plan.name}"
         # What was recorded says itself where the pipe was flushed.
         self._shape = replace(trace.plan.shape, synchronous=0)

@@ -13,6 +13,7 @@ from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY, Spans
 from pipedream_rt.observe.trace import CODES, DRAIN, PASS, Trace
 from pipedream_rt.schedules import Edge, EdgeKind, Kind, Plan
+from pipedream_rt.schedules.plan import name_of
 
 _COMPUTES = (*CODES.values(), PASS)
 _FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]
@@ -29,10 +30,10 @@ PERCENTILES = (50, 90, 99, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """The summary of one stage.
+    """The summary of one stage, or of one of its replicas.
 
     Attributes:
-        stage: Index of the stage.
+        stage: Its address in the plan.
         worker: Index of the worker that hosts it.
         busy: Seconds that the stage computed, sending included.
         waits: Seconds that it waited, by the stage whose message was missing; -1 for the
@@ -110,7 +111,11 @@ def summarize(trace: Trace) -> Summary:
         bubble=tuple(1 - b / makespan for b in per_worker),
         stages=tuple(_stage(trace, s, spans, busy[s], begin) for s, spans in enumerate(acting)),
         hops=_percentiles(hop_latencies(plan, stages)),
-        micro_batches=int((stages[0]["kind"] == _FORWARD).sum()),
+        micro_batches=sum(
+            int((stages[a]["kind"] == _FORWARD).sum())
+            for a in plan.addresses
+            if not plan.stage_of(a)
+        ),
     )
 
 
@@ -260,7 +265,7 @@ def _headline(trace: Trace, summary: Summary) -> str:
     slack = f"slack {', '.join(map(str, plan.shape.slack))}, " if plan.shape.slack else ""
     return (
         f"{'simulated' if trace.simulated else 'measured'}: {plan.name}, "
-        f"{plan.num_stages} stages on {plan.workers} workers, {plan.per_update} micro-batches "
+        f"{plan.in_words}, {plan.per_update} micro-batches "
         f"per update, {slack}{summary.micro_batches} micro-batches in "
         f"{seconds_text(summary.makespan)}; "
         f"steady state {summary.throughput:.4g} micro-batches/s"
@@ -275,13 +280,13 @@ def _stage_table(trace: Trace, summary: Summary) -> str:
     ]
     for stage in summary.stages:
         waits = ", ".join(
-            f"{'coordinator' if cause < 0 else f'stage {cause}'} {share:.1%}"
+            f"{'coordinator' if cause < 0 else name_of(trace.plan.addresses[cause])} {share:.1%}"
             for cause, waited in sorted(stage.waits.items())
             if (share := waited / makespan) >= 0.001
         )
         rows.append(
             (
-                str(stage.stage),
+                trace.plan.label_of(stage.stage),
                 trace.workers[stage.worker].name,
                 f"{stage.busy / makespan:.1%}",
                 f"{summary.bubble[stage.worker]:.1%}",
@@ -316,7 +321,6 @@ def _memory(trace: Trace, stage: StageSummary) -> str:
         return bytes_text(measured)
     if not any(trace.stage_bytes) and not any(trace.activation_bytes):
         return "?"
-    stash = trace.stage_bytes[stage.stage] * stage.versions
-    return (
-        f"{bytes_text(stash)} + {bytes_text(trace.activation_bytes[stage.stage] * stage.in_flight)}"
-    )
+    of = trace.plan.stage_of(stage.stage)
+    stash = trace.stage_bytes[of] * stage.versions
+    return f"{bytes_text(stash)} + {bytes_text(trace.activation_bytes[of] * stage.in_flight)}"

@@ -14,6 +14,7 @@ from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, PASS, Trace
 from pipedream_rt.schedules import Kind, Plan
+from pipedream_rt.schedules.plan import name_of
 
 MOST_DRAWN = 2000
 """The number of actions that a picture shows where its end is not given; more would blur."""
@@ -24,10 +25,15 @@ _NAMES = {
     CODES[Kind.INPUT]: "backward, input half",
     CODES[Kind.WEIGHT]: "backward, weight half",
     CODES[Kind.STEP]: "step",
+    CODES[Kind.REDUCE]: "hand gradients over",
     PASS: "evaluation, inference",
 }
 _COLOURS = dict(
-    zip(_NAMES, ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#c8c8c8"), strict=True)
+    zip(
+        _NAMES,
+        ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#e8710a", "#c8c8c8"),
+        strict=True,
+    )
 )
 
 
@@ -212,7 +218,7 @@ def _title(trace: Trace, view: Window) -> str:
     """Return the title of a drawing."""
     kind = "simulated" if trace.simulated else "measured"
     title = (
-        f"{trace.plan.name}, {trace.plan.num_stages} stages, {trace.plan.per_update} micro-batches "
+        f"{trace.plan.name}, {trace.plan.in_words}, {trace.plan.per_update} micro-batches "
         f"per update ({kind}; {view})"
     )
     return "".join(c for c in title if c.isprintable())
@@ -237,7 +243,7 @@ def _svg_box(trace: Trace, box: Box, x: Any) -> str:
     y = _TOP + box.worker * _ROW
     label = _full_label(trace.plan, box)
     tip = (
-        f"stage {box.stage} {box.label}, version {box.version}, "
+        f"{name_of(trace.plan.addresses[box.stage])} {box.label}, version {box.version}, "
         f"{seconds_text((box.end - box.start) / 1e9)}"
     )
     # The first stage of a worker has the full colour, each further one a lighter shade.
@@ -293,8 +299,8 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for w, facts in enumerate(trace.workers):
         yield _named("process_name", w, 0, f"worker {w}: {facts.name}")
     yield _named("process_name", plan.workers, 0, "coordinator")
-    for s in range(plan.num_stages):
-        yield _named("thread_name", plan.worker_of(s), s, f"stage {s}")
+    for address in plan.addresses:
+        yield _named("thread_name", plan.worker_of(address), int(address), name_of(address))
     spans = trace.spans[np.isin(trace.spans["kind"], [*_NAMES, INJECTED, LOSS_CAME])]
     zero = int(spans["start"].min(initial=0)) if len(spans) else 0
     order = np.argsort(spans["start"], kind="stable")
@@ -338,14 +344,15 @@ def _action_events(plan: Plan, row: _Row, zero: int) -> Iterator[dict[str, Any]]
         "versions held": row.kept,
         "in flight": row.in_flight,
         "waited us": max(row.start - row.ready, 0) / 1e3,
-        "waited for": _cause(row.waited_for),
+        "waited for": _cause(plan, row.waited_for),
         "bytes sent": row.bytes,
     }
     label = f"{chr(row.kind)}{row.index}"
     yield _complete(label, _NAMES[row.kind], worker, row.stage, at, duration, details)
     yield {
-        "ph": "C", "name": f"versions of stage {row.stage}", "pid": worker, "tid": row.stage,
-        "ts": row.end / 1e3 - zero / 1e3, "args": {"versions": row.kept},
+        "ph": "C", "name": f"versions of {name_of(plan.addresses[row.stage])}",
+        "pid": worker, "tid": row.stage, "ts": row.end / 1e3 - zero / 1e3,
+        "args": {"versions": row.kept},
     }  # fmt: skip
     if row.kind in _ON_ITS_WAY:
         phase = _phase(plan, row)
@@ -364,16 +371,16 @@ def _phase(plan: Plan, row: _Row) -> str:
 
     They begin and end on the first of the stages that take the model's input.
     """
-    if row.stage != plan.entries[0]:
+    if plan.stage_of(row.stage) != plan.entries[0]:
         return "t"
     return "s" if row.kind == CODES[Kind.FORWARD] else "f"
 
 
-def _cause(waited_for: int) -> str:
+def _cause(plan: Plan, waited_for: int) -> str:
     """Return the name of the stage that an action waited for."""
     if waited_for == NOBODY:
         return "nobody"
-    return "coordinator" if waited_for < 0 else f"stage {waited_for}"
+    return "coordinator" if waited_for < 0 else name_of(plan.addresses[waited_for])
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

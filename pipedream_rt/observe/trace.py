@@ -131,15 +131,15 @@ class Trace:
     activation_bytes: tuple[int, ...] = ()
 
     def of_stage(self, stage: int) -> Spans:
-        """Return the spans of a stage in the order of time; -1 stands for the coordinator."""
+        """Return the spans of an address in the order of time; -1 stands for the coordinator."""
         mine: Spans = self.spans[self.spans["stage"] == stage]
         return mine
 
     def by_stage(self) -> list[Spans]:
-        """Return the spans of every stage, in less time than `of_stage` for each one."""
+        """Return the spans of every address, in less time than `of_stage` for each one."""
         order = np.argsort(self.spans["stage"], kind="stable")
         bounds = np.searchsorted(
-            self.spans["stage"], np.arange(self.plan.num_stages + 1), sorter=order
+            self.spans["stage"], np.arange(len(self.plan.addresses) + 1), sorter=order
         )
         return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
@@ -253,7 +253,7 @@ def _fitting(trace: Trace) -> Trace:
     for name in ("stage_bytes", "activation_bytes"):
         if len(getattr(trace, name)) not in (0, plan.num_stages):
             raise ValueError(f"its {name!r} are not those of {plan.num_stages} stages")
-    if len(spans) and not -1 <= stages.min() <= stages.max() < plan.num_stages:
+    if len(spans) and not -1 <= stages.min() <= stages.max() < len(plan.addresses):
         raise ValueError(f"it has spans of other stages than {plan.num_stages}")
     of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME))
     of_stage = np.isin(kinds, (PASS, COMMAND, DRAIN, *CODES.values()))

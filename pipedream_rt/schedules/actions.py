@@ -3,6 +3,10 @@
 With its stage an action is written ``2:F3``. A backward may be split, as for a zero bubble: the
 half ``I`` computes the gradient of the stage's input, which the stage before waits for; the half
 ``W`` computes the gradients of the weights, which no stage waits for until the step.
+
+A stage with replicas adds the gradients of an update up over them, before each of them steps: with
+``R3`` a replica sends what it has summed for update 3 to the others, and with ``S3`` it takes what
+the others have sent, adds everything up in the order of the replicas, and steps.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ class Kind(Enum):
     INPUT = "I"
     WEIGHT = "W"
     STEP = "S"
+    REDUCE = "R"
 
     # By identity: the default, which hashes the name in Python, is slow, and kinds are looked up
     # for every action.
@@ -35,7 +40,10 @@ SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
 ENDS = (Kind.BACKWARD, Kind.WEIGHT)
 """The kinds after which a micro-batch is not in flight: its gradients are in the pending update."""
 
-_TEXT = re.compile(r"(?:(\d+):)?([FBIWS])(\d+)")
+OF_UPDATES = (Kind.STEP, Kind.REDUCE)
+"""The kinds whose index is the number of an update; that of others is a micro-batch."""
+
+_TEXT = re.compile(r"(?:(\d+):)?([FBIWSR])(\d+)")
 
 
 class Action(NamedTuple):
@@ -43,7 +51,8 @@ class Action(NamedTuple):
 
     Attributes:
         kind: The kind of the action.
-        index: Number of the update for a step, of the micro-batch otherwise; both 0-based.
+        index: Number of the update for the kinds `OF_UPDATES`, of the micro-batch otherwise; both
+            0-based.
         stage: The stage that does the action; None for the only stage of a worker.
     """
 
@@ -72,7 +81,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; expected F, B, I, W or S and a number, "
+                f"{text!r} is not an action; expected F, B, I, W, S or R and a number, "
                 "with the stage and a colon before it if wanted, as in F3 or 2:F3"
             )
         stage, letter, index = match.groups()
@@ -80,7 +89,7 @@ class Action(NamedTuple):
 
 
 # Names of their own, because to look a member up in its class takes longer than to make an action.
-_F, _B, _I, _W, _S = Kind
+_F, _B, _I, _W, _S, _R = Kind
 
 
 def forward(micro_batch: int, stage: int | None = None) -> Action:
@@ -106,6 +115,11 @@ def weight_gradient(micro_batch: int, stage: int | None = None) -> Action:
 def step(update: int, stage: int | None = None) -> Action:
     """Return the step ``S<update>``, which makes weight version ``update + 1``."""
     return Action(_S, update, stage)
+
+
+def reduce(update: int, stage: int | None = None) -> Action:
+    """Return ``R<update>``, by which a replica hands over the gradients that it has summed."""
+    return Action(_R, update, stage)
 
 
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
@@ -136,7 +150,7 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
         if action is None:
             raise ScheduleError(f"the order ends before it has done all of {stop} micro-batches")
         kind = action.kind
-        if action.index >= (updates if kind is _S else stop):
+        if action.index >= (updates if kind in OF_UPDATES else stop):
             patience -= 1
             if not patience:
                 raise ScheduleError(

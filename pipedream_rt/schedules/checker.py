@@ -9,6 +9,8 @@ micro-batches. The rules are:
   plain gradient accumulation.
 - There is no deadlock.
 - Every forward reads a version that is kept.
+- Every replica hands its gradients of an update over after it has summed them, and takes those of
+  the others before it steps.
 - No stage has more micro-batches in flight, or keeps more versions, than the schedule states.
 """
 
@@ -20,11 +22,19 @@ from typing import Any, Protocol
 from typing_extensions import assert_never
 
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
-from pipedream_rt.schedules.actions import ENDS, Action, Kind
+from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, Action, Kind
 from pipedream_rt.schedules.execution import Executable, Execution
 from pipedream_rt.schedules.grid import Grid
 from pipedream_rt.schedules.ledger import VersionLedger
-from pipedream_rt.schedules.plan import COORDINATOR, Edge, Plan, plan_named
+from pipedream_rt.schedules.plan import (
+    COORDINATOR,
+    Address,
+    Edge,
+    Plan,
+    name_of,
+    plan_named,
+    replicas_of,
+)
 from pipedream_rt.schedules.written import plan_written, proof_length
 
 
@@ -38,33 +48,41 @@ class Checkable(Executable, Protocol):
         """Return the largest number of weight versions that a stage keeps at a time."""
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches in flight on a stage."""
+        """Return the largest number of micro-batches in flight on a replica of a stage."""
+
+    def contributors(self, stage: int, update: int) -> tuple[Address, ...]:
+        """Return the addresses of those replicas that have micro-batches of an update."""
 
 
 class _StageState:
-    """The progress of one stage.
+    """The progress of one replica of a stage. Its micro-batches are every r-th one.
 
     Args:
-        stage: Index of the stage.
-        in_flight: The number of micro-batches in flight that the schedule allows.
-        kept: The number of versions kept that the schedule allows.
+        plan: The plan.
+        address: The address of the replica.
 
     Attributes:
+        stage: Index of the stage.
+        replicas: The number of replicas of the stage, r.
         most_in_flight: The number of micro-batches in flight that the schedule allows.
         most_kept: The number of versions kept that the schedule allows.
         ledger: The list of which micro-batch reads which version.
-        forwards: The number of forwards done.
-        backs: The number of backwards, or of their input halves, done.
-        ends: The number of backwards, or of their weight halves, done.
+        forwards: The micro-batch of the next forward.
+        backs: The micro-batch of the next backward, or of the next input half of one.
+        ends: The micro-batch of the next backward, or of the next weight half of one.
         steps: The number of updates done.
+        reduced: One past the last update whose gradients were handed over.
         split: Whether backwards are split.
     """
 
-    def __init__(self, stage: int, in_flight: int, kept: int) -> None:
+    def __init__(self, plan: Checkable, address: Address) -> None:
         """Begin with no action done."""
-        self.most_in_flight, self.most_kept = in_flight, kept
+        self.stage = stage = plan.stage_of(address)
+        self.replicas = 1 + len(plan.others(address))
+        self.most_in_flight, self.most_kept = plan.in_flight(stage), plan.kept(stage)
         self.ledger = VersionLedger(stage)
-        self.forwards = self.backs = self.ends = self.steps = 0
+        self.forwards = self.backs = self.ends = plan.next_own(address, 0)
+        self.steps = self.reduced = 0
         self.split = False
 
 
@@ -83,9 +101,7 @@ class _Checker:
         self._micro_batches = micro_batches
         self._credits = credits
         self._execution = Execution(plan, micro_batches, flushes=flushes, credits=credits)
-        self._stages = [
-            _StageState(s, plan.in_flight(s), plan.kept(s)) for s in range(plan.num_stages)
-        ]
+        self._stages = [_StageState(plan, address) for address in plan.addresses]
         self._clocks = [0] * plan.workers
         # The time at which a message was sent, by edge and number, until an action needs it.
         self._sent: dict[tuple[Edge, int], int] = {}
@@ -102,7 +118,7 @@ class _Checker:
                 self._apply(stage, action)
             except (VersionError, _RuleBroken) as error:
                 raise self._broken(worker, stage, action, str(error)) from error
-            if action.kind is not Kind.STEP:
+            if action.kind not in OF_UPDATES:
                 self._place(worker, stage, action)
         self._finish()
 
@@ -125,17 +141,20 @@ class _Checker:
             VersionError: The action reads a version that is not kept.
         """
         state, m = self._stages[stage], action.index
+        r = state.replicas
+        if action.kind not in OF_UPDATES and r > 1 and self._plan.next_own(stage, m) != m:
+            raise _RuleBroken(f"micro-batch {m} goes to another replica")
         match action.kind:
             case Kind.FORWARD:
                 if m < state.forwards:
                     raise _RuleBroken(f"micro-batch {m} goes forward twice")
                 if m > state.forwards:
                     raise _RuleBroken(f"the next forward should be F{state.forwards}")
-                state.forwards += 1
-                in_flight, most = state.forwards - state.ends, state.most_in_flight
+                state.forwards += r
+                in_flight, most = (state.forwards - state.ends) // r, state.most_in_flight
                 if in_flight > most:
                     raise _RuleBroken(f"{in_flight} in flight, the schedule states {most}")
-                state.ledger.read(m, self._plan.reads(stage, m))
+                state.ledger.read(m, self._plan.reads(state.stage, m))
             case Kind.BACKWARD | Kind.INPUT:
                 if m < state.backs:
                     raise _RuleBroken(f"micro-batch {m} goes backward twice")
@@ -149,43 +168,52 @@ class _Checker:
                 if m and split is not state.split:
                     raise _RuleBroken("a backward is split always or never, here it is both")
                 state.split = split
-                state.backs += 1
+                state.backs += r
             case Kind.WEIGHT:
                 if not state.split or m >= state.backs:
                     raise _RuleBroken(f"the weight half before its input half I{m}")
                 if m != state.ends:
                     raise _RuleBroken(f"the next weight half should be W{state.ends}")
+            case Kind.REDUCE:
+                self._require_whole(state, action)
+                adds = stage in self._plan.contributors(state.stage, m)
+                if not adds or m < state.reduced:
+                    raise _RuleBroken("the replica has nothing to hand over for this update")
+                state.reduced = m + 1
             case Kind.STEP:
-                self._apply_step(state, stage, action)
+                if m != state.steps:
+                    raise _RuleBroken(f"the next update should be S{state.steps}")
+                if r == 1:
+                    self._require_whole(state, action)
+                elif stage in self._plan.contributors(state.stage, m) and m >= state.reduced:
+                    raise _RuleBroken(f"update before R{m}, by which its gradients are handed over")
+                state.ledger.update(self._plan.reads(state.stage, state.forwards))
+                state.steps += 1
             case _:
                 assert_never(action.kind)
         if action.kind in ENDS:
             state.ledger.unpin(m)
-            state.ends += 1
+            state.ends += r
         kept = len(state.ledger.kept)
         if kept > state.most_kept:
             raise _RuleBroken(f"{kept} versions kept, the schedule states {state.most_kept}")
 
-    def _apply_step(self, state: _StageState, stage: int, action: Action) -> None:
-        """Check that an update is the next one, and sums the gradients that it must, and no others.
+    def _require_whole(self, state: _StageState, action: Action) -> None:
+        """Check that the gradients which are summed by now are those of an update, and no others.
 
         Raises:
-            _RuleBroken: It does not.
+            _RuleBroken: They are not.
         """
-        if action.index != state.steps:
-            raise _RuleBroken(f"the next update should be S{state.steps}")
         letter = "W" if state.split else "B"
         end = (action.index + 1) * self._plan.per_update
-        missing = range(state.ends, end)
+        missing = range(state.ends, end, state.replicas)
         if missing:
             raise _RuleBroken(
                 f"update before its backward {', '.join(f'{letter}{m}' for m in missing)}"
             )
-        too_many = range(end, state.ends)
+        too_many = range(end, state.ends - state.replicas + 1)
         if too_many:
             raise _RuleBroken(f"update after {letter}{too_many[0]}, which it does not sum")
-        state.ledger.update(self._plan.reads(stage, state.forwards))
-        state.steps += 1
 
     def _finish(self) -> None:
         """Check that no worker waits for ever, and that every action was done.
@@ -203,17 +231,18 @@ class _Checker:
                 text += f" (with {self._credits} mini-batches injected ahead, the credits)"
             raise self._broken(worker, stage, action, text)
         updates = self._micro_batches // self._plan.per_update
-        for s, state in enumerate(self._stages):
+        for address, state in zip(self._plan.addresses, self._stages, strict=True):
+            where = name_of(address)
             for letter, done in (("F", state.forwards), ("B", state.backs), ("W", state.ends)):
                 if done < self._micro_batches:
-                    raise self._error(f"stage {s}", f"stage {s} never does {letter}{done}")
+                    raise self._error(where, f"{where} never does {letter}{done}")
             if state.steps < updates:
-                raise self._error(f"stage {s}", f"stage {s} never does S{state.steps}")
+                raise self._error(where, f"{where} never does S{state.steps}")
 
-    def _broken(self, worker: int, stage: int, action: Action, rule: str) -> ScheduleError:
+    def _broken(self, worker: int, stage: Address, action: Action, rule: str) -> ScheduleError:
         """Return the error about an action, which the grid shows between > and <."""
         self.grid.place(worker, self._clocks[worker], f">{action}<")
-        return self._error(f"stage {stage}, {action}", rule)
+        return self._error(f"{name_of(stage)}, {action}", rule)
 
     def _error(self, where: str, rule: str) -> ScheduleError:
         """Return the error with the place, the rule, and the end of the grid."""
@@ -260,6 +289,7 @@ def plan_for(
     versions: str = "stashed",
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
+    replicas: int | Sequence[int] = (),
     credits: int | None = None,
 ) -> Plan:
     """Return the plan of a chain of stages with a schedule.
@@ -275,6 +305,7 @@ def plan_for(
         versions: ``"current"`` for backwards on the newest weights, an option of async-1f1b.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
+        replicas: The number of replicas of each stage, or one number for all; empty for one.
         credits: The credits with which a user's schedule is checked; None for `Plan.credits`.
 
     Returns:
@@ -294,11 +325,17 @@ def plan_for(
             versions=versions,
             synchronous=synchronous,
             slack=slack,
+            replicas=replicas,
         )
     if vertical_sync or versions != "stashed" or synchronous:
         raise ConfigError(
             "vertical_sync, versions and synchronous_updates are options of built-in schedules; a "
             "written schedule says these things itself"
+        )
+    if replicas_of(replicas, num_stages):
+        raise ConfigError(
+            "replicas are for async-1f1b, 2bw, 1f1b and gpipe; a written schedule has "
+            "one replica of each stage"
         )
     made = plan_written(
         schedule,

@@ -11,15 +11,15 @@ from itertools import chain, pairwise
 from typing import Protocol, TypeAlias
 
 from pipedream_rt.schedules.actions import Action, Kind
-from pipedream_rt.schedules.plan import Edge
+from pipedream_rt.schedules.plan import COORDINATOR, Address, Edge, EdgeKind
 
 
 class Executable(Protocol):
     """The part of a plan that an execution uses; see `Plan`."""
 
     @property
-    def num_stages(self) -> int:
-        """The number of stages."""
+    def addresses(self) -> tuple[Address, ...]:
+        """All addresses but the coordinator's: one for each replica of a stage."""
 
     @property
     def workers(self) -> int:
@@ -40,45 +40,79 @@ class Executable(Protocol):
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
         """Return an iterator over the actions of a worker, in order."""
 
-    def first_of(self, worker: int) -> int:
-        """Return the first stage that a worker hosts."""
+    def first_of(self, worker: int) -> Address:
+        """Return the first address that a worker hosts."""
 
     def name_of(self, worker: int) -> str:
         """Return a worker's name for people."""
 
-    def needs(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
+    def stage_of(self, address: Address) -> int:
+        """Return the stage of which an address has a replica."""
+
+    def address_of(self, stage: int, micro_batch: int = 0) -> Address:
+        """Return the address of the replica of a stage that a micro-batch goes to."""
+
+    def next_own(self, address: Address, micro_batch: int) -> int:
+        """Return the first micro-batch from a number on that goes to an address."""
+
+    def others(self, address: Address) -> tuple[Address, ...]:
+        """Return the addresses of the other replicas of its stage."""
+
+    def needs(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
         """Return the edges whose messages an action needs."""
 
-    def gives(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
+    def gives(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
         """Return the edges on which an action sends messages."""
 
-    def neighbours(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        """Return, by stage, the stages whose messages an action of a kind needs."""
+    def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
+        """Return all edges of a kind."""
+
+    def neighbours(self, kind: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return, by address, the first address and the replicas of each stage that it needs."""
 
 
-Done: TypeAlias = tuple[int, int, Action]
-"""An executed action: worker, stage and action, in a plain tuple because there are millions."""
+Done: TypeAlias = tuple[int, Address, Action]
+"""An executed action: worker, address and action, in a plain tuple because there are millions."""
+
+_Sources: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+"""By address, the first address and the number of replicas of each stage that it waits for."""
 
 
 class _Progress:
-    """The progress of all stages in one direction, forward or backward.
+    """The progress of all replicas in one direction, forward or backward.
 
     Args:
-        needed: By stage, the stages whose messages it needs.
+        needed: The stages that each replica waits for.
 
     Attributes:
-        done: By stage, one past the last micro-batch that it has done.
-        needed: By stage, the stages whose messages it needs.
-        sleepers: By stage, the workers that wait for its next message.
+        done: By address, one past the last micro-batch, or update, that it has done.
+        needed: The stages that each replica waits for.
+        sleepers: By address, the workers that wait for its next message.
     """
 
     __slots__ = ("done", "needed", "sleepers")
 
-    def __init__(self, needed: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, needed: _Sources) -> None:
         """Begin with no action done."""
         self.needed = needed
         self.done = [0] * len(needed)
         self.sleepers: list[list[int]] = [[] for _ in needed]
+
+    def awaited(self, address: Address, index: int) -> Address:
+        """Return an address whose message is not there yet; `COORDINATOR` if there is none."""
+        for first, count in self.needed[address]:
+            source = first + index % count
+            if self.done[source] <= index:
+                return source
+        return COORDINATOR
+
+    def note(self, address: Address, index: int) -> list[int]:
+        """Note that an action is done; return the workers that can go on."""
+        self.done[address] = index + 1
+        woken = self.sleepers[address]
+        if woken:
+            self.sleepers[address] = []
+        return woken
 
 
 class Execution:
@@ -124,10 +158,13 @@ class Execution:
         plan, orders = self._plan, self._orders
         forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
-        behind = [(stage + 1,) for stage in range(plan.num_stages - 1)]
-        down = _Progress((*behind, ())) if self._norms else None
+        behind = {edge.target: ((edge.source, 1),) for edge in plan.edges(EdgeKind.NORM)}
+        down = _Progress(tuple(behind.get(a, ()) for a in plan.addresses))
+        reduced = _Progress(((),) * len(plan.addresses))
+        alone = not any(map(plan.others, plan.addresses))
         only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
-        unpaid = set(plan.entries) if self._credits else set()
+        entries = {a for a in plan.addresses if plan.stage_of(a) in plan.entries}
+        unpaid = entries if self._credits else set()
         held: list[Action | None] = [None] * plan.workers
         ready = list(range(plan.workers))
         while ready:
@@ -141,19 +178,31 @@ class Execution:
                     way = onward
                 elif kind is backward or kind is input_half:
                     way = back
-                elif kind is Kind.STEP and down is not None:
-                    way = down
-                else:
+                elif kind is Kind.WEIGHT or (alone and not self._norms):
                     yield worker, stage, action
+                    continue
+                else:
+                    way = down if kind is Kind.STEP else reduced
+                    if way is down:
+                        missing = self._awaited_by_step(reduced, down, stage, action)
+                        if missing is not None:
+                            held[worker] = action
+                            missing.append(worker)
+                            break
+                    yield worker, stage, action
+                    ready += way.note(stage, m)
                     continue
                 done = way.done
                 # An action that is not the next one does not wait; the checker refuses it.
-                if done[stage] == m:
-                    for source in way.needed[stage]:
+                if m == (done[stage] if alone else plan.next_own(stage, done[stage])):
+                    for first_of_it, count in way.needed[stage]:  # `awaited`, for speed
+                        source = first_of_it + m % count
                         if done[source] <= m:
                             break
                     else:
-                        source = self._unpaid(done, m) if way is onward and stage in unpaid else -1
+                        source = COORDINATOR
+                        if way is onward and stage in unpaid:
+                            source = self._unpaid(done, m)
                     if source >= 0:
                         held[worker] = action
                         way.sleepers[source].append(worker)
@@ -161,13 +210,29 @@ class Execution:
                 yield worker, stage, action
                 done[stage] = m + 1
                 if way.sleepers[stage]:
-                    ready += way.sleepers[stage]
-                    way.sleepers[stage] = []
+                    ready += way.note(stage, m)
         self.waiting = [(worker, action) for worker, action in enumerate(held) if action]
 
-    def _unpaid(self, forwards: list[int], micro_batch: int) -> int:
-        """Return the stage whose loss must come before a micro-batch is injected; -1 if none."""
-        k, credits = self._plan.per_update, self._credits or 0
-        (exit_stage,) = self._plan.exits
+    def _awaited_by_step(
+        self, reduced: _Progress, down: _Progress, address: Address, action: Action
+    ) -> list[int] | None:
+        """Return who sleeps until a message comes that a step waits for; None if all are there.
+
+        It waits for the gradients of the other replicas, and for the norms of the stage behind.
+        """
+        for edge in self._plan.needs(action, address):
+            if reduced.done[edge.source] <= action.index:
+                return reduced.sleepers[edge.source]
+        source = down.awaited(address, action.index) if self._norms else COORDINATOR
+        return None if source == COORDINATOR else down.sleepers[source]
+
+    def _unpaid(self, forwards: list[int], micro_batch: int) -> Address:
+        """Return an address whose loss must come before a micro-batch is injected."""
+        plan, k, credits = self._plan, self._plan.per_update, self._credits or 0
+        (exit_stage,) = plan.exits
         awaited = (micro_batch // k - credits + 1) * k
-        return exit_stage if forwards[exit_stage] < awaited else -1
+        last = plan.address_of(exit_stage)
+        for address in (last, *plan.others(last)):
+            if plan.next_own(address, forwards[address]) < awaited:
+                return address
+        return COORDINATOR

@@ -1,12 +1,13 @@
 """The orders: the endless sequences of actions that the workers do, one class for each.
 
 The letters are those of the papers: n workers, v stages on each, s a stage, k micro-batches per
-update, m a micro-batch, and w(s) the warm-up forwards of a stage: n-1-s, plus the slack of the
-hops after it.
+update, m a micro-batch, r the replicas of a stage, and w(s) the warm-up forwards of a stage:
+n-1-s, plus the slack of the hops after it; with replicas see `Shape.warm_up`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +21,7 @@ from pipedream_rt.schedules.actions import (
     backward,
     forward,
     input_gradient,
+    reduce,
     step,
     until,
     weight_gradient,
@@ -66,6 +68,50 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
             yield step(m // per_update)
 
 
+def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
+    """Yield what one of several replicas does: 1F1B over its own micro-batches, and the updates.
+
+    It hands its gradients over as soon as it has them, and reads an update one micro-batch later
+    than a stage alone would, so that there is time to reduce them. Replica 0 of two on the first
+    of two stages, k = 2::
+
+        F0 | F2 B0 R0 | F4 B2 R1 S0 | F6 B4 R2 S1 ...
+    """
+    stage, _, count = shape.place_of(worker)
+    ahead, k = count * shape.warm_up(stage), shape.per_update
+    first = shape.first_own(worker, start)
+    yield from map(forward, range(first, first + ahead, count))
+    applied = start // k
+    for m in range(first, sys.maxsize, count):
+        yield forward(m + ahead)
+        yield backward(m)
+        if (m + count) // k > m // k:
+            yield reduce(m // k)
+        yield from map(step, range(applied, m // k))  # of which all micro-batches are before m
+        applied = m // k
+
+
+def flushed_update(worker: int, shape: Shape, first: int, warm_up: int) -> Iterator[Action]:
+    """Yield the forwards, the backwards and the update of one mini-batch, with an empty pipe.
+
+    Args:
+        worker: Index of the worker.
+        shape: The numbers of the schedule.
+        first: The first micro-batch of the mini-batch.
+        warm_up: The number of forwards before the first backward.
+    """
+    _, _, count = shape.place_of(worker)
+    update, end = first // shape.per_update, first + shape.per_update
+    own = range(shape.first_own(worker, first), end, count)
+    yield from map(forward, own[:warm_up])
+    for i, m in enumerate(own):
+        yield from map(forward, own[i + warm_up : i + warm_up + 1])
+        yield backward(m)
+    if count > 1 and own:
+        yield reduce(update)
+    yield step(update)
+
+
 def refuse_slack(name: str, shape: Shape) -> None:
     """Refuse slack for an order that does not use it.
 
@@ -80,6 +126,23 @@ def refuse_slack(name: str, shape: Shape) -> None:
         raise ConfigError(
             f"{name} has no warm-up that slack could lengthen; slack is for async-1f1b, 2bw and "
             "1f1b"
+        )
+
+
+def refuse_replicas(name: str, shape: Shape) -> None:
+    """Refuse replicas for an order that has no place for them.
+
+    Args:
+        name: Name of the schedule, for the message.
+        shape: The numbers of the schedule.
+
+    Raises:
+        ConfigError: A stage has several.
+    """
+    if shape.replicas:
+        raise ConfigError(
+            f"{name} has one replica of each stage; replicas are for async-1f1b, 2bw, 1f1b and "
+            "gpipe"
         )
 
 
@@ -107,14 +170,13 @@ class Flushed1F1B(_OneStageEach):
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
         """See `Order.order`."""
-        k = shape.per_update
-        warm_up = min(shape.warm_up(worker), k)
-        for first in count(start, k):
-            yield from until(one_forward_one_backward(warm_up, k, first), first + k, k, k + 1)
+        stage, _, _ = shape.place_of(worker)
+        for first in count(start, shape.per_update):
+            yield from flushed_update(worker, shape, first, shape.warm_up(stage))
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return min(w(s) + 1, k)."""
-        return min(shape.warm_up(stage) + 1, shape.per_update)
+        """Return min(w(s) + 1, ceil(k / r))."""
+        return min(shape.warm_up(stage) + 1, _most_own(stage, shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +195,15 @@ class Async1F1B(_OneStageEach):
         """See `Order.order`."""
         first = shape.first_asynchronous
         if start < first:
-            k, left = shape.per_update, shape.work(first - start)
+            k, left = shape.per_update, shape.work(worker, start, first)
             yield from until(Flushed1F1B().order(worker, shape, start), first, k, left)
-        yield from one_forward_one_backward(
-            shape.warm_up(worker), shape.per_update, max(start, first)
-        )
+        stage, _, replicas = shape.place_of(worker)
+        if replicas > 1:
+            yield from replicated_1f1b(worker, shape, max(start, first))
+        else:
+            yield from one_forward_one_backward(
+                shape.warm_up(stage), shape.per_update, max(start, first)
+            )
 
     def in_flight(self, stage: int, shape: Shape) -> int:
         """Return w(s) + 1."""
@@ -157,14 +223,11 @@ class GPipe(_OneStageEach):
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
         """See `Order.order`."""
         for first in count(start, shape.per_update):
-            mini_batch = range(first, first + shape.per_update)
-            yield from map(forward, mini_batch)
-            yield from map(backward, mini_batch)
-            yield step(first // shape.per_update)
+            yield from flushed_update(worker, shape, first, shape.per_update)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return k."""
-        return shape.per_update
+        """Return ceil(k / r)."""
+        return _most_own(stage, shape)
 
     def require(self, shape: Shape) -> None:
         """See `Order.require`."""
@@ -213,7 +276,7 @@ class Interleaved1F1B:
     def in_flight(self, stage: int, shape: Shape) -> int:
         """Return the number counted over one mini-batch, since there is no simple formula."""
         order, k = self.order(shape.worker_of(stage), shape, 0), shape.per_update
-        return most_in_flight(until(order, k, k, shape.work(k)), stage)
+        return most_in_flight(until(order, k, k, shape.work(0, 0, k)), stage)
 
     def require(self, shape: Shape) -> None:
         """Refuse slack, and a number of micro-batches k that is no multiple of the workers n.
@@ -221,6 +284,7 @@ class Interleaved1F1B:
         Raises:
             ConfigError: There is no such order for the shape.
         """
+        refuse_replicas("interleaved-1f1b", shape)
         refuse_slack("interleaved-1f1b", shape)
         if shape.per_update % shape.workers:
             raise ConfigError(
@@ -228,6 +292,11 @@ class Interleaved1F1B:
                 f"workers, so micro_batches must be a multiple of {shape.workers}, "
                 f"not {shape.per_update}"
             )
+
+
+def _most_own(stage: int, shape: Shape) -> int:
+    """Return ceil(k / r), the most micro-batches of a mini-batch that go to one replica."""
+    return -(-shape.per_update // (shape.replicas[stage] if shape.replicas else 1))
 
 
 def most_in_flight(actions: Iterator[Action], stage: int) -> int:
@@ -277,4 +346,5 @@ class ZeroBubbleH1(_OneStageEach):
     def require(self, shape: Shape) -> None:
         """See `Order.require`."""
         _OneStageEach.require(self, shape)
+        refuse_replicas("zero-bubble", shape)
         refuse_slack("zero-bubble", shape)

@@ -10,16 +10,18 @@ micro-batches::
                                 0 ◄───gradient─── 1 ◄───gradient─── 2
 
 An edge is a directed way for one kind of message from one address to another. Address, stage and
-worker are three things: a message goes to an address; the plan says which address a stage has,
-namely its own index as long as each stage has one replica, and which worker hosts it.
+worker are three things: a message goes to an address; the plan says which addresses a stage has,
+one for each of its replicas, and which worker hosts an address. Addresses are counted stage by
+stage, so that each stage's own index is its address as long as all have one replica.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -36,6 +38,8 @@ from pipedream_rt.schedules.shape import Shape, slack_of
 T = TypeVar("T")
 
 Address: TypeAlias = int
+"""The place that a message goes to: the number of a stage's replica, or `COORDINATOR`."""
+
 EVERY_STAGE = "/"
 """The first character of keys, beside those that begin with a layer's name, that are for every
 stage: the state of optimizers themselves has such keys."""
@@ -44,10 +48,18 @@ LOSS_LAYER = "(loss)"
 """The name under which a loss that is a module stands behind the layers of its stage. No layer of
 a user's has it, so the keys of the loss's weights are apart from those of the model."""
 
-"""The place that a message goes to: the index of a stage, or `COORDINATOR`."""
-
 COORDINATOR: Address = -1
 """The address of the coordinator."""
+
+
+class Place(int):
+    """The address of one of several replicas, which knows what it is called.
+
+    Attributes:
+        title: Its name for people: ``stage 1, replica 0``.
+    """
+
+    title: str
 
 
 class EdgeKind(Enum):
@@ -61,6 +73,7 @@ class EdgeKind(Enum):
     SHARE = "share"  # the receiver's share of the gradient of weights that both use
     NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
     TOTAL = "total"  # the norms of all gradients, from the first stage at a flush
+    PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
     START = "start"  # the specification of a stage
     READY = "ready"
     COMMAND = "command"
@@ -92,12 +105,14 @@ class Edge(NamedTuple):
 
 def name_of(address: Address) -> str:
     """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
+    if isinstance(address, Place):
+        return address.title
     return "the coordinator" if address == COORDINATOR else f"stage {address}"
 
 
-def name_of_worker(worker: int, stages: Sequence[int]) -> str:
+def name_of_worker(worker: int, stages: Sequence[Address]) -> str:
     """Return ``stage 2`` for a worker that hosts that stage alone, else ``worker 1``."""
-    return f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker}"
+    return name_of(stages[0]) if len(stages) == 1 else f"worker {worker}"
 
 
 class Tie(NamedTuple):
@@ -119,8 +134,9 @@ class Tie(NamedTuple):
 _TO_STAGES = (EdgeKind.START, EdgeKind.COMMAND)
 _FROM_STAGES = (EdgeKind.READY, EdgeKind.REPLY, EdgeKind.SAVED, EdgeKind.FAILED)
 
-_Edges: TypeAlias = dict[Kind, tuple[tuple[Edge, ...], ...]]
-"""The edges of each kind of action, by stage."""
+_Way: TypeAlias = tuple[Edge, ...]
+_Routes: TypeAlias = dict[tuple[Kind, Address, int], tuple[_Way, _Way]]
+"""The edges that an action needs and gives, by its kind, its doer, and its place in the cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +145,17 @@ class Plan:
 
     Attributes:
         name: The name of the schedule.
-        shape: The numbers of workers, stages and micro-batches per update, and the slack.
+        shape: The numbers of workers, stages, replicas and micro-batches per update, and the slack.
         recipe: The order and the version policy; None if a user wrote the schedule and only its
             name is known, as in a trace that was read from a file.
         layers: By stage, the names of its layers in the unsplit model, and of the parameters and
             buffers that it has beside them; empty if there is no model, as in a simulation.
-        hosts: By stage, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
+        hosts: By address, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
         links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
             producer has a lower index than its consumers.
         entries: The stages that take inputs of the model; those without a producer always do.
         ties: The trainable weights that several stages use.
-        replicas: By stage, the number of its replicas, which must be 1.
+        addresses: All addresses but the coordinator's, stage by stage.
 
     Raises:
         ConfigError: The parts do not fit each other.
@@ -153,21 +169,26 @@ class Plan:
     links: tuple[tuple[int, int], ...] | None = None
     entries: tuple[int, ...] = ()
     ties: tuple[Tie, ...] = ()
-    replicas: tuple[int, ...] = ()
+    addresses: tuple[Address, ...] = field(init=False, repr=False, compare=False)
+    _stages: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _exits: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _weights: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
     _shares: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
-    _needs: _Edges = field(init=False, repr=False, compare=False)
-    _gives: _Edges = field(init=False, repr=False, compare=False)
+    _cycles: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _routes: _Routes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Fill in the attributes that are not given, check all, and compute the edges."""
         stages, put = range(self.shape.num_stages), object.__setattr__
-        put(self, "hosts", self.hosts or tuple(map(self.shape.worker_of, stages)))
         put(self, "links", tuple(pairwise(stages)) if self.links is None else self.links)
-        put(self, "replicas", self.replicas or (1,) * len(stages))
+        counts = self.replicas
+        put(self, "_firsts", tuple(accumulate((0, *counts[:-1]))))
+        put(self, "_stages", tuple(s for s, count in enumerate(counts) for _ in range(count)))
+        put(self, "addresses", _addresses(counts))
+        put(self, "hosts", self.hosts or tuple(map(self.shape.worker_of, self.addresses)))
         self._refuse_misfits()
         producers: list[list[int]] = [[] for _ in stages]
         consumers: list[list[int]] = [[] for _ in stages]
@@ -193,15 +214,9 @@ class Plan:
                 _append(self._weights, Edge(EdgeKind.WEIGHT, tie.stages[0], user), tie)
             for before, user in pairwise(tie.stages):
                 _append(self._shares, Edge(EdgeKind.SHARE, user, before), tie)
-        into, out_of = self._edges_into(), self._edges_out_of()
-        nothing: tuple[tuple[Edge, ...], ...] = ((),) * len(stages)
-        put(self, "_needs", dict.fromkeys(Kind, nothing))
-        put(self, "_gives", dict.fromkeys(Kind, nothing))
-        self._needs[Kind.FORWARD] = into
-        self._gives[Kind.FORWARD] = out_of
-        for kind in SENDS_BACK:
-            self._needs[kind] = tuple(_reversed_edges(edges) for edges in out_of)
-            self._gives[kind] = tuple(_reversed_edges(edges) for edges in into)
+        near = [(counts[s], *(counts[o] for o in (*producers[s], *consumers[s]))) for s in stages]
+        put(self, "_cycles", tuple(math.lcm(*around) for around in near))
+        put(self, "_routes", {})
 
     def _refuse_misfits(self) -> None:
         """Refuse parts that do not fit each other.
@@ -211,15 +226,21 @@ class Plan:
         """
         assert self.links is not None
         count, workers = self.num_stages, self.shape.workers
-        for what, values in (("hosts", self.hosts), ("replicas", self.replicas)):
-            if len(values) != count:
-                raise ConfigError(f"{what} has {len(values)} entries, there are {count} stages")
+        if len(self.hosts) != len(self.addresses):
+            what = "replicas of stages" if self.shape.replicas else "stages"
+            raise ConfigError(
+                f"hosts has {len(self.hosts)} entries, there are {len(self.addresses)} {what}"
+            )
         if self.layers and len(self.layers) != count:
             raise ConfigError(f"layers has {len(self.layers)} entries, there are {count} stages")
         if any(not 0 <= host < workers for host in self.hosts):
             raise ConfigError(f"hosts must be workers from 0 to {workers - 1}, found {self.hosts}")
-        if set(self.replicas) != {1}:
-            raise ConfigError(f"each stage has one replica for now, not {self.replicas}")
+        if self.ties and self.shape.replicas:
+            raise ConfigError(
+                f"{self.ties[0].name} is used on the stages {list(self.ties[0].stages)}, and "
+                f"stages have {'-'.join(map(str, self.replicas))} replicas, between which it would "
+                "have to be summed; put the layers that use it into one stage, or use no replicas"
+            )
         for link in self.links:
             producer, consumer = link
             if not 0 <= producer < consumer < count:
@@ -231,29 +252,79 @@ class Plan:
         if len(set(self.links)) < len(self.links):
             raise ConfigError("a link is given twice; a stage sends its output once to a consumer")
 
-    def _edges_into(self) -> tuple[tuple[Edge, ...], ...]:
-        """Return, by stage, the edges that a forward needs: activations, and then the target."""
-        from_coordinator = [
-            (COORDINATOR,) if s in self.entries else () for s in range(self.num_stages)
-        ]
-        return tuple(
-            (
-                *(
-                    Edge(EdgeKind.ACTIVATION, source, s)
-                    for source in (*from_coordinator[s], *self.producers(s))
-                ),
-                *(() if self.consumers(s) else (Edge(EdgeKind.TARGET, COORDINATOR, s),)),
-            )
-            for s in range(self.num_stages)
-        )
+    def _into(self, address: Address, micro_batch: int) -> tuple[Edge, ...]:
+        """Return the edges that a forward needs: activations, and then the target."""
+        stage = self.stage_of(address)
+        sources = [self.address_of(p, micro_batch) for p in self.producers(stage)]
+        if stage in self.entries:
+            sources.insert(0, COORDINATOR)
+        edges = [Edge(EdgeKind.ACTIVATION, source, address) for source in sources]
+        if not self.consumers(stage):
+            edges.append(Edge(EdgeKind.TARGET, COORDINATOR, address))
+        return tuple(edges)
 
-    def _edges_out_of(self) -> tuple[tuple[Edge, ...], ...]:
-        """Return, by stage, the edges that a forward gives: activations, or the loss."""
-        return tuple(
-            tuple(Edge(EdgeKind.ACTIVATION, s, c) for c in self.consumers(s))
-            or (Edge(EdgeKind.LOSS, s, COORDINATOR),)
-            for s in range(self.num_stages)
-        )
+    def _out_of(self, address: Address, micro_batch: int) -> tuple[Edge, ...]:
+        """Return the edges that a forward gives: activations, or the loss."""
+        consumers = self.consumers(self.stage_of(address))
+        if not consumers:
+            return (Edge(EdgeKind.LOSS, address, COORDINATOR),)
+        targets = (self.address_of(c, micro_batch) for c in consumers)
+        return tuple(Edge(EdgeKind.ACTIVATION, address, target) for target in targets)
+
+    def _found(self, kind: Kind, address: Address, index: int) -> tuple[_Way, _Way]:
+        """Return the edges that an action needs, and those that it gives."""
+        if kind is Kind.FORWARD:
+            return self._into(address, index), self._out_of(address, index)
+        if kind in SENDS_BACK:
+            needed = _reversed_edges(self._out_of(address, index))
+            return needed, _reversed_edges(self._into(address, index))
+        if kind is Kind.REDUCE:
+            return (), tuple(Edge(EdgeKind.PARTIAL, address, o) for o in self.others(address))
+        if kind is Kind.STEP:
+            adds = self.contributors(self.stage_of(address), index)
+            return tuple(Edge(EdgeKind.PARTIAL, o, address) for o in adds if o != address), ()
+        return (), ()
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By stage, the number of its replicas."""
+        return self.shape.replicas or (1,) * self.shape.num_stages
+
+    def stage_of(self, address: Address) -> int:
+        """Return the stage of which an address has a replica."""
+        return self._stages[address]
+
+    def replica_of(self, address: Address) -> int:
+        """Return the number of a replica among those of its stage."""
+        return address - self._firsts[self._stages[address]]
+
+    def address_of(self, stage: int, micro_batch: int = 0) -> Address:
+        """Return the address of the replica of a stage that a micro-batch goes to.
+
+        Evaluation, inference, and what is asked of a stage, goes to replica 0.
+        """
+        count = self.shape.replicas[stage] if self.shape.replicas else 1
+        return self.addresses[self._firsts[stage] + micro_batch % count]
+
+    def others(self, address: Address) -> tuple[Address, ...]:
+        """Return the addresses of the other replicas of its stage, in rank order."""
+        stage = self.stage_of(address)
+        first = self._firsts[stage]
+        all_of_it = self.addresses[first : first + self.replicas[stage]]
+        return tuple(other for other in all_of_it if other != address)
+
+    def contributors(self, stage: int, update: int) -> tuple[Address, ...]:
+        """Return the addresses of those replicas that have micro-batches of an update."""
+        first, k = update * self.per_update, self.per_update
+        count = min(k, self.replicas[stage])
+        return tuple(sorted(self.address_of(stage, m) for m in range(first, first + count)))
+
+    def next_own(self, address: Address, micro_batch: int) -> int:
+        """Return the first micro-batch from a number on that goes to an address."""
+        count = self.replicas[self.stage_of(address)]
+        return micro_batch + (self.replica_of(address) - micro_batch) % count
 
     # -- the graph ------------------------------------------------------------------------------
 
@@ -285,21 +356,33 @@ class Plan:
         """The stages that give the model's output and compute the loss: always one."""
         return self._exits
 
-    def worker_of(self, stage: int) -> int:
-        """Return the worker that hosts a stage."""
-        return self.hosts[stage]
+    def worker_of(self, address: Address) -> int:
+        """Return the worker that hosts a stage, or one of its replicas."""
+        return self.hosts[address]
 
-    def stages_of(self, worker: int) -> tuple[int, ...]:
-        """Return the stages that a worker hosts, in the order of the model."""
-        return tuple(s for s, host in enumerate(self.hosts) if host == worker)
+    def stages_of(self, worker: int) -> tuple[Address, ...]:
+        """Return the addresses that a worker hosts, in the order of the model."""
+        return tuple(a for a in self.addresses if self.hosts[a] == worker)
 
     def name_of(self, worker: int) -> str:
         """Return a worker's name: ``"stage 2"`` if it hosts one stage, else ``"worker 1"``."""
         return name_of_worker(worker, self.stages_of(worker))
 
-    def first_of(self, worker: int) -> int:
-        """Return the first stage that a worker hosts: the one meant by actions that name none."""
-        return self.hosts.index(worker)
+    def label_of(self, address: Address) -> str:
+        """Return the number of a stage, with that of the replica if it has several, as ``1.0``."""
+        stage = self.stage_of(address)
+        alone = self.replicas[stage] == 1
+        return str(stage) if alone else f"{stage}.{self.replica_of(address)}"
+
+    @property
+    def in_words(self) -> str:
+        """The numbers of stages, replicas and workers."""
+        replicas = f" with {'-'.join(map(str, self.replicas))} replicas" * bool(self.shape.replicas)
+        return f"{self.num_stages} stages{replicas} on {self.workers} workers"
+
+    def first_of(self, worker: int) -> Address:
+        """Return the first address that a worker hosts: the one of actions that name no stage."""
+        return self.addresses[self.hosts.index(worker)]
 
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
         """Return, by stage, the entries of a dictionary whose keys are names of or in its layers.
@@ -324,27 +407,38 @@ class Plan:
 
     # -- edges ----------------------------------------------------------------------------------
 
-    def needs(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
+    def needs(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
         """Return the edges whose messages an action needs.
 
         Args:
-            action: The action, which needs the messages about its own micro-batch.
-            stage: The stage that does it; None if the action names its stage.
+            action: The action, which needs the messages about its own micro-batch or update.
+            address: The address that does it; None if the action names its stage.
         """
-        doer = action.stage if stage is None else stage
-        assert doer is not None
-        return self._needs[action.kind][doer]
+        return self._route(action, address)[0]
 
-    def gives(self, action: Action, stage: int | None = None) -> tuple[Edge, ...]:
+    def gives(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
         """Return the edges on which an action sends messages.
 
         Args:
             action: The action.
-            stage: The stage that does it; None if the action names its stage.
+            address: The address that does it; None if the action names its stage.
         """
-        doer = action.stage if stage is None else stage
+        return self._route(action, address)[1]
+
+    def _route(self, action: Action, address: Address | None) -> tuple[_Way, _Way]:
+        """Return the edges that an action needs, and those that it gives, kept for the next one."""
+        kind, index, named = action
+        doer = named if address is None else address
         assert doer is not None
-        return self._gives[action.kind][doer]
+        key = kind, doer, index % self.cycle(doer)
+        found = self._routes.get(key)
+        if found is None:
+            found = self._routes[key] = self._found(kind, self.addresses[doer], key[2])
+        return found
+
+    def cycle(self, address: Address) -> int:
+        """Return after how many micro-batches, or updates, the edges of a stage are the same."""
+        return self._cycles[self._stages[address]]
 
     def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
         """Return the edges on which a stage gets new versions of weights that others own."""
@@ -362,32 +456,46 @@ class Plan:
         """Return the edges on which a stage sends shares of gradients of tied weights."""
         return {edge: ties for edge, ties in self._shares.items() if edge.source == stage}
 
-    def neighbours(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        """Return, by stage, the stages whose messages an action of a kind needs."""
-        return tuple(
-            tuple(edge.source for edge in edges if edge.source != COORDINATOR)
-            for edges in self._needs[kind]
-        )
+    def neighbours(self, kind: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return, by address, the stages whose messages an action of a kind needs.
+
+        A stage is given by the address of its replica 0 and the number of its replicas.
+
+        Args:
+            kind: ``FORWARD``, or a kind that takes gradients from consumers.
+        """
+        found = self._producers if kind is Kind.FORWARD else self._consumers
+        counts = self.replicas
+        return tuple(tuple((self._firsts[s], counts[s]) for s in found[of]) for of in self._stages)
 
     def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
         """Return all edges of a kind, in the order of the stages.
 
         Norms and totals are sent only if gradients are clipped by the norm of the whole model.
         """
-        stages = range(self.num_stages)
+        everybody = self.addresses
         if kind in _TO_STAGES:
-            return tuple(Edge(kind, COORDINATOR, s) for s in stages)
+            return tuple(Edge(kind, COORDINATOR, a) for a in everybody)
         if kind in _FROM_STAGES:
-            return tuple(Edge(kind, s, COORDINATOR) for s in stages)
+            return tuple(Edge(kind, a, COORDINATOR) for a in everybody)
         if kind is EdgeKind.NORM:
-            return tuple(Edge(kind, s + 1, s) for s in stages[:-1])
+            return tuple(
+                Edge(kind, self.address_of(self.stage_of(a) + 1, self.replica_of(a)), a)
+                for a in everybody
+                if self.stage_of(a) + 1 < self.num_stages
+            )
         if kind is EdgeKind.TOTAL:
-            return tuple(Edge(kind, 0, s) for s in stages[1:])
+            return tuple(Edge(kind, everybody[0], a) for a in everybody[1:])
         if kind in (EdgeKind.WEIGHT, EdgeKind.SHARE):
             return tuple(self._weights if kind is EdgeKind.WEIGHT else self._shares)
-        found = (e for edges in self._needs.values() for row in edges for e in row)
-        given = (e for edges in self._gives.values() for row in edges for e in row)
-        return tuple(dict.fromkeys(edge for edge in (*found, *given) if edge.kind is kind))
+        routes = (
+            route
+            for action in Kind
+            for a in everybody
+            for m in range(self.next_own(a, 0), self.cycle(a), self.replicas[self.stage_of(a)])
+            for route in self._route(Action(action, m, a), a)
+        )
+        return tuple(dict.fromkeys(edge for route in routes for edge in route if edge.kind is kind))
 
     # -- the schedule ---------------------------------------------------------------------------
 
@@ -417,9 +525,10 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """The name of the schedule, with the number of its synchronous updates."""
-        count = self.shape.synchronous
-        return f"{self.name} after {count} synchronous updates" if count else self.name
+        """The name of the schedule, with its synchronous updates and the replicas of stages."""
+        count, replicas = self.shape.synchronous, "-".join(map(str, self.shape.replicas))
+        title = f"{self.name} with {replicas} replicas" if replicas else self.name
+        return f"{title} after {count} synchronous updates" if count else title
 
     @property
     def cuts_backward(self) -> bool:
@@ -441,7 +550,7 @@ class Plan:
         endless = self._known.order.order(worker, self.shape, start)
         if stop is None:
             return endless
-        return until(endless, stop, self.per_update, self.shape.work(stop - start))
+        return until(endless, stop, self.per_update, self.shape.work(worker, start, stop))
 
     def reads(self, stage: int, micro_batch: int) -> int:
         """Return the weight version that a micro-batch reads at a stage."""
@@ -458,11 +567,12 @@ class Plan:
         first gradients are less stale.
         """
         k = self.per_update
-        first = self.shape.first_asynchronous + k * (4 + -(-self.in_flight(stage) // k))
+        ahead = max(self.in_flight(stage), self.shape.lag(stage))
+        first = self.shape.first_asynchronous + k * (4 + -(-ahead // k))
         return max(m // k - self.reads(stage, m) for m in range(first, first + k))
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches in flight on a stage."""
+        """Return the largest number of micro-batches in flight on a replica of a stage."""
         return self._known.order.in_flight(stage, self.shape)
 
     def credits(self) -> int:
@@ -474,7 +584,8 @@ class Plan:
         """
         if self.flushes:
             return 1
-        return max(-(-self.in_flight(s) // self.per_update) for s in self.entries) + 1
+        deepest = max(self.in_flight(s) * self.replicas[s] for s in self.entries)
+        return -(-deepest // self.per_update) + 1
 
     # -- as plain data --------------------------------------------------------------------------
 
@@ -516,6 +627,7 @@ class Plan:
                 stages_per_worker=data["stages_per_worker"],
                 slack=tuple(data["slack"]),
                 synchronous=data.get("synchronous", 0),
+                replicas=tuple(data["replicas"]) if data["stages_per_worker"] == 1 else (),
             ),
             recipe=RECIPES.get(data["name"]),
             layers=tuple(map(tuple, data["layers"])),
@@ -523,8 +635,22 @@ class Plan:
             links=tuple((producer, consumer) for producer, consumer in data["links"]),
             entries=tuple(data.get("entries", ())),
             ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
-            replicas=tuple(data["replicas"]),
         )
+
+
+def _addresses(replicas: Sequence[int]) -> tuple[Address, ...]:
+    """Return all addresses of stages with these numbers of replicas; see `Place`."""
+    if set(replicas) == {1}:
+        return tuple(range(len(replicas)))
+    found = [Place(number) for number in range(sum(replicas))]
+    titles = [
+        f"stage {stage}" + (f", replica {replica}" if count > 1 else "")
+        for stage, count in enumerate(replicas)
+        for replica in range(count)
+    ]
+    for place, title in zip(found, titles, strict=True):
+        place.title = title
+    return tuple(found)
 
 
 def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
@@ -551,6 +677,7 @@ def plan_named(
     versions: str = "stashed",
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
+    replicas: int | Sequence[int] = (),
 ) -> Plan:
     """Return the plan of a chain of stages with a built-in schedule.
 
@@ -565,6 +692,7 @@ def plan_named(
             ``async-1f1b+current``; else ``"stashed"``.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
+        replicas: The number of replicas of each stage, or one number for all; empty for one.
 
     Returns:
         The plan, without names of layers.
@@ -584,7 +712,16 @@ def plan_named(
             if name + end not in RECIPES:
                 raise ConfigError(f"{option} is an option of async-1f1b, not of {name}")
             name += end
-    return chain(name, RECIPES[name], num_stages, per_update, stages_per_worker, slack, synchronous)
+    return chain(
+        name,
+        RECIPES[name],
+        num_stages,
+        per_update,
+        stages_per_worker,
+        slack,
+        synchronous,
+        replicas,
+    )
 
 
 def chain(
@@ -595,6 +732,7 @@ def chain(
     stages_per_worker: int | None,
     slack: int | Sequence[int],
     synchronous: int = 0,
+    replicas: int | Sequence[int] = (),
 ) -> Plan:
     """Return the plan of a chain of stages with a recipe.
 
@@ -606,10 +744,12 @@ def chain(
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         synchronous: The number of updates at the start that flush the pipe.
+        replicas: The number of replicas of each stage, or one number for all; empty for one.
 
     Raises:
         ConfigError: A number is out of range, or the recipe has no schedule for these numbers.
     """
+    counts = replicas_of(replicas, num_stages)
     if synchronous and recipe.flushes:
         raise ConfigError(
             f"every update of {name} flushes the pipe, so it has no use for synchronous_updates"
@@ -623,12 +763,34 @@ def chain(
     # Checks both numbers, under the names that the caller gave them.
     Shape(workers=num_stages, stages_per_worker=each)
     shape = Shape(
-        workers=num_stages // each,
+        workers=sum(counts) or num_stages // each,
         per_update=per_update,
         stages_per_worker=each,
         slack=slack_of(slack, num_stages),
         synchronous=synchronous,
+        replicas=counts,
     )
     recipe.order.require(shape)
     recipe.versions.require(shape)
     return Plan(name=name, shape=shape, recipe=recipe)
+
+
+def replicas_of(replicas: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Return the replicas of every stage; none if each has one.
+
+    Args:
+        replicas: A number for each stage, one number for all, or an empty sequence.
+        num_stages: Number of stages.
+
+    Raises:
+        ConfigError: A number is below 1 or no integer, or there are too many or too few.
+    """
+    given = tuple(replicas) if isinstance(replicas, Sequence) else (replicas,) * num_stages
+    if any(not isinstance(r, int) or isinstance(r, bool) or r < 1 for r in given):
+        raise ConfigError(f"replicas must be integers of at least 1, not {replicas!r}")
+    if given and len(given) != num_stages:
+        raise ConfigError(
+            f"replicas has {len(given)} numbers, but there are {num_stages} stages; give one "
+            "number for each stage"
+        )
+    return () if set(given) == {1} else given

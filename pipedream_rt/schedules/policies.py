@@ -39,34 +39,35 @@ class _AnyShape:
         """See `VersionPolicy.require`."""
 
 
-def _behind(warm_up: int, shape: Shape, micro_batch: int) -> int:
-    """Return the version that an order with so many warm-up forwards has made for a forward.
+def _behind(lag: int, shape: Shape, micro_batch: int) -> int:
+    """Return the version that an order with such a lag has made for a forward.
 
-    After T synchronous updates, which read the newest version, that is max(T, (m - w) // k).
+    After T synchronous updates, which read the newest version, that is max(T, (m - lag) // k).
     """
     if micro_batch < shape.first_asynchronous:
         return micro_batch // shape.per_update
-    return max(shape.synchronous, (micro_batch - warm_up) // shape.per_update)
+    return max(shape.synchronous, (micro_batch - lag) // shape.per_update)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStashing(_AnyShape):
     """The newest version that the stage's own 1F1B order has made by the time of the forward.
 
-    Micro-batch m reads version max(0, (m - w(s)) // k), with w(s) as `Shape.warm_up` returns it:
-    when its forward comes in the steady phase, the backwards of all micro-batches before m - w(s)
-    are done. The version depends on m alone, not on when the pipe was flushed.
+    Micro-batch m reads version max(0, (m - lag) // k), with the lag as `Shape.lag` returns it,
+    which is w(s) for one replica: when its forward comes in the steady phase, the backwards of all
+    micro-batches before m - w(s) are done. The version depends on m alone, not on when the pipe was
+    flushed.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (weight stashing).
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return _behind(shape.warm_up(stage), shape, micro_batch)
+        return _behind(shape.lag(stage), shape, micro_batch)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """Return ceil(w(s)/k) + 1: the updates that w(s) micro-batches span, and the newest."""
-        return -(-shape.warm_up(stage) // shape.per_update) + 1
+        """Return ceil(lag/k) + 1: the updates that so many micro-batches span, and the newest."""
+        return -(-shape.lag(stage) // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +89,18 @@ class VerticalSync(_AnyShape):
     """The version that the first stage reads, at every stage, so that one model sees a micro-batch.
 
     Micro-batch m reads version max(0, (m - w(0)) // k). All stages keep as many versions as the
-    first.
+    first. With replicas the longest lag of a stage takes the place of w(0).
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (vertical sync).
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
         """See `VersionPolicy.reads`."""
-        return _behind(shape.warm_up(0), shape, micro_batch)
+        return _behind(shape.longest_lag, shape, micro_batch)
 
     def kept(self, stage: int, shape: Shape) -> int:
         """Return ceil(w(0)/k) + 1, the number of versions that the first stage keeps."""
-        return -(-shape.warm_up(0) // shape.per_update) + 1
+        return -(-shape.longest_lag // shape.per_update) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,18 @@ class TwoVersions:
         return 2
 
     def require(self, shape: Shape) -> None:
-        """Refuse k < w(0) + 1, with which more than two versions would be read at a time.
+        """Refuse k no larger than the longest lag: more than two versions would be read at a time.
 
         Raises:
             ConfigError: There are too few micro-batches per update.
         """
-        needed = shape.warm_up(0) + 1
+        needed = shape.longest_lag + 1
         if shape.per_update < needed:
+            if shape.replicas:
+                raise ConfigError(
+                    f"2bw with {'-'.join(map(str, shape.replicas))} replicas needs at least "
+                    f"{needed} micro-batches per update: micro_batches is {shape.per_update}"
+                )
             slack = f" with a slack of {sum(shape.slack)} in all" if shape.slack else ""
             raise ConfigError(
                 f"2bw needs at least as many micro-batches per update as stages, and one more for "

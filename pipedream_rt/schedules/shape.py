@@ -20,6 +20,12 @@ class Shape:
                                      stage 0    stage 1    stage 2
                                      stage 3    stage 4    stage 5
 
+    Or each worker has one replica of a stage. Micro-batch m goes to replica m mod r of a stage with
+    r replicas. Workers are counted stage by stage::
+
+        replicas (2, 1)              worker 0             worker 1             worker 2
+                                     stage 0, replica 0   stage 0, replica 1   stage 1
+
     Attributes:
         workers: The number of workers, n.
         per_update: The number of micro-batches per update, k.
@@ -28,6 +34,7 @@ class Shape:
             for each of the n-1 hops; empty for none. Only with one stage on each worker.
         synchronous: The number of updates at the start of a run of which each flushes the pipe, in
             a schedule that flushes no more after them.
+        replicas: By stage, the number of its replicas, r; empty if each stage has one.
 
     Raises:
         ConfigError: A number is out of range, or slack has too many or too few numbers.
@@ -38,10 +45,12 @@ class Shape:
     stages_per_worker: int = 1
     slack: tuple[int, ...] = ()
     synchronous: int = 0
+    replicas: tuple[int, ...] = ()
     _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers, and compute the warm-ups, which are asked for often."""
+        """Check the numbers, and compute what is asked for often."""
         for what, value in (
             ("stages", self.workers),
             ("micro_batches", self.per_update),
@@ -54,47 +63,112 @@ class Shape:
             raise ConfigError(
                 f"synchronous_updates must be an integer of at least 0, not {count!r}"
             )
+        put = object.__setattr__
+        put(self, "replicas", self._checked_replicas())
         slack = slack_of(self.slack, self.num_stages)
         if any(slack) and self.stages_per_worker > 1:
             raise ConfigError("slack is for schedules with one stage on each worker")
-        object.__setattr__(self, "slack", slack if any(slack) else ())
-        hops = (0, *(1 + extra for extra in reversed(slack)))
-        object.__setattr__(self, "_warm_ups", tuple(accumulate(hops))[::-1])
+        put(self, "slack", slack if any(slack) else ())
+        counts = self.replicas or (1,) * self.num_stages
+        places = tuple((stage, q) for stage, count in enumerate(counts) for q in range(count))
+        put(self, "_places", places)
+        # By stage, the workers behind it, with the slack of the hops up to there.
+        hops = (0, *(r + e for r, e in zip(reversed(counts[1:]), reversed(slack), strict=True)))
+        behind = tuple(accumulate(hops))[::-1]
+        warm_ups = tuple(-(-after // r) for after, r in zip(behind, counts, strict=True))
+        put(self, "_warm_ups", warm_ups)
+
+    def _checked_replicas(self) -> tuple[int, ...]:
+        """Return the numbers of replicas; none if each stage has one.
+
+        Raises:
+            ConfigError: They make no sense.
+        """
+        for count in self.replicas:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigError(f"replicas must be integers of at least 1, not {count!r}")
+        if not self.replicas or set(self.replicas) == {1}:
+            return ()
+        if self.stages_per_worker > 1:
+            raise ConfigError("replicas are for schedules with one stage on each worker")
+        if sum(self.replicas) != self.workers:
+            raise ConfigError(
+                f"{sum(self.replicas)} replicas, one on each worker, are not {self.workers} workers"
+            )
+        return self.replicas
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the model, n v."""
-        return self.workers * self.stages_per_worker
+        """The number of stages of the model: n v, unless some have replicas."""
+        return len(self.replicas) or self.workers * self.stages_per_worker
 
     def warm_up(self, stage: int) -> int:
-        """Return w(s) = (n-1-s) + sum of e_j for j >= s.
+        """Return w(s) = ceil(after / r), ``after`` being the workers behind it, with their slack.
 
-        A 1F1B order does so many forwards on a stage before it begins to alternate forwards and
-        backwards; one micro-batch more is then in flight there at most. The formula holds for n
-        stages, one on each worker.
+        A 1F1B order does so many forwards on a replica of a stage before it begins to alternate
+        forwards and backwards; one micro-batch more is then in flight there at most. Without
+        replicas it is (n-1-s) + sum of e_j for j >= s.
+
+        Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
         """
         return self._warm_ups[stage]
+
+    def lag(self, stage: int) -> int:
+        """Return the micro-batches from a forward back to the newest update that it may read.
+
+        That is w(s) on a stage with one replica. Of several replicas, each does one micro-batch
+        more before it reads an update, while their gradients are reduced: r (w(s) + 1).
+        """
+        count = self.replicas[stage] if self.replicas else 1
+        return self._warm_ups[stage] if count == 1 else count * (self._warm_ups[stage] + 1)
+
+    @property
+    def longest_lag(self) -> int:
+        """The largest lag of a stage."""
+        return max(map(self.lag, range(self.num_stages)))
+
+    def place_of(self, worker: int) -> tuple[int, int, int]:
+        """Return a worker's stage, its replica, and the replicas of that stage.
+
+        Of several stages on a worker it is the first.
+        """
+        stage, replica = self._places[worker]
+        return stage, replica, self.replicas[stage] if self.replicas else 1
+
+    def first_own(self, worker: int, start: int) -> int:
+        """Return the first micro-batch from ``start`` on that goes to a worker."""
+        _, replica, count = self.place_of(worker)
+        return start + (replica - start) % count
 
     @property
     def first_asynchronous(self) -> int:
         """The first micro-batch after the synchronous updates."""
         return self.synchronous * self.per_update
 
-    def work(self, micro_batches: int) -> int:
+    def work(self, worker: int, start: int, stop: int) -> int:
         """Return how many steps and ends of micro-batches (``B`` or ``W``) a worker has to do.
 
         Args:
-            micro_batches: Number of the micro-batches, a multiple of ``per_update``.
+            worker: Index of the worker.
+            start: The first micro-batch, a multiple of ``per_update``.
+            stop: One past the last micro-batch, a multiple of ``per_update``.
         """
-        return self.stages_per_worker * (micro_batches + micro_batches // self.per_update)
+        _, _, count = self.place_of(worker)
+        own = len(range(self.first_own(worker, start), stop, count))
+        return self.stages_per_worker * (own + (stop - start) // self.per_update)
 
-    def worker_of(self, stage: int) -> int:
-        """Return the worker that a stage is dealt to; a plan may let another one host it."""
-        return stage % self.workers
+    @property
+    def num_places(self) -> int:
+        """The number of stages on all workers, in which each replica counts."""
+        return self.workers * self.stages_per_worker
+
+    def worker_of(self, place: int) -> int:
+        """Return the worker that a stage or replica is dealt to; a plan may let another host it."""
+        return place % self.workers
 
     def stages_of(self, worker: int) -> range:
-        """Return the stages that are dealt to a worker, in the order of the model."""
-        return range(worker, self.num_stages, self.workers)
+        """Return the stages or replicas that are dealt to a worker, in the order of the model."""
+        return range(worker, self.num_places, self.workers)
 
 
 def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:

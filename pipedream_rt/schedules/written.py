@@ -108,8 +108,9 @@ class _Written:
         stop, k = proof_length(shape, self._written), shape.per_update
         most = 0
         for start in {0, stop // 2 // k * k}:
-            left = shape.work(stop - start)
-            order = self.order(shape.worker_of(stage), shape, start)
+            worker = shape.worker_of(stage)
+            left = shape.work(worker, start, stop)
+            order = self.order(worker, shape, start)
             # The slice ends a wrong order that goes on without ever ending a micro-batch.
             actions = islice(until(order, stop, k, left), 8 * (left + stop))
             most = max(most, most_in_flight(actions, stage))

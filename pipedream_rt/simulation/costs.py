@@ -58,10 +58,13 @@ class Costs:
         gradient_bytes: By stage, the bytes that a backward sends to a producer; if not given, as
             many as the stage before sent.
         stash_bytes: By stage, the bytes that it holds for each micro-batch in flight.
-        weight_bytes: By stage, the bytes of one weight version.
+        weight_bytes: By stage, the bytes of one weight version, and so of the gradients that a
+            replica sends to each other one.
         latency: The seconds that every message is under way, besides its transmission.
         hop_latency: By hop, from each stage to the next and back, the seconds that a message is
             under way besides; one entry for each of the n-1 hops, or one for all.
+        peer_latency: By stage, the seconds that a message between replicas of it is under way
+            besides.
         bandwidth: The bytes per second of each link, which goes from one worker to another and on
             which messages queue; infinite if not given.
         overhead: The seconds that a worker spends on sending a message.
@@ -85,6 +88,7 @@ class Costs:
     weight_bytes: tuple[float, ...] = (0.0,)
     latency: float = 0.0
     hop_latency: tuple[float, ...] = (0.0,)
+    peer_latency: tuple[float, ...] = (0.0,)
     bandwidth: float = math.inf
     overhead: float = 0.0
     injection: float = 0.0
@@ -104,8 +108,9 @@ class Costs:
                 _check(name, value)
         for name in ("latency", "overhead", "injection", "turnaround"):
             _check(name, getattr(self, name))
-        for value in self.hop_latency:
-            _check("hop_latency", value)
+        for name in ("hop_latency", "peer_latency"):
+            for value in getattr(self, name):
+                _check(name, value)
         for name, values in (("bandwidth", (self.bandwidth,)), ("speed", self.speed)):
             for value in values:
                 if not isinstance(value, int | float) or not value > 1 / _MOST:
@@ -135,7 +140,13 @@ class Costs:
         )
         spread: dict[str, Any] = {
             name: _spread(name, getattr(filled, name), num_stages, "stages")
-            for name in (*_PER_STAGE, "activation_bytes", "stash_bytes", "weight_bytes")
+            for name in (
+                *_PER_STAGE,
+                "activation_bytes",
+                "stash_bytes",
+                "weight_bytes",
+                "peer_latency",
+            )
         }
         sent = spread["activation_bytes"]
         spread["gradient_bytes"] = (
@@ -183,7 +194,9 @@ class Costs:
         sizes: dict[str, Any] = {
             name: repeated(getattr(self, name), shares[name]) for name in _BYTES
         }
-        return replace(self, **times, **sizes, hop_latency=self.hop_latency[:1])
+        return replace(
+            self, **times, **sizes, hop_latency=self.hop_latency[:1], peer_latency=(0.0,)
+        )
 
     def changed(self, **changes: Any) -> Costs:
         """Return these costs with other values for some attributes.
@@ -291,7 +304,7 @@ def parsed(name: str, value: Any) -> Any:
         )
     if name in _BYTES:
         return tuple(size(entry) for entry in entries)
-    if name == "hop_latency":
+    if name in ("hop_latency", "peer_latency"):
         return tuple(seconds(entry) for entry in entries)
     if name == "speed":
         return tuple(_number(name, entry) for entry in entries)

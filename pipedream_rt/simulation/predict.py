@@ -20,6 +20,7 @@ from pipedream_rt.observe.summary import (
 )
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
+from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.shape import parse_slack
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
@@ -65,7 +66,7 @@ def plan_of(trace: Trace) -> Plan:
 
 
 def _stretches(trace: Trace) -> list[Spans]:
-    """Return each stage's spans in the stretch without a flush that has the most updates.
+    """Return the spans of each address in the stretch without a flush that has the most updates.
 
     Raises:
         TraceError: The first stage has done no forward.
@@ -80,19 +81,26 @@ def _stretches(trace: Trace) -> list[Spans]:
         raise TraceError("there is no forward in the trace; no costs can be fitted")
     low, high = int(forwards.min()), int(forwards.max())
     k = trace.plan.per_update
-    low, high = -(-low // k) * k, (high + 1) // k * k
+    low, high = -(-low // k) * k, (high + trace.plan.replicas[0]) // k * k
     found = []
     for spans in stages:
-        step = spans["kind"] == CODES[Kind.STEP]
-        index = np.where(step, spans["index"] * k, spans["index"])
+        of_update = np.isin(spans["kind"], [CODES[kind] for kind in OF_UPDATES])
+        index = np.where(of_update, spans["index"] * k, spans["index"])
         acts = np.isin(spans["kind"], list(CODES.values()))
         found.append(spans[acts & (index >= low) & (index < high)])
     return found
 
 
-def _samples(stretch: Spans, kind: Kind) -> Samples:
-    """Return the seconds that each action took, from when it could begin, waking up included."""
-    mine = stretch[stretch["kind"] == CODES[kind]]
+def _samples(trace: Trace, stretches: list[Spans], stage: int, kind: Kind) -> Samples:
+    """Return the seconds that each action took, from when it could begin, waking up included.
+
+    Those of replicas come in the order of the micro-batches; of updates, replica 0 counts.
+    """
+    first = trace.plan.address_of(stage)
+    replicas = (first,) if kind in OF_UPDATES else (first, *trace.plan.others(first))
+    of_stage = np.concatenate([stretches[address] for address in replicas])
+    mine = of_stage[of_stage["kind"] == CODES[kind]]
+    mine = mine[np.argsort(mine["index"], kind="stable")]
     begun = np.maximum(mine["ready"], mine["arrived"])
     return tuple((np.maximum(mine["end"] - begun, 0) / 1e9).tolist())
 
@@ -121,7 +129,8 @@ def fit(trace: Trace) -> Costs:
         ("weight_gradient", Kind.WEIGHT),
         ("step", Kind.STEP),
     ):
-        by_stage = tuple(_samples(stretch, kind) for stretch in stretches)
+        stages = range(trace.plan.num_stages)
+        by_stage = tuple(_samples(trace, stretches, stage, kind) for stage in stages)
         if all(by_stage):
             made[name] = by_stage
     if "forward" not in made or ("backward" not in made and "input_gradient" not in made):
@@ -130,8 +139,8 @@ def fit(trace: Trace) -> Costs:
     injected = coordinator[coordinator["kind"] == INJECTED]
     return Costs(
         **made,
-        activation_bytes=_bytes(stretches, (Kind.FORWARD,)),
-        gradient_bytes=_bytes(stretches, (Kind.BACKWARD, Kind.INPUT)),
+        activation_bytes=_bytes(trace.plan, stretches, (Kind.FORWARD,)),
+        gradient_bytes=_bytes(trace.plan, stretches, (Kind.BACKWARD, Kind.INPUT)),
         stash_bytes=tuple(map(float, trace.activation_bytes)) or (0.0,),
         weight_bytes=tuple(map(float, trace.stage_bytes)) or (0.0,),
         latency=_latency(trace.plan, stretches),
@@ -145,10 +154,11 @@ def _mean(nanoseconds: Any) -> float:
     return max(float(np.mean(nanoseconds)) / 1e9, 0.0) if len(nanoseconds) else 0.0
 
 
-def _bytes(stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple[float, ...]:
+def _bytes(plan: Plan, stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple[float, ...]:
     """Return the mean number of bytes that each stage sends in an action of some kinds."""
     codes = [CODES[kind] for kind in kinds]
-    sizes = (stretch["bytes"][np.isin(stretch["kind"], codes)] for stretch in stretches)
+    of_stages = (stretches[plan.address_of(stage)] for stage in range(plan.num_stages))
+    sizes = (stretch["bytes"][np.isin(stretch["kind"], codes)] for stretch in of_stages)
     return tuple(float(np.mean(size)) if len(size) else 0.0 for size in sizes)
 
 
@@ -287,12 +297,13 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     if each is None:
         same = name == plan.name or name not in RECIPES
         each = plan.shape.stages_per_worker if same else RECIPES[name].stages_per_worker
-    stages = changes.get("stages", plan.workers * each)
+    stages = changes.get("stages", plan.num_stages if plan.shape.replicas else plan.workers * each)
     if "slack" in changes:
         slack = parse_slack(changes["slack"])
     else:
         keeps = name == plan.name and stages == plan.num_stages
         slack = plan.shape.slack if keeps else 0
+    same_stages = stages == plan.num_stages and each == plan.shape.stages_per_worker
     return plan_for(
         name,
         num_stages=stages,
@@ -300,6 +311,7 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
         stages_per_worker=each,
         slack=slack,
         synchronous=plan.shape.synchronous if name == plan.name else 0,
+        replicas=plan.shape.replicas if same_stages else (),
     )
 
 
@@ -360,5 +372,6 @@ def evenly(costs: Costs, stages: int) -> Costs:
         stash_bytes=(sum(costs.stash_bytes) / stages,),
         weight_bytes=(sum(costs.weight_bytes) / stages,),
         hop_latency=mean(costs.hop_latency),
+        peer_latency=mean(costs.peer_latency),
         speed=(1.0,),
     )

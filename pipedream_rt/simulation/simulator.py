@@ -19,8 +19,13 @@ from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace, WorkerFacts
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan, VersionLedger
+from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.execution import Execution
+from pipedream_rt.schedules.plan import Address
 from pipedream_rt.simulation.costs import Costs, Samples
+
+_CARRIED = (EdgeKind.ACTIVATION, EdgeKind.GRADIENT, EdgeKind.PARTIAL)
+"""The kinds of messages between workers whose time is simulated."""
 
 
 def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | None = None) -> Trace:
@@ -82,10 +87,10 @@ class _Link:
 
 @dataclass(slots=True)
 class _Way:
-    """An edge between two stages with the costs of its messages. Times are in nanoseconds.
+    """An edge between two addresses with the costs of its messages. Times are in nanoseconds.
 
     Attributes:
-        source: The stage that sends.
+        source: The address that sends.
         transmission: The time for which a message occupies the link.
         latency: The time from the end of the transmission to the arrival.
         link: The link between the two workers; None if one worker hosts both stages.
@@ -113,7 +118,7 @@ class _Way:
 
 @dataclass(slots=True)
 class _Doing:
-    """The costs and the messages of one kind of action on one stage.
+    """The costs and the messages of one kind of action on one replica of a stage.
 
     Attributes:
         code: The number of the kind in a span.
@@ -154,18 +159,20 @@ class _Run:
         self._latency = _ns(costs.latency)
         self._injection_ns, self._turnaround_ns = _ns(costs.injection), _ns(costs.turnaround)
         links: dict[tuple[int, int], _Link] = {}
-        edges = (*plan.edges(EdgeKind.ACTIVATION), *plan.edges(EdgeKind.GRADIENT))
+        edges = [edge for kind in _CARRIED for edge in plan.edges(kind)]
         self._ways = {e: self._way(e, links) for e in edges if e.source != COORDINATOR}
         self._doings = {kind: self._doings_of(kind) for kind in Kind}
-        self._ledgers = [VersionLedger(s) for s in range(plan.num_stages)]
-        self._forwards = [0] * plan.num_stages
-        self._injected_until = 0
+        self._ledgers = [VersionLedger(plan.stage_of(a)) for a in plan.addresses]
+        self._next = [plan.next_own(a, 0) for a in plan.addresses]
+        self._injected = self._injected_until = 0
         # By micro-batch: the time when its input arrives, and how many stages still need it.
         self._inputs: dict[int, list[int]] = {}
-        self._losses: deque[int] = deque()
-        each = micro_batches * (3 if self._splits() else 2) + micro_batches // plan.per_update
+        self._losses: dict[int, int] = {}
+        each = micro_batches * (3 if self._splits() else 2)
+        updates = micro_batches // plan.per_update * (2 if plan.shape.replicas else 1)
         coordinators = micro_batches * (len(plan.entries) + len(plan.exits))
-        self.recorder = Recorder(each * plan.num_stages + coordinators)
+        most = each * plan.num_stages + updates * len(plan.addresses)
+        self.recorder = Recorder(most + coordinators)
 
     def _way(self, edge: Edge, links: dict[tuple[int, int], _Link]) -> _Way:
         """Return an edge with its costs.
@@ -175,22 +182,32 @@ class _Run:
             links: The link of each pair of workers, to which this call adds.
         """
         costs, plan = self._costs, self._plan
+        source, target = plan.stage_of(edge.source), plan.stage_of(edge.target)
         if edge.kind is EdgeKind.ACTIVATION:
-            size = costs.activation_bytes[edge.source]
+            size = costs.activation_bytes[source]
+        elif edge.kind is EdgeKind.GRADIENT:
+            size = costs.gradient_bytes[source]
         else:
-            size = costs.gradient_bytes[edge.source]
+            size = costs.weight_bytes[source]
         pair = (plan.worker_of(edge.source), plan.worker_of(edge.target))
-        hop = min(edge.source, edge.target)
+        if source == target:
+            more = costs.peer_latency[source]
+        else:
+            more = costs.hop_latency[min(source, target)]
         return _Way(
             source=edge.source,
             transmission=0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth),
-            latency=self._latency + _ns(costs.hop_latency[hop]),
+            latency=self._latency + _ns(more),
             link=None if pair[0] == pair[1] else links.setdefault(pair, _Link()),
             size=round(size),
         )
 
-    def _doings_of(self, kind: Kind) -> list[_Doing]:
-        """Return the costs and the messages of a kind of action, by stage."""
+    def _doings_of(self, kind: Kind) -> list[list[_Doing]]:
+        """Return the costs and the messages of a kind of action, by address.
+
+        With replicas, messages go to others for each micro-batch, so there is an entry for each
+        micro-batch until they are the same again.
+        """
         costs, plan = self._costs, self._plan
         seconds: Sequence[Samples] = {
             Kind.FORWARD: costs.forward,
@@ -198,25 +215,26 @@ class _Run:
             Kind.INPUT: costs.input_gradient,
             Kind.WEIGHT: costs.weight_gradient,
             Kind.STEP: costs.step,
+            Kind.REDUCE: ((0.0,),) * plan.num_stages,
         }[kind]
-        made = []
-        for stage in range(plan.num_stages):
-            needs, gives = plan.needs(Action(kind, 0, stage)), plan.gives(Action(kind, 0, stage))
+
+        def doing(address: Address, number: int) -> _Doing:
+            action, stage = Action(kind, number, address), plan.stage_of(address)
+            needs, gives = plan.needs(action), plan.gives(action)
             goes = [self._ways[edge] for edge in gives if edge in self._ways]
-            speed = costs.speed[plan.worker_of(stage)]
+            speed = costs.speed[plan.worker_of(address)]
             sending = costs.overhead * len(gives)
-            made.append(
-                _Doing(
-                    code=CODES[kind],
-                    samples=tuple(_ns((value + sending) / speed) for value in seconds[stage]),
-                    comes=[self._ways[edge] for edge in needs if edge in self._ways],
-                    goes=goes,
-                    injected=kind is Kind.FORWARD and stage in plan.entries,
-                    reports=any(edge.kind is EdgeKind.LOSS for edge in gives),
-                    size=sum(way.size for way in goes),
-                )
+            return _Doing(
+                code=CODES[kind],
+                samples=tuple(_ns((value + sending) / speed) for value in seconds[stage]),
+                comes=[self._ways[edge] for edge in needs if edge in self._ways],
+                goes=goes,
+                injected=kind is Kind.FORWARD and stage in plan.entries,
+                reports=any(edge.kind is EdgeKind.LOSS for edge in gives),
+                size=sum(way.size for way in goes),
             )
-        return made
+
+        return [[doing(a, number) for number in range(plan.cycle(a))] for a in plan.addresses]
 
     def _splits(self) -> bool:
         """Whether the schedule splits backwards on some worker."""
@@ -235,20 +253,25 @@ class _Run:
             ScheduleError: The schedule deadlocks.
         """
         clocks, ledgers = [0] * self._plan.workers, self._ledgers
-        doings_f, doings_b, doings_i, doings_w, doings_s = self._doings.values()
-        forward, backward, input_half, weight, _ = Kind
+        doings_f, doings_b, doings_i, doings_w, doings_s, doings_r = self._doings.values()
+        forward, backward, input_half, weight, step, _ = Kind
         record, version_of = self.recorder.record, self._version_of
         execution = Execution(self._plan, self._micro_batches, credits=self._credits)
         for worker, stage, (kind, m, _) in execution:
             # No dictionary, because a member of an enumeration is slow to hash.
             if kind is forward:
-                doing = doings_f[stage]
+                row = doings_f[stage]
             elif kind is backward:
-                doing = doings_b[stage]
+                row = doings_b[stage]
+            elif kind is step:
+                row = doings_s[stage]
             elif kind is input_half:
-                doing = doings_i[stage]
+                row = doings_i[stage]
+            elif kind is weight:
+                row = doings_w[stage]
             else:
-                doing = (doings_w if kind is weight else doings_s)[stage]
+                row = doings_r[stage]
+            doing = row[0] if len(row) == 1 else row[m % len(row)]
             ready = start = clocks[worker]
             arrived, waited_for = self._injection(m) if doing.injected else (0, NOBODY)
             for way in doing.comes:
@@ -279,8 +302,9 @@ class _Run:
 
     def _injection(self, micro_batch: int) -> tuple[int, int]:
         """Return when the input of a micro-batch arrives at a stage, and its sender."""
-        if micro_batch not in self._inputs:
-            self._inputs[micro_batch] = [self._inject(micro_batch), len(self._plan.entries)]
+        while self._injected <= micro_batch:  # in order, whichever replica is the first to ask
+            self._inputs[self._injected] = [self._inject(self._injected), len(self._plan.entries)]
+            self._injected += 1
         of_input = self._inputs[micro_batch]
         of_input[1] -= 1
         if not of_input[1]:
@@ -292,7 +316,8 @@ class _Run:
         k, begun = self._plan.per_update, self._injected_until
         if micro_batch % k == 0 and micro_batch >= self._credits * k:
             # This credit is given back when all losses of an earlier mini-batch have come.
-            given_back = max(self._losses.popleft() for _ in range(k))
+            first = micro_batch - self._credits * k
+            given_back = max(self._losses.pop(m) for m in range(first, first + k))
             begun = max(begun, given_back) + self._turnaround_ns
         self._injected_until = end = begun + self._injection_ns
         self.recorder.record(
@@ -300,23 +325,26 @@ class _Run:
         )
         return end + self._latency
 
-    def _version_of(self, kind: Kind, stage: int, index: int) -> int:
+    def _version_of(self, kind: Kind, address: Address, index: int) -> int:
         """Update the ledger of a stage, and return the version that an action reads or makes."""
-        ledger = self._ledgers[stage]
+        ledger, plan = self._ledgers[address], self._plan
+        stage = plan.stage_of(address)
         if kind is Kind.FORWARD:
-            version = self._plan.reads(stage, index)
+            version = plan.reads(stage, index)
             ledger.read(index, version)
-            self._forwards[stage] += 1
+            self._next[address] = plan.next_own(address, index + 1)
             return version
         if kind is Kind.STEP:
-            ledger.update(self._plan.reads(stage, self._forwards[stage]))
+            ledger.update(plan.reads(stage, self._next[address]))
             return ledger.newest
+        if kind in OF_UPDATES:
+            return index + 1
         return ledger.pinned(index) if kind is Kind.INPUT else ledger.unpin(index)
 
-    def _report(self, stage: int, micro_batch: int, end: int) -> None:
+    def _report(self, stage: Address, micro_batch: int, end: int) -> None:
         """Let the loss of a micro-batch arrive at the coordinator."""
         came = end + self._latency
-        self._losses.append(came)
+        self._losses[micro_batch] = came
         self.recorder.record(
             LOSS_CAME, COORDINATOR, micro_batch, 0, 0, 0, stage, came, came, came, came, 0
         )

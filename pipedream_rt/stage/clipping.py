@@ -118,6 +118,9 @@ class Clipper:
         self._clip = clip
         self._numbers = numbers
         self._delay = delay(plan)
+        # Replicas that do no micro-batch of an update learn its total later.
+        self._remembered = 2 * self._delay + 2 + max(plan.replicas)
+        self._learned = -1
         self._totals: dict[int, float] = {}
         self.scaler = None if scale is None else Scaler(scale, plan)
         self._norm = clip is not None and clip.of_model and plan.num_stages > 1
@@ -162,13 +165,26 @@ class Clipper:
         self.learn({update: total})
 
     def learn(self, totals: Mapping[int, float]) -> None:
-        """Note totals, by update, and forget those that no update needs any more."""
+        """Note totals, by update, and forget those that no update needs any more.
+
+        Totals that were known, or forgotten, change nothing.
+        """
+        totals = {update: total for update, total in totals.items() if update > self._learned}
+        if not totals:
+            return
+        self._learned = max(totals)
         self._totals.update(totals)
         if self.scaler is not None:
             for update, total in sorted(totals.items()):
                 self.scaler.learn(update, math.isfinite(total))
-        for update in [u for u in self._totals if u < max(self._totals) - 2 * self._delay - 2]:
+        for update in [u for u in self._totals if u < max(self._totals) - self._remembered]:
             del self._totals[update]
+
+    def forget(self) -> None:
+        """Forget all totals, since the stage goes on from a checkpoint."""
+        self._totals.clear()
+        self.unsent.clear()
+        self._learned = -1
 
     def knows(self, update: int) -> bool:
         """Whether the total of an update is known."""

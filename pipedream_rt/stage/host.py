@@ -35,9 +35,9 @@ class StageHost:
 
     Args:
         worker: Index of the worker.
-        stages: Indices of the stages that the worker hosts, in the order of the model.
+        stages: Addresses of the stages that the worker hosts, in the order of the model.
         generation: Number of the generation; the inbox drops messages of others.
-        send_of: Returns, for the index of a stage, the function that the stage sends with.
+        send_of: Returns, for the address of a stage, the function that the stage sends with.
         timeout: How long to wait for a message that is sure to come.
         threads: Number of threads for torch's own parallel loops.
         computing: Makes a context that is entered around every computation.
@@ -144,7 +144,7 @@ class StageHost:
                 spec.build()
             if spec.recompute and self._own_process:
                 give_memory_back_at_once()
-            self._stages[index] = _begun(Stage(spec), start)
+            self._stages[index] = _begun(Stage(spec, index), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
         options = LoopOptions(
             timeout=self._timeout,

@@ -16,6 +16,7 @@ from pipedream_rt.messages.message import (
     MicroBatch,
     Mode,
     Norm,
+    Partial,
     Passed,
     Payload,
     Reply,
@@ -27,10 +28,11 @@ from pipedream_rt.messages.message import (
     Weight,
 )
 from pipedream_rt.messages.tree import Value, flat_copy, flatten
-from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind
+from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.actions import ENDS
+from pipedream_rt.schedules.plan import Address
 from pipedream_rt.stage.saving import StageSaver
-from pipedream_rt.stage.stage import Gradients, Stage
+from pipedream_rt.stage.stage import Gradients, Part, Stage
 
 _NOTHING = Value(flatten(None)[0], (), ())
 """The value that a micro-batch without samples carries."""
@@ -47,12 +49,10 @@ class Hosted:
 
     Attributes:
         stage: The stage.
-        index: Index of the stage.
-        inputs: The edges that its forward needs, first the one whose message is waited for: when
-            the nearest producer has done a micro-batch, so have all others.
-        outputs: The edges that its forward gives.
+        index: The address of the stage, or of the replica.
         saver: The writer of its part of checkpoints.
         turn: The turn of the next item of its feed.
+        ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
         positions: The position of each micro-batch in flight.
         busy_ns: The time that the stage has computed, in ns.
         held_up_ns: The time that it has waited while another stage of its process computed, in ns.
@@ -62,31 +62,52 @@ class Hosted:
     def __init__(self, stage: Stage, send: Send) -> None:
         """Begin at the first turn, with nothing in flight."""
         self.stage = stage
-        self.index = stage.index
+        self.index = stage.address
         self._transport_send = send
-        self.activations = [
-            edge
-            for edge in stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
-            if edge.kind is EdgeKind.ACTIVATION
-        ]
-        first = max(self.activations)
-        needed = stage.plan.needs(Action(Kind.FORWARD, 0, stage.index))
-        self.inputs = (first, *(edge for edge in needed if edge != first))
-        self.outputs = stage.plan.gives(Action(Kind.FORWARD, 0, stage.index))
-        self._back = stage.plan.gives(Action(Kind.BACKWARD, 0, stage.index))
+        self._cycle = stage.plan.cycle(self.index)
+        self._routes: dict[int, _Route] = {}
+        # The ways on which the message of an item may come that is waited for: each replica of the
+        # nearest producer may be the one.
+        plan = stage.plan
+        own = range(plan.next_own(self.index, 0), self._cycle, plan.replicas[stage.index])
+        self._ways = tuple(dict.fromkeys(self.route(number).first for number in own))
         self._borrows = stage.plan.borrows(stage.index)
         self._lends = stage.plan.lends(stage.index)
         self._shares_for = stage.plan.shares_for(stage.index)
         self._shares_of = stage.plan.shares_of(stage.index)
-        self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, stage.index)
+        self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, self.index)
         self.saver = StageSaver(stage, stage.plan.num_stages, self._tell_saved)
         self.turn = 0
+        self.ahead: Message | None = None
         self.positions: dict[int, int] = {}
         self.busy_ns = self.held_up_ns = self.sent_bytes = 0
 
-    def next_keys(self) -> tuple[Key, Key]:
-        """Return the two keys of which one is that of the next item: activation and command."""
-        return Key(self.inputs[0], self.turn), Key(self._commands, self.turn)
+    def route(self, number: int) -> _Route:
+        """Return the ways of the messages about a micro-batch.
+
+        Args:
+            number: Number of the micro-batch; 0 for all that are not trained on.
+        """
+        place = number % self._cycle
+        if place not in self._routes:
+            self._routes[place] = _Route(self.stage.plan, self.index, place)
+        return self._routes[place]
+
+    def route_of(self, head: MicroBatch) -> _Route:
+        """Return the ways of the messages about a micro-batch, of which one has come."""
+        return self.route(head.micro_batch if head.mode is Mode.TRAIN else 0)
+
+    def next_keys(self) -> tuple[Key, ...]:
+        """Return the keys of which one is that of the next item: activations, and a command."""
+        turn = self.turn
+        return (*(Key(way, turn) for way in self._ways), Key(self._commands, turn))
+
+    def knows(self, update: int) -> bool:
+        """Whether a micro-batch has told the stage that the mini-batch of an update was fed."""
+        plan, newest = self.stage.plan, self.stage.next_forward
+        if self.ahead is None:
+            newest -= plan.replicas[self.stage.index]
+        return newest // plan.per_update >= update
 
     def _tell_saved(self, position: int, result: object) -> None:
         """Send the result of a command to save to the coordinator."""
@@ -118,18 +139,21 @@ class Hosted:
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
-        trail = [*trail_of(inputs), [self.index, version, self.busy_ns, mark]]
+        trail = [*trail_of(inputs), [self.stage.index, version, self.busy_ns, mark]]
         totals = self._totals_to_take_along(head.mode, inputs)
-        values = made if isinstance(made, Sequence) else [_NOTHING] * len(self.outputs)
-        for edge, output in zip(self.outputs, values, strict=True):
+        outputs, plan = self.route_of(head).outputs, self.stage.plan
+        values = made if isinstance(made, Sequence) else [_NOTHING] * len(outputs)
+        for edge, output in zip(outputs, values, strict=True):
             payload: Payload
             if edge.kind is EdgeKind.LOSS:
                 loss = made if isinstance(made, float) else None
                 structure = output.structure if isinstance(made, Sequence) else []
                 payload = Loss(loss=loss, trail=trail, structure=structure)
             else:
+                turn = head.turns[plan.stage_of(edge.target)] if head.turns else head.turn
                 payload = MicroBatch(
-                    turn=head.turn,
+                    turn=turn,
+                    turns=head.turns,
                     micro_batch=head.micro_batch,
                     mode=head.mode,
                     empty=head.empty,
@@ -154,9 +178,9 @@ class Hosted:
             found: The gradients, as `Stage.backward` returns them; empty for a micro-batch without
                 samples, for which the producers wait all the same.
         """
-        position = self.positions[micro_batch]
-        sources = [edge.source for edge in self.activations]
-        for edge in self._back:
+        position, route = self.positions[micro_batch], self.route(micro_batch)
+        sources = [edge.source for edge in route.activations]
+        for edge in route.back:
             of_input = found[sources.index(edge.target)] if found else []
             tensors = tuple(gradient for gradient in of_input if gradient is not None)
             payload = Gradient(present=[gradient is not None for gradient in of_input])
@@ -223,6 +247,19 @@ class Hosted:
         update, number = divmod(action.index, self.stage.plan.per_update)
         return update, action.kind in ENDS and number == self.stage.plan.per_update - 1
 
+    # -- gradients of replicas ------------------------------------------------------------------
+
+    def send_part(self, update: int, part: Part) -> None:
+        """Send what this replica has summed for an update to the others."""
+        payload = Partial(
+            present=[gradient is not None for gradient in part.gradients],
+            hyper=part.hyper,
+            read=part.read,
+        )
+        tensors = tuple(gradient for gradient in part.gradients if gradient is not None)
+        for edge in self.stage.plan.gives(Action(Kind.REDUCE, update, self.index)):
+            self._send(edge, update, payload, tensors)
+
     # -- norms of gradients ---------------------------------------------------------------------
 
     def norms_due(self, update: int) -> list[Key]:
@@ -256,7 +293,8 @@ class Hosted:
         clipper = self.stage.clipper
         if clipper is None or not clipper.exact or self.index > 0:
             return
-        totals = [[update, total] for update, total in clipper.unsent.items()]
+        known = clipper.totals() if self.stage.plan.shape.replicas else clipper.unsent
+        totals = [[update, total] for update, total in known.items()]
         clipper.unsent.clear()
         for edge in self.stage.plan.edges(EdgeKind.TOTAL):
             self._send(edge, position, Total(totals=totals), ())
@@ -266,6 +304,9 @@ class Hosted:
         clipper = self.stage.clipper
         if clipper is None or mode is not Mode.TRAIN:
             return []
+        if self.stage.plan.shape.replicas:  # another forward may be the first that a replica sees
+            clipper.unsent.clear()
+            return [[update, total] for update, total in sorted(clipper.totals().items())]
         if self.index > 0:
             return [[update, total] for update, total in totals_of(inputs).items()]
         totals = [[update, total] for update, total in clipper.unsent.items()]
@@ -289,6 +330,42 @@ class Hosted:
         """Hand a message to the transport, and count the bytes of its tensors."""
         self.sent_bytes += sum(t.nbytes for t in tensors)
         self._transport_send(edge.target, position, payload, tensors)
+
+
+class _Route:
+    """The ways of the messages about a micro-batch that a replica of a stage gets and sends.
+
+    Args:
+        plan: The plan.
+        address: The address of the replica.
+        number: Number of the micro-batch.
+
+    Attributes:
+        activations: The edges on which its inputs come, in the order of the stages.
+        first: The one whose message is waited for: when the nearest producer has done a
+            micro-batch, so have all others.
+        rest: The other edges that its forward needs.
+        outputs: The edges that its forward gives.
+        back: The edges that its backward gives.
+    """
+
+    def __init__(self, plan: Plan, address: Address, number: int) -> None:
+        """Ask the plan."""
+        forward = Action(Kind.FORWARD, number, address)
+        needed = plan.needs(forward)
+        self.activations = [edge for edge in needed if edge.kind is EdgeKind.ACTIVATION]
+        self.first = max(self.activations, key=lambda edge: edge.source)
+        self.rest = [edge for edge in needed if edge != self.first]
+        self.outputs = plan.gives(forward)
+        self.back = plan.gives(Action(Kind.BACKWARD, number, address))
+
+
+def part_in(message: Message) -> Part:
+    """Return what a replica has summed, which a message carries."""
+    head, tensors = message.payload, iter(message.tensors)
+    assert isinstance(head, Partial)
+    gradients = [next(tensors) if there else None for there in head.present]
+    return Part(gradients, head.hyper, head.read)
 
 
 def value_of(message: Message) -> Value:

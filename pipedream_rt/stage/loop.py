@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -41,9 +42,9 @@ from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, COMMAND, DRAIN, PASS
 from pipedream_rt.schedules import Action, EdgeKind, Kind, Plan
-from pipedream_rt.schedules.actions import ENDS, until
+from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, until
 from pipedream_rt.stage.commands import carry_out
-from pipedream_rt.stage.hosted import Hosted, gradients_of, target_of, totals_of, value_of
+from pipedream_rt.stage.hosted import Hosted, gradients_of, part_in, target_of, totals_of, value_of
 from pipedream_rt.stage.memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Gradients, Stage
 
@@ -69,7 +70,7 @@ class Doing:
     """The present action of a worker, for an error report.
 
     Attributes:
-        stage: Index of the stage that acts.
+        stage: Address of the stage that acts.
         action: An action, or the name of a command or pass.
     """
 
@@ -163,15 +164,15 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         """Do no action yet."""
-        self._hosted = {stage.index: Hosted(stage, send_of(stage.index)) for stage in stages}
-        self._first = self._hosted[stages[0].index]
+        self._hosted = {stage.address: Hosted(stage, send_of(stage.address)) for stage in stages}
+        self._first = self._hosted[stages[0].address]
         self._plan: Plan = stages[0].plan
         self._worker = worker
         self._inbox = inbox
         self._options = options
         self._computing = _Computing(options.computing)
         self._free_ns = time.monotonic_ns()
-        self.doing = Doing(stages[0].index)
+        self.doing = Doing(stages[0].address)
 
     def run(self) -> Steps[None]:
         """Do the actions of the order, without end; yield each message that is waited for.
@@ -194,9 +195,17 @@ class Loop:
 
     def _run_until_flush(self) -> Steps[None]:
         """Follow the order from a point where nothing is in flight to the end of the next flush."""
-        order = self._plan.order(self._worker, self._first.stage.next_forward)
+        done = self._first.stage.steps * self._plan.per_update
+        order = self._plan.order(self._worker, done)
         for action in order:
             hosted = self._host_of(action)
+            if action.kind is Kind.STEP and not hosted.knows(action.index):
+                # Without a micro-batch of this mini-batch, nothing has told that others have one.
+                hosted.ahead = item = yield from self._next_item(hosted)
+                if isinstance(item.payload, Command):
+                    hosted.ahead = None
+                    yield from self._flush(chain((action,), order), hosted, item)
+                    return
             needed = yield from self._await(hosted, action)
             if needed.messages and isinstance(needed.messages[0].payload, Command):
                 yield from self._flush(order, hosted, needed.messages[0])
@@ -213,9 +222,15 @@ class Loop:
             hosted: The stage that was given the command first.
             command: The command to flush.
         """
-        stop, per_update = hosted.stage.next_forward, self._plan.per_update
+        head, per_update = command.payload, self._plan.per_update
+        assert isinstance(head, Command)
+        stop = unflatten(head.structure, command.tensors)
+        if stop is None:
+            stop = hosted.stage.next_forward
         left = sum(
-            stop - each.stage.ended + stop // per_update - each.stage.steps
+            stop // per_update
+            - each.stage.steps
+            + len(range(each.stage.ended, stop, self._plan.replicas[each.stage.index]))
             for each in self._hosted.values()
         )
         for action in until(order, stop, per_update, left):
@@ -270,7 +285,9 @@ class Loop:
         activation.
         """
         if action.kind is Kind.FORWARD:
-            item = yield from self._next_item(hosted)
+            item, hosted.ahead = hosted.ahead, None
+            if item is None:
+                item = yield from self._next_item(hosted)
             if isinstance(item.payload, Command):
                 return _Needed((item,))
             self._note(hosted, action)
@@ -279,7 +296,8 @@ class Loop:
         edges = self._plan.needs(action, hosted.index)
         if not edges:
             return _Needed()
-        position = hosted.position_of(action.index)
+        m = action.index
+        position = m if action.kind in OF_UPDATES else hosted.position_of(m)
         messages, arrived, waited_for = [], 0, NOBODY
         for edge in edges:
             message = yield self._wanted(Key(edge, position))
@@ -302,12 +320,12 @@ class Loop:
         while True:
             # There is no deadline, because a script may pause between two mini-batches for as long
             # as it likes. The control connection notices a dead coordinator and closes the inbox.
-            activation, command = hosted.next_keys()
+            first, *instead = hosted.next_keys()
             others = [other for other in self._hosted.values() if other is not hosted]
             item = yield Wanted(
-                activation,
+                first,
                 Deadline(None),
-                instead=(command,),
+                instead=tuple(instead),
                 also=[key for other in others for key in other.next_keys()],
                 wanted=lambda message: not _trains(message),
             )
@@ -321,10 +339,11 @@ class Loop:
     def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> Steps[_Needed]:
         """Take a micro-batch's remaining messages: other producers' activations and the target."""
         assert isinstance(head, MicroBatch)
-        by_edge, target = {hosted.inputs[0]: item}, None
+        route = hosted.route_of(head)
+        by_edge, target = {route.first: item}, None
         arrived, waited_for = self._inbox.arrived_ns, item.sender
         has_target = head.mode.has_target and not head.empty
-        for edge in hosted.inputs[1:]:
+        for edge in route.rest:
             if edge.kind is EdgeKind.ACTIVATION:
                 by_edge[edge] = yield self._wanted(Key(edge, head.turn))
                 if self._inbox.arrived_ns >= arrived:
@@ -332,8 +351,10 @@ class Loop:
             elif has_target:
                 target = yield self._wanted(Key(edge, item.index))
         if head.definition:
-            hosted.stage.define(head.program, cloudpickle.loads(head.definition)[hosted.index])
-        messages = [by_edge[edge] for edge in hosted.activations]
+            hosted.stage.define(
+                head.program, cloudpickle.loads(head.definition)[hosted.stage.index]
+            )
+        messages = [by_edge[edge] for edge in route.activations]
         return _Needed(messages, target, arrived, waited_for)
 
     def _wanted(self, key: Key) -> Wanted:
@@ -364,8 +385,11 @@ class Loop:
             case Kind.BACKWARD | Kind.INPUT | Kind.WEIGHT:
                 version = stage.version_of(m)
                 yield from self._backward(hosted, action, needed)
+            case Kind.REDUCE:
+                hosted.send_part(m, stage.reduce(m))
+                version = stage.parameters.ledger.newest
             case Kind.STEP:
-                yield from self._step(hosted, m)
+                yield from self._step(hosted, m, needed)
                 version = stage.parameters.ledger.newest
             case _:
                 assert_never(kind)
@@ -374,9 +398,13 @@ class Loop:
         start += hosted.held_up_ns - held_up
         self._record(CODES[kind], hosted, m, version, needed, start)
 
-    def _step(self, hosted: Hosted, update: int) -> Steps[None]:
+    def _step(self, hosted: Hosted, update: int, needed: _Needed) -> Steps[None]:
         """Do a step: measure the gradients where a total norm is needed, then apply them."""
         stage = hosted.stage
+        if self._plan.others(hosted.index):
+            parts = {message.sender: part_in(message) for message in needed.messages}
+            with self._computing.of(hosted):
+                stage.add_up(update, parts)
         if stage.clipper is not None and stage.clipper.total:
             due = hosted.norms_due(update)
             behind = hosted.norms_in((yield from self._take_all(due)))

@@ -271,6 +271,7 @@ def restore_stage(
     if with_optimizer:
         stage.load_step_state(state.optimizer)
     if stage.clipper is not None:
+        stage.clipper.forget()
         saved = plain.get(_TOTALS, {})
         if stage.clipper.scaler is not None:
             stage.clipper.scaler.load(saved.get("scales", []), step)

@@ -35,9 +35,8 @@ from pipedream_rt.planning.program import (
     slots_in,
     tensor_named,
 )
-from pipedream_rt.schedules import EdgeKind, Plan
-from pipedream_rt.schedules.actions import Action, Kind
-from pipedream_rt.schedules.plan import LOSS_LAYER
+from pipedream_rt.schedules import COORDINATOR, Plan
+from pipedream_rt.schedules.plan import LOSS_LAYER, Address
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
 from pipedream_rt.stage.clipping import Clipper
 from pipedream_rt.stage.corrections import StageCorrections
@@ -138,6 +137,20 @@ class _Call(NamedTuple):
     unneeded: tuple[int, ...]
 
 
+class Part(NamedTuple):
+    """What a replica has summed for an update.
+
+    Attributes:
+        gradients: The gradients of its micro-batches.
+        hyper: The hyper-parameters of the update.
+        read: The versions that its micro-batches with samples have read.
+    """
+
+    gradients: list[Tensor | None]
+    hyper: list[Hyper]
+    read: list[int]
+
+
 class _PutOff(NamedTuple):
     """An update that is to be applied.
 
@@ -162,16 +175,18 @@ class Stage:
 
     Args:
         spec: The specification of the stage.
+        address: The address of the replica; None for replica 0.
 
     Attributes:
         index: Index of the stage, 0-based.
+        address: The address of this replica of the stage.
         plan: The plan of the pipeline.
         module: The layers of the stage.
         parameters: The weights of the stage, in the versions that micro-batches in flight read.
         borrowed: The weights that other stages own, by owner.
         optimizer: The optimizer of the stage; None until one is set.
         next_forward: Number of the next micro-batch to train on.
-        ended: Number of micro-batches whose backward is done.
+        ended: Number of the next micro-batch whose backward is to be done.
         steps: Number of updates whose step is done; some may be put off.
         clipper: Clips the gradients; None if they are not clipped.
         programs: What a forward does, by the number that micro-batches name.
@@ -181,9 +196,11 @@ class Stage:
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
-    def __init__(self, spec: StageSpec) -> None:
+    def __init__(self, spec: StageSpec, address: Address | None = None) -> None:
         """Begin at micro-batch 0, with the weights of the specification as version 0."""
         self.index = spec.stage
+        given = spec.plan.address_of(spec.stage) if address is None else address
+        self.address: Address = spec.plan.addresses[given]
         self.module = spec.layers
         self._spec = spec
         self.plan = spec.plan
@@ -214,7 +231,11 @@ class Stage:
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
         self.optimizer: StageOptimizer | None = None
-        self.next_forward = self.ended = self.steps = 0
+        self.steps = 0
+        self.next_forward = self.ended = self._next_own(0)
+        # By update, what this replica has handed over; and what the next step applies.
+        self._parts: dict[int, Part] = {}
+        self._added_up: Part | None = None
         self._put_off: deque[_PutOff] = deque()
         self.clipper: Clipper | None = None
         if spec.clip is not None or spec.scale is not None:
@@ -284,7 +305,7 @@ class Stage:
         for owner, weights in self._by_owner:
             version = self.plan.reads(owner, micro_batch)
             weights.begin(micro_batch, version, micro_batch // self.plan.per_update)
-        self.next_forward = micro_batch + 1
+        self.next_forward = self._next_own(micro_batch + 1)
         flight = self._in_flight[micro_batch] = _InFlight(hyper=hyper)
         if inputs is None:
             flight.empty = True
@@ -694,13 +715,60 @@ class Stage:
         """End the flight of a micro-batch whose gradients are in the pending update."""
         flight = self._in_flight.pop(micro_batch)
         self._hyper = flight.hyper
-        self.ended = micro_batch + 1
+        self.ended = self._next_own(micro_batch + 1)
         for owner, weights in self._by_owner:
             version = weights.end(micro_batch)
             if owner == self.index and not flight.empty:
                 self._versions_read.append(version)
 
     # -- step ---------------------------------------------------------------------------------
+
+    def _next_own(self, micro_batch: int) -> int:
+        """Return the first micro-batch from a number on that goes to this replica."""
+        return self.plan.next_own(self.address, micro_batch)
+
+    def reduce(self, update: int) -> Part:
+        """Take what this replica has summed for an update, to hand it over to the others.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        self._parts[update] = part = self._take_part()
+        for name, gradient in zip(self.parameters.named, part.gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"stage {self.index}: the gradient of {name!r} is sparse, and replicas add up "
+                    "dense ones alone; make the layer with sparse=False"
+                )
+        return part
+
+    def _take_part(self) -> Part:
+        """Take the pending update."""
+        part = Part(self.parameters.take_gradients(), self._hyper, self._versions_read)
+        self._versions_read = []
+        return part
+
+    @torch.no_grad()
+    def add_up(self, update: int, others: Mapping[Address, Part]) -> None:
+        """Add up the gradients of all replicas in rank order, for the next step.
+
+        Args:
+            update: Number of the update.
+            others: What other replicas have summed for it, by address.
+        """
+        parts = dict(others)
+        if update in self._parts:
+            parts[self.address] = self._parts.pop(update)
+        ordered = [parts[address] for address in sorted(parts)]
+        total: list[Tensor | None] = [None] * len(self.parameters.named)
+        for part in ordered:
+            for i, gradient in enumerate(part.gradients):
+                before = total[i]
+                if gradient is not None:
+                    # The update may change it, and others still have what was handed over.
+                    total[i] = gradient.clone() if before is None else before.add_(gradient)
+        read = [version for part in ordered for version in part.read]
+        self._added_up = Part(total, ordered[0].hyper, read)
 
     def step(self, update: int) -> None:
         """Apply the gradients of an update to the newest weight version, or put it off.
@@ -714,9 +782,10 @@ class Stage:
         Raises:
             ConfigError: The stage has no optimizer.
         """
-        gradients, read = self.parameters.take_gradients(), self._versions_read or [update]
-        put_off = _PutOff(update, sum(read) / len(read), gradients, self._hyper)
-        self.steps, self._versions_read = update + 1, []
+        gradients, hyper, versions = self._added_up or self._take_part()
+        read = versions or [update]
+        put_off = _PutOff(update, sum(read) / len(read), gradients, hyper)
+        self.steps, self._added_up = update + 1, None
         if self.clipper is not None and self.clipper.exact:
             self._put_off.append(put_off)
         else:
@@ -773,7 +842,10 @@ class Stage:
     def measure(self, update: int, behind: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the norms of the pending gradients, for the total; see `Clipper.measure`."""
         assert self.clipper is not None
-        return self.clipper.measure(update, self.parameters.pending, behind)
+        pending = self.parameters.pending
+        if self._added_up is not None:
+            pending = dict(zip(pending, self._added_up.gradients, strict=True))
+        return self.clipper.measure(update, pending, behind)
 
     # -- evaluation and inference -------------------------------------------------------------
 
@@ -1036,7 +1108,7 @@ class Stage:
         self.parameters.restore(step, older, lambda: load_state(self.module, weights))
         for owner, of_owner in self.borrowed.items():
             of_owner.restore(step, borrowed[owner], lambda: None)
-        self.next_forward = self.ended = step * self.plan.per_update
+        self.next_forward = self.ended = self._next_own(step * self.plan.per_update)
         self.steps = step
 
     @torch.no_grad()
@@ -1182,10 +1254,12 @@ def _sequence(spec: StageSpec) -> StageProgram:
 
 
 def _neighbours(plan: Plan, stage: int) -> tuple[list[int], list[int]]:
-    """Return the addresses from which a stage takes values, and those to which it gives some."""
-    forward, kind = Action(Kind.FORWARD, 0, stage), EdgeKind.ACTIVATION
-    sources = [edge.source for edge in plan.needs(forward) if edge.kind is kind]
-    return sources, [edge.target for edge in plan.gives(forward) if edge.kind is kind]
+    """Return the stages from which a stage takes values, and those to which it gives some.
+
+    The coordinator is among the former if the stage takes inputs of the model.
+    """
+    inputs = [COORDINATOR] if stage in plan.entries else []
+    return [*inputs, *plan.producers(stage)], list(plan.consumers(stage))
 
 
 def _pack(slots: Sequence[int], values: dict[int, Any]) -> Any:

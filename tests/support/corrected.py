@@ -10,7 +10,7 @@ import copy
 import torch
 from torch.func import functional_call
 
-from .oracle import READS, layer_seed, warm_ups
+from .oracle import READS, lags, layer_seed
 
 
 def corrected(
@@ -31,7 +31,7 @@ def corrected(
     names: the corrections, by their names in RULES.
     """
     model, n = copy.deepcopy(model), len(points)
-    w = warm_ups(n)
+    w = lags(n)
     layers = list(model.named_children())
     of_stage = [
         {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from .models import POINTS, batches, kitchen_sink
-from .oracle import READS, add_gradients, layer_seed, warm_ups
+from .oracle import READS, add_gradients, lags, layer_seed
 
 DATA = batches(5, samples=6)
 """The mini-batches of an epoch."""
@@ -27,7 +27,7 @@ class OracleRun:
 
     def __init__(self, stages, k, reads):
         self.points, self.k, self.reads = POINTS[stages], k, READS[reads]
-        self.warm_ups = warm_ups(stages)
+        self.lags = lags(stages)
         self.model = kitchen_sink()
         self.optimizer = make_optimizer(self.model.parameters())
         self.step = self.floor = 0
@@ -46,7 +46,7 @@ class OracleRun:
             m, value, leaves = self.step * self.k + i, xm, {}
             for number, (layer_name, layer) in enumerate(self.model.named_children()):
                 stage = sum(number >= point for point in self.points) - 1
-                version = max(self.floor, self.reads(m, stage, self.warm_ups, self.k))
+                version = max(self.floor, self.reads(m, stage, self.lags, self.k))
                 weights = {
                     name: self.versions[version][f"{layer_name}.{name}"].clone().requires_grad_()
                     for name, _ in layer.named_parameters()

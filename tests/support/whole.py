@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from support.oracle import READS, layer_seed, warm_ups
+from support.oracle import READS, lags, layer_seed
 
 # -- models -------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ def oracle(
     """
     model = copy.deepcopy(model)
     count = 1 + max(max(stages) for stages in stage_of.values())
-    w = warm_ups(count)
+    w = lags(count)
     optimizer = make_optimizer(model.parameters())
     every = dict(model.named_parameters(remove_duplicate=False))
     first_name = {}
