@@ -1,6 +1,6 @@
 """Checkpoints on disk: how they are written whole, found, verified and read."""
 
-from pipedream_rt.checkpoint.layout import checkpoints
+from pipedream_rt.checkpoint.layout import checkpoints, replica_name
 from pipedream_rt.checkpoint.lock import RunLock
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest, refuse_unsaveable
 from pipedream_rt.checkpoint.reading import newest_good, read_stage, shapes, verify, weights_of
@@ -11,6 +11,7 @@ from pipedream_rt.checkpoint.writing import (
     put_aside_later,
     put_aside_others,
     write_manifest,
+    write_replica,
     write_stage,
 )
 
@@ -27,9 +28,11 @@ __all__ = [
     "read_manifest",
     "read_stage",
     "refuse_unsaveable",
+    "replica_name",
     "shapes",
     "verify",
     "weights_of",
     "write_manifest",
+    "write_replica",
     "write_stage",
 ]

@@ -138,6 +138,7 @@ def read_stage(
     parameters: Sequence[str],
     buffers: Sequence[str],
     plain: dict[str, Any],
+    replica: str = "",
 ) -> StageState:
     """Read the state of a stage, whichever files it is in.
 
@@ -151,6 +152,8 @@ def read_stage(
         buffers: Names of the stage's buffers. They come as ``hidden``, also those that are in a
             state dict.
         plain: The optimizer state that is no tensor, from the manifest.
+        replica: Name of the replica of the stage, whose own buffers are taken if there are any;
+            empty for replica 0.
 
     Returns:
         The state. It has an older weight version only if that has all of the stage's parameters.
@@ -180,8 +183,19 @@ def read_stage(
         },
         hidden=tensors("buffers", buffered)
         | tensors("model", buffered)
-        | tensors("loss", buffered),
+        | tensors("loss", buffered)
+        | _of_replica(tensors, replica, buffered),
     )
+
+
+def _of_replica(
+    tensors_of: Tensors, replica: str, wanted: Callable[[str], bool]
+) -> dict[str, Tensor]:
+    """Buffers of a replica, by name."""
+    found = tensors_of(
+        "replica", lambda key: key.startswith(f"{replica}/") and wanted(key.partition("/")[2])
+    )
+    return {key.partition("/")[2]: tensor for key, tensor in found.items()}
 
 
 Tensors: TypeAlias = Callable[[str, Callable[[str], bool]], dict[str, Tensor]]

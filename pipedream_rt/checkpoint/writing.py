@@ -139,6 +139,31 @@ def write_stage(
     return files, plain, weights
 
 
+def write_replica(
+    folder: Path, address: int, num_addresses: int, name: str, buffers: dict[str, Tensor]
+) -> dict[str, list[Any]]:
+    """Write the buffers of a replica other than replica 0, and wait until they are on the disk.
+
+    Args:
+        folder: Folder of the checkpoint, which exists.
+        address: Address of the replica.
+        num_addresses: Number of addresses.
+        name: Name of the replica; see `replica_name`.
+        buffers: Its buffers, by name.
+
+    Returns:
+        Size and checksum of the file by its name; nothing if there are no buffers.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    if not buffers:
+        return {}
+    path = folder / file_name("replica", address, num_addresses)
+    write_tensors(path, {f"{name}/{key}": tensor for key, tensor in buffers.items()})
+    return {path.name: size_and_digest(path)}
+
+
 def _tensors_and_plain(
     optimizer: dict[str, dict[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

@@ -36,6 +36,7 @@ from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.schedules.plan import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -232,11 +233,13 @@ class Checkpointer:
                 begun.manifest,
                 results=[dataclasses.asdict(p.result()) for p in begun.unseen],
             )
-            for files, plain, of_stage, fingerprints in replies:
+            for files, plain, of_stage, _ in replies:
                 manifest.files.update(files)
                 manifest.plain.update(plain)
-                manifest.fingerprints.append(fingerprints)
                 weights.update(of_stage)
+            marks = [fingerprints for *_, fingerprints in replies]
+            manifest.fingerprints.extend(self._group.of_stages(marks))
+            self._refuse_replicas_apart(marks)
             write_manifest(begun.part.folder, manifest, weights)
             place = begun.root.resolve()
             if place not in self._alone:
@@ -253,6 +256,25 @@ class Checkpointer:
             prune(begun.root, begun.keep, [o.folder for o in log.origins if o.folder is not None])
         self.blocked_s += time.monotonic() - start
         return folder
+
+    def _refuse_replicas_apart(self, fingerprints: Sequence[dict[str, Any]]) -> None:
+        """Refuse a checkpoint of replicas that do not have the same weights.
+
+        Args:
+            fingerprints: The fingerprints of the state at each address.
+
+        Raises:
+            CheckpointError: They have not, as on machines whose processors round differently.
+        """
+        plan = self._group.plan
+        for address in plan.addresses:
+            first = plan.address_of(plan.stage_of(address))
+            if fingerprints[address]["weights"] != fingerprints[first]["weights"]:
+                raise CheckpointError(
+                    f"{name_of(address)} has other weights than {name_of(first)}: their machines "
+                    "round differently; give the replicas of a stage machines of one kind, with "
+                    "the same version of torch and the same number of threads"
+                )
 
     def abandon(self) -> None:
         """Forget the checkpoint that has begun, and remove what was written of it."""

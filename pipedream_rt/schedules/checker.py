@@ -47,6 +47,9 @@ class Checkable(Executable, Protocol):
     def kept(self, stage: int) -> int:
         """Return the largest number of weight versions that a stage keeps at a time."""
 
+    def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
+        """Return a micro-batch from which on a stage reads versions, when a replica steps."""
+
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches in flight on a replica of a stage."""
 
@@ -187,7 +190,11 @@ class _Checker:
                     self._require_whole(state, action)
                 elif stage in self._plan.contributors(state.stage, m) and m >= state.reduced:
                     raise _RuleBroken(f"update before R{m}, by which its gradients are handed over")
-                state.ledger.update(self._plan.reads(state.stage, state.forwards))
+                state.ledger.update(
+                    self._plan.reads(
+                        state.stage, self._plan.next_of_stage(stage, state.forwards, m)
+                    )
+                )
                 state.steps += 1
             case _:
                 assert_never(action.kind)

@@ -326,6 +326,20 @@ class Plan:
         count = self.replicas[self.stage_of(address)]
         return micro_batch + (self.replica_of(address) - micro_batch) % count
 
+    def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
+        """Return a micro-batch from which on a stage reads versions, when a replica steps.
+
+        A version that it reads must stay, also if the replica itself reads a later one next: after
+        a flush, replica 0 writes it to checkpoints for all replicas.
+
+        Args:
+            address: The address of the replica.
+            next_own: The next forward of the replica.
+            update: The update that is applied.
+        """
+        count = self.replicas[self.stage_of(address)]
+        return max(next_own - count + 1, (update + 1) * self.per_update)
+
     # -- the graph ------------------------------------------------------------------------------
 
     @property

@@ -335,7 +335,8 @@ class _Run:
             self._next[address] = plan.next_own(address, index + 1)
             return version
         if kind is Kind.STEP:
-            ledger.update(plan.reads(stage, self._next[address]))
+            following = plan.next_of_stage(address, self._next[address], index)
+            ledger.update(plan.reads(stage, following))
             return ledger.newest
         if kind in OF_UPDATES:
             return index + 1

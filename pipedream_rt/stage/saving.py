@@ -4,6 +4,10 @@ The checkpoint of step t holds buffers as they are after the last forward of min
 other state as it is after that mini-batch's update. The command to save follows that forward in the
 feed, so the stage copies buffers at the command, and the rest once the update is done. It never
 waits for the disk.
+
+Replicas of a stage have the same weights, which replica 0 writes, and buffers of their own. They do
+more micro-batches before an update is done, and may have dropped older versions by then, which
+those micro-batches have read and will read again. So they copy these at the command too.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from pipedream_rt.checkpoint import StageState, read_stage, write_stage
+from pipedream_rt.checkpoint import (
+    StageState,
+    read_stage,
+    replica_name,
+    write_replica,
+    write_stage,
+)
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.schedules.plan import EVERY_STAGE
@@ -56,6 +66,7 @@ class _Saving:
         buffers: Copies of the buffers that the state dict has, by name.
         hidden: Copies of the buffers that the state dict leaves out, by name.
         extra: What modules give by ``get_extra_state`` that is no tensor, packed.
+        versions: Copies of older versions that replicas will read again.
     """
 
     folder: Path
@@ -64,6 +75,7 @@ class _Saving:
     buffers: dict[str, Tensor]
     hidden: dict[str, Tensor]
     extra: dict[str, Any]
+    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
 class StageSaver:
@@ -84,6 +96,9 @@ class StageSaver:
         self._stage = stage
         self._num_stages = num_stages
         self._tell = tell
+        plan, address = stage.plan, stage.address
+        self._count = plan.replicas[stage.index]
+        self._replica = plan.replica_of(address)
         self._saving: _Saving | None = None
         self._part: Path | None = None
         self._writer: ThreadPoolExecutor | None = None
@@ -144,7 +159,10 @@ class StageSaver:
     def save_if_due(self) -> None:
         """Once the update of the checkpoint is done, copy the rest and let the thread write it."""
         saving, stage = self._saving, self._stage
-        if saving is None or stage.parameters.ledger.newest < saving.step:
+        if saving is None:
+            return
+        if stage.parameters.ledger.newest < saving.step:
+            self._copy_versions(saving)
             return
         self._saving = None
         try:
@@ -170,25 +188,52 @@ class StageSaver:
                 parameter: {k: _copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
                 for parameter, values in optimizer.items()
             },
-            versions={
+            versions=saving.versions
+            | {
                 version: {name: _copy(tensor) for name, tensor in named.items()}
                 for version, named in stage.older().items()
+                if version not in saving.versions
             },
         )
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{stage.index}")
         self._writer.submit(self._write, saving, state)
 
+    def _copy_versions(self, saving: _Saving) -> None:
+        """Copy the versions that are there now and that a replica reads after the checkpoint."""
+        stage, parameters = self._stage, self._stage.parameters
+        if self._count == 1:
+            return
+        first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
+        newest: dict[str, Tensor] = dict(parameters.named)
+        for version, named in {**stage.older(), parameters.ledger.newest: newest}.items():
+            if first <= version < saving.step and version not in saving.versions:
+                saving.versions[version] = {name: _copy(tensor) for name, tensor in named.items()}
+
     def _write(self, saving: _Saving, state: StageState) -> None:
         """Write the files and tell the result; the saver's thread runs this, on copies alone."""
         result: object
         try:
-            written = write_stage(saving.folder, self._stage.index, self._num_stages, state)
+            if self._replica:
+                written: tuple[Any, ...] = self._write_replica(saving), {}, {}
+            else:
+                written = write_stage(saving.folder, self._stage.index, self._num_stages, state)
             result = [*written, self._fingerprints(saving.step, state)]
             flatten(result)  # what cannot be told is an error too
         except Exception as error:  # the top of a thread; the training goes on after any error
             result = str(error)
         self._tell(saving.position, result)
+
+    def _write_replica(self, saving: _Saving) -> dict[str, list[Any]]:
+        """Write what is of this replica alone; return size and checksum of the file by its name."""
+        stage = self._stage
+        return write_replica(
+            saving.folder,
+            stage.address,
+            len(stage.plan.addresses),
+            replica_name(self._replica, self._count),
+            {**saving.buffers, **saving.hidden},
+        )
 
     def _fingerprints(self, step: int, state: StageState) -> dict[str, Any]:
         """Return the fingerprints of the state that was written; see `fingerprints_of`."""
@@ -253,7 +298,9 @@ def restore_stage(
     slots = buffer_slots(stage.module)
     there = stage.module.state_dict()
     keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
-    state = _read(Path(folder), files, keys, names, list(slots), plain)
+    replica = plan.replica_of(stage.address)
+    own_name = replica_name(replica, plan.replicas[stage.index]) if replica else ""
+    state = _read(Path(folder), files, keys, names, list(slots), plain, own_name)
     whole, older = True, {}
     for owner, weights in [(stage.index, stage.parameters), *stage.borrowed.items()]:
         read, of_owner = max(floor, plan.reads(owner, first)), list(weights.named)

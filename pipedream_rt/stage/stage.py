@@ -825,7 +825,8 @@ class Stage:
                 self.clipper.clip(update, list(self.parameters.named.values()))
             optimizer.step(hyper, around)
 
-        next_read = self.plan.reads(self.index, self.next_forward)
+        following = self.plan.next_of_stage(self.address, self.next_forward, update)
+        next_read = self.plan.reads(self.index, following)
         self.parameters.step_with(gradients, next_read, apply)
         self._look_ahead(update + 1)  # after an update that was skipped too
 

@@ -200,7 +200,9 @@ class Endpoint:
             address: Address of the stage.
             part: ``"module"`` or ``"optimizer"``.
         """
-        reference: rpc.RRef[Any] = rpc.remote(self._host_of(address), _part, args=(address, part))
+        # A plain integer: a worker unpickles no class that it need not.
+        name, args = self._host_of(address), (int(address), part)
+        reference: rpc.RRef[Any] = rpc.remote(name, _part, args=args)
         return reference
 
     def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
@@ -212,7 +214,7 @@ class Endpoint:
         name = self._host_of(address)
         try:
             references: list[rpc.RRef[nn.Parameter]] = rpc.rpc_sync(
-                name, _parameters, args=(address,), timeout=self._timeout_s
+                name, _parameters, args=(int(address),), timeout=self._timeout_s
             )
         except RuntimeError as error:
             raise PeerLost(f"worker {name!r} does not answer: {error}", peer=name) from error
