@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import Protocol, TypeAlias
 
 from pipedream_rt.schedules.actions import Action, Kind
-from pipedream_rt.schedules.plan import COORDINATOR, Address, Edge, EdgeKind
+from pipedream_rt.schedules.plan import COORDINATOR, Address, Edge
 
 
 class Executable(Protocol):
@@ -64,8 +64,8 @@ class Executable(Protocol):
     def gives(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
         """Return the edges on which an action sends messages."""
 
-    def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
-        """Return all edges of a kind."""
+    def norms(self, address: Address, update: int) -> tuple[Edge, ...]:
+        """Return the edge on which the norms of the stages behind come for an update."""
 
     def neighbours(self, kind: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return, by address, the first address and the replicas of each stage that it needs."""
@@ -97,14 +97,6 @@ class _Progress:
         self.needed = needed
         self.done = [0] * len(needed)
         self.sleepers: list[list[int]] = [[] for _ in needed]
-
-    def awaited(self, address: Address, index: int) -> Address:
-        """Return an address whose message is not there yet; `COORDINATOR` if there is none."""
-        for first, count in self.needed[address]:
-            source = first + index % count
-            if self.done[source] <= index:
-                return source
-        return COORDINATOR
 
     def note(self, address: Address, index: int) -> list[int]:
         """Note that an action is done; return the workers that can go on."""
@@ -158,8 +150,7 @@ class Execution:
         plan, orders = self._plan, self._orders
         forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
-        behind = {edge.target: ((edge.source, 1),) for edge in plan.edges(EdgeKind.NORM)}
-        down = _Progress(tuple(behind.get(a, ()) for a in plan.addresses))
+        down = _Progress(((),) * len(plan.addresses))
         reduced = _Progress(((),) * len(plan.addresses))
         alone = not any(map(plan.others, plan.addresses))
         only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
@@ -195,7 +186,7 @@ class Execution:
                 done = way.done
                 # An action that is not the next one does not wait; the checker refuses it.
                 if m == (done[stage] if alone else plan.next_own(stage, done[stage])):
-                    for first_of_it, count in way.needed[stage]:  # `awaited`, for speed
+                    for first_of_it, count in way.needed[stage]:
                         source = first_of_it + m % count
                         if done[source] <= m:
                             break
@@ -220,11 +211,14 @@ class Execution:
 
         It waits for the gradients of the other replicas, and for the norms of the stage behind.
         """
-        for edge in self._plan.needs(action, address):
-            if reduced.done[edge.source] <= action.index:
-                return reduced.sleepers[edge.source]
-        source = down.awaited(address, action.index) if self._norms else COORDINATOR
-        return None if source == COORDINATOR else down.sleepers[source]
+        ways = [(reduced, self._plan.needs(action, address))]
+        if self._norms:
+            ways.append((down, self._plan.norms(address, action.index)))
+        for way, edges in ways:
+            for edge in edges:
+                if way.done[edge.source] <= action.index:
+                    return way.sleepers[edge.source]
+        return None
 
     def _unpaid(self, forwards: list[int], micro_batch: int) -> Address:
         """Return an address whose loss must come before a micro-batch is injected."""

@@ -470,6 +470,17 @@ class Plan:
         """Return the edges on which a stage sends shares of gradients of tied weights."""
         return {edge: ties for edge, ties in self._shares.items() if edge.source == stage}
 
+    def norms(self, address: Address, update: int) -> tuple[Edge, ...]:
+        """Return the edge on which the norms of the stages behind come for an update, if any are.
+
+        The replica that sends them has a micro-batch of the update, for others may know of it late.
+        """
+        behind = self.stage_of(address) + 1
+        if behind == self.num_stages:
+            return ()
+        source = self.address_of(behind, update * self.per_update)
+        return (Edge(EdgeKind.NORM, source, self.addresses[address]),)
+
     def neighbours(self, kind: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return, by address, the stages whose messages an action of a kind needs.
 
@@ -493,11 +504,10 @@ class Plan:
         if kind in _FROM_STAGES:
             return tuple(Edge(kind, a, COORDINATOR) for a in everybody)
         if kind is EdgeKind.NORM:
-            return tuple(
-                Edge(kind, self.address_of(self.stage_of(a) + 1, self.replica_of(a)), a)
-                for a in everybody
-                if self.stage_of(a) + 1 < self.num_stages
+            found = (
+                e for a in everybody for t in range(max(self.replicas)) for e in self.norms(a, t)
             )
+            return tuple(dict.fromkeys(found))
         if kind is EdgeKind.TOTAL:
             return tuple(Edge(kind, everybody[0], a) for a in everybody[1:])
         if kind in (EdgeKind.WEIGHT, EdgeKind.SHARE):

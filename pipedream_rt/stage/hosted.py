@@ -264,8 +264,7 @@ class Hosted:
 
     def norms_due(self, update: int) -> list[Key]:
         """Return the key of the norms of the stages behind this one; none for the last."""
-        edges = self.stage.plan.edges(EdgeKind.NORM)
-        return [Key(edge, update) for edge in edges if edge.target == self.index]
+        return [Key(edge, update) for edge in self.stage.plan.norms(self.index, update)]
 
     def norms_in(self, messages: Sequence[Message]) -> dict[int, Tensor]:
         """Return the norms that messages carry, by the places of their parameters in the model."""
@@ -276,8 +275,10 @@ class Hosted:
         return found
 
     def send_norms(self, update: int, norms: Mapping[int, Tensor]) -> None:
-        """Send norms to the stage before, if there is one."""
-        for edge in self.stage.plan.edges(EdgeKind.NORM):
+        """Send norms to the stage before, if there is one, and it waits for this replica."""
+        plan = self.stage.plan
+        before = [a for a in plan.addresses if plan.stage_of(a) == self.stage.index - 1]
+        for edge in (edge for address in before for edge in plan.norms(address, update)):
             if edge.source == self.index:
                 tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
                 self._send(edge, update, Norm(numbers=list(norms)), (tensor,))

@@ -48,12 +48,14 @@ def oracle(
     rates=None,
     slack=(),
     replicas=(),
+    before_step=lambda model: None,
 ):
     """Train a copy of the model as n stages would; return its state dict and the losses.
 
     points: the first layer of each stage. k: micro-batches per update. reads: a key of READS.
     rates: the learning rate of each mini-batch. slack: extra warm-up forwards, by hop. replicas: by
-    stage. Each replica has buffers of its own, and those of replica 0 are returned.
+    stage. Each replica has buffers of its own, and those of replica 0 are returned. before_step:
+    called with the model, whose parameters have their gradients.
     """
     model, w = copy.deepcopy(model), lags(len(points), slack, replicas)
     counts = replicas or (1,) * len(points)
@@ -89,6 +91,7 @@ def oracle(
             parameter = model.get_parameter(name)
             before = parameter.grad
             parameter.grad = gradient if before is None else before + gradient
+        before_step(model)
         optimizer.step()
         versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return {**model.state_dict(), **buffers[0]}, losses

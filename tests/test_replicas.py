@@ -1,0 +1,439 @@
+"""Stages with replicas: the bits of the oracle, whatever the timing, through kills and files."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.oracle import assert_same, oracle
+from torch import nn
+
+from pipedream_rt import Checkpoints, Clip, LossScale, Pipeline
+from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.corrections import (
+    DelayCompensation,
+    ErrorFeedback,
+    Extrapolation,
+    StalenessRate,
+    WeightPrediction,
+)
+from pipedream_rt.errors import CheckpointError, ConfigError, StageFailed
+
+pytestmark = pytest.mark.threads
+
+ADAM = (torch.optim.Adam, {"lr": 0.01})
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(),
+        nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4),
+    )  # fmt: skip
+
+
+def batches(count=8, samples=48, last=38):
+    """So that 16 micro-batches have two samples or more each, the last of the last but one too."""
+    torch.manual_seed(2)
+    return [(torch.randn(n, 8), torch.randn(n, 4)) for n in [samples] * count + [last]]
+
+
+def open_pipe(points, replicas, k=1, **options):
+    stages = list(points[1:]) or 1
+    given = {
+        "loss_fn": F.mse_loss, "optimizer": ADAM, "micro_batches": k, "workers": "serial",
+        **options,
+    }  # fmt: skip
+    return Pipeline(network(), stages=stages, replicas=replicas, **given)
+
+
+def train(points, replicas, data, **options):
+    with open_pipe(points, replicas, **options) as pipe:
+        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
+        return pipe.state_dict(), losses
+
+
+def expected(points, replicas, data, k=1, reads="async-1f1b", **options):
+    return oracle(
+        network(), points, data, F.mse_loss, lambda p: ADAM[0](p, **ADAM[1]), k=k, reads=reads,
+        replicas=replicas, **options,
+    )  # fmt: skip
+
+
+SPLITS = [
+    ((0,), (2,)),
+    ((0,), (4,)),
+    ((0, 4), (2, 1)),
+    ((0, 4), (1, 3)),
+    ((0, 4), (3, 2)),
+    ((0, 4, 6), (4, 3, 1)),
+    ((0, 4, 5, 6), (1, 4, 1, 2)),
+]
+"""The first layers of stages, and their replicas."""
+
+SCHEDULES = [
+    ("async-1f1b", "async-1f1b", 1),
+    ("async-1f1b", "async-1f1b", 3),
+    ("async-1f1b", "async-1f1b", 16),
+    ("1f1b", "flushed", 1),
+    ("1f1b", "flushed", 3),
+    ("1f1b", "flushed", 4),
+    ("gpipe", "flushed", 5),
+    ("2bw", "2bw", 16),
+]
+"""Schedules, what the oracle reads, and micro-batches per update."""
+
+
+@pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
+@pytest.mark.parametrize(("points", "replicas"), SPLITS)
+def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
+    """With messages in random order; the last mini-batch is short, and buffers are of each."""
+    data = batches()
+    weights, losses = expected(points, replicas, data, k, reads)
+    found = train(points, replicas, data, schedule=schedule, k=k)
+    assert found[1] == losses
+    assert_same(found[0], weights)
+    shuffled = functools.partial(InProcessCluster, shuffle_seed=k)
+    again = train(points, replicas, data, schedule=schedule, k=k, workers=shuffled)
+    assert again[1] == losses
+    assert_same(again[0], weights)
+
+
+@pytest.mark.parametrize("slack", [(1, 0), (0, 4), (3, 2)])
+def test_slack_is_a_number_of_micro_batches_of_the_hop(slack):
+    data, points, replicas = batches(), (0, 4, 6), (3, 2, 1)
+    weights, losses = expected(points, replicas, data, 2, slack=slack)
+    found = train(points, replicas, data, k=2, slack=slack)
+    assert found[1] == losses
+    assert_same(found[0], weights)
+
+
+def test_vertical_sync_reads_what_the_stage_with_the_longest_lag_reads():
+    from pipedream_rt import ScheduleOptions
+
+    data, points, replicas = batches(), (0, 4), (1, 3)
+    weights, losses = expected(points, replicas, data, 1, "vertical-sync")
+    options = ScheduleOptions(vertical_sync=True)
+    found = train(points, replicas, data, schedule_options=options)
+    assert found[1] == losses
+    assert_same(found[0], weights)
+
+
+def test_one_stage_with_replicas_and_a_flush_is_data_parallelism():
+    """Against torch: the mean of the replicas' gradients, without batch norm and dropout."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    data = batches(last=48)
+    with Pipeline(
+        model, replicas=[4], loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        schedule="1f1b", micro_batches=4, workers="serial",
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(data))
+        found = pipe.state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data:
+        optimizer.zero_grad()
+        for xm, ym in zip(x.chunk(4), y.chunk(4)):
+            (F.mse_loss(model(xm), ym) * 0.25).backward()
+        optimizer.step()
+    assert_same(found, model.state_dict())
+
+
+def test_a_flush_in_the_middle_changes_nothing():
+    data, points, replicas = batches(), (0, 4), (3, 2)
+    _, losses = expected(points, replicas, data, 2)
+    with open_pipe(points, replicas, k=2) as pipe:
+        found = []
+        for number, item in enumerate(data):
+            found += pipe.submit(*item).result().losses
+            if number % 3 == 1:
+                pipe.flush()
+    assert found == losses
+
+
+def test_evaluation_and_inference_read_the_weights_and_buffers_of_state_dict():
+    data, points, replicas = batches(), (0, 4), (3, 2)
+    with open_pipe(points, replicas) as pipe:
+        list(pipe.train_epoch(data))
+        module = pipe.module().eval()
+        x, y = data[0]
+        assert torch.equal(pipe(x), module(x))
+        assert torch.equal(next(pipe.predict([x])), module(x))
+        assert pipe.evaluate([data[0]]) == F.mse_loss(module(x), y).item()
+        before = pipe.state_dict()
+        list(pipe.train_epoch(data[:2]))
+        with pytest.raises(AssertionError):
+            assert_same(pipe.state_dict(), before)
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [4, 7])
+@pytest.mark.parametrize(
+    ("schedule", "reads", "k"),
+    [("async-1f1b", "async-1f1b", 1), ("async-1f1b", "async-1f1b", 3), ("1f1b", "flushed", 4),
+     ("2bw", "2bw", 16)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("points", "replicas"), [((0,), (3,)), ((0, 4), (2, 1)), ((0, 4), (1, 3)), ((0, 4), (2, 2))]
+)
+def test_a_run_goes_on_from_a_checkpoint(tmp_path, points, replicas, schedule, reads, k, stop):
+    """From one that did not stop the pipe, as a recovery does too."""
+    data = batches(10)
+    weights, losses = expected(points, replicas, data, k, reads)
+    options = {"schedule": schedule, "k": k, "workers": "in-process"}
+    with open_pipe(points, replicas, checkpoint=Checkpoints(tmp_path, every=2), **options) as pipe:
+        for number, _ in enumerate(pipe.train_epoch(data)):
+            if number == stop:
+                break
+    resume = Checkpoints(tmp_path, resume=True)
+    with open_pipe(points, replicas, checkpoint=resume, **options) as pipe:
+        assert pipe.resumed.step >= 2
+        found = [loss for result in pipe.train_epoch(data) for loss in result.losses]
+        assert found == losses[-len(found) :]
+        assert_same(pipe.state_dict(), weights)
+
+
+def test_weights_are_in_a_checkpoint_once_and_buffers_of_each_replica(tmp_path):
+    from safetensors import safe_open
+
+    with open_pipe((0, 4), (2, 1)) as pipe:
+        list(pipe.train_epoch(batches()))
+        folder = pipe.save(tmp_path)
+        state = pipe.state_dict()
+    keys = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            keys[path.name] = sorted(file.keys())
+    models = [key for name, of in keys.items() if name.startswith("model-") for key in of]
+    assert sorted(models) == sorted(state)
+    assert keys["replica-00002-of-00003.safetensors"] == [
+        "1 of 2/1.num_batches_tracked", "1 of 2/1.running_mean", "1 of 2/1.running_var"
+    ]  # fmt: skip
+    assert not [name for name in keys if name.startswith("replica-") and "00002-of" not in name]
+
+
+@pytest.mark.parametrize(
+    ("points", "replicas"), [((0, 4), (3, 1)), ((0, 4), (1, 2)), ((0,), (1,)), ((0, 6), (2, 2))]
+)
+def test_a_run_goes_on_with_other_replicas(tmp_path, points, replicas):
+    """In a schedule that flushes; without buffers, which each replica has of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
+        nn.Linear(16, 4),
+    )  # fmt: skip
+    data = batches(last=48)
+    options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "schedule": "1f1b", "micro_batches": 2}
+    with Pipeline(model, stages=[4], replicas=[2, 2], workers="serial", **options) as pipe:
+        list(pipe.train_epoch(data[:4]))
+        pipe.save(tmp_path)
+    with Pipeline(
+        model, stages=list(points[1:]) or 1, replicas=replicas, workers="serial", **options
+    ) as pipe:
+        pipe.load(tmp_path)
+        assert pipe.step == 4
+        for item in data[4:]:
+            pipe.submit(*item)
+        found = pipe.state_dict()
+    make = functools.partial(ADAM[0], **ADAM[1])
+    # Two micro-batches make a sum of two terms, which is the same in either order.
+    weights, _ = oracle(model, (0,), data, F.mse_loss, make, k=2, reads="flushed")
+    assert_same(found, weights)
+
+
+def test_replicas_that_differ_are_told(tmp_path):
+    """As on machines that round differently."""
+
+    with open_pipe((0,), (2,), schedule="1f1b", k=2) as pipe:
+        list(pipe.train_epoch(batches()))
+        host = pipe._group.cluster._hosts[1]
+        with torch.no_grad():
+            host.part(1, "module")[0].weight.add_(1e-6)
+        with pytest.raises(CheckpointError, match=r"stage 0, replica 1 has other weights .*0"):
+            pipe.save(tmp_path)
+
+
+# -- processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("points", "replicas", "schedule", "reads", "k"),
+    [
+        ((0, 4), (2, 1), "async-1f1b", "async-1f1b", 1),
+        ((0,), (3,), "async-1f1b", "async-1f1b", 3),
+        ((0, 4), (1, 2), "1f1b", "flushed", 3),
+    ],
+)
+def test_killed_workers_leave_no_trace(
+    tmp_path, shared_fork_server, points, replicas, schedule, reads, k
+):
+    data = batches(12)
+    weights, losses = expected(points, replicas, data, k, reads)
+    checkpoint = Checkpoints(tmp_path, every=3)
+    with open_pipe(
+        points, replicas, k=k, schedule=schedule, workers="local", checkpoint=checkpoint,
+        max_restarts=5,
+    ) as pipe:  # fmt: skip
+        found = []
+        for number, result in enumerate(pipe.train_epoch(data)):
+            found += result.losses
+            if number in (2, 8):
+                members = pipe._group.cluster._members
+                pid = int(members[number % len(members)].description.split()[1])
+                os.kill(pid, signal.SIGKILL)
+        assert len(pipe.restarts) >= 1
+        assert found == losses
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.processes
+def test_what_people_see_names_the_replica(tmp_path, shared_fork_server):
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x.sum() > 1e6:
+                raise RuntimeError("too large")
+            return x
+
+    data = batches(3, 8, 8)
+    data[2][0][0, 0] = 1e9
+    model = nn.Sequential(nn.Linear(8, 4), Fails())
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    with Pipeline(
+        model, replicas=[2], loss_fn=F.mse_loss, optimizer=ADAM, workers="local", trace=True
+    ) as pipe:
+        list(pipe.train_epoch(data[:2]))
+        text = pipe.explain()
+        assert "async-1f1b with 2 replicas" in text
+        assert "0.0" in text
+        assert "0.1" in text
+        assert "1 stages with 2 replicas on 2 workers" in repr(pipe)
+        trace = pipe.trace()
+        kinds = {chr(kind) for kind in set(trace.spans["kind"].tolist())}
+        assert {"F", "B", "R", "S"} <= kinds
+        with pytest.raises(StageFailed, match=r"stage 0.*too large"):
+            pipe.submit(*data[2]).result()
+
+
+# -- clipping, scaling, corrections -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [2, 4, 6])
+@pytest.mark.parametrize(("points", "replicas"), [((0, 4), (2, 1)), ((0, 4, 6), (1, 4, 2))])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(points, replicas, k):
+    data = batches()
+    weights, losses = expected(
+        points, replicas, data, k, "flushed",
+        before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    )  # fmt: skip
+    for workers in ("serial", functools.partial(InProcessCluster, shuffle_seed=k)):
+        found = train(
+            points, replicas, data, k=k, schedule="1f1b", clip=Clip(norm=0.1), workers=workers
+        )
+        assert found[1] == losses
+        assert_same(found[0], weights)
+
+
+def test_gradients_are_clipped_by_value():
+    data, points, replicas = batches(), (0, 4), (3, 2)
+    weights, losses = expected(
+        points, replicas, data, 2,
+        before_step=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    )  # fmt: skip
+    found = train(points, replicas, data, k=2, clip=Clip(value=0.01))
+    assert found[1] == losses
+    assert_same(found[0], weights)
+
+
+def test_losses_are_scaled_where_the_pipe_is_flushed():
+    data = batches()
+    plain = train((0, 4), (2, 1), data, k=4, schedule="1f1b")
+    scaled = train(
+        (0, 4), (2, 1), data, k=4, schedule="1f1b", loss_scale=LossScale(init_scale=1024.0)
+    )
+    assert scaled[1] == plain[1]  # a power of two changes no bit
+    assert_same(scaled[0], plain[0])
+
+
+@pytest.mark.parametrize(
+    "corrections",
+    [[StalenessRate(100)], [Extrapolation()], [WeightPrediction()], [ErrorFeedback(2.0)]],
+    ids=lambda each: type(each[0]).__name__,
+)
+def test_corrections_do_the_same_on_all_replicas(tmp_path, corrections):
+    """`save` refuses replicas that have parted."""
+    data = batches()
+    found = []
+    for workers in ("serial", functools.partial(InProcessCluster, shuffle_seed=3)):
+        with open_pipe((0, 4), (3, 2), k=2, corrections=corrections, workers=workers) as pipe:
+            losses = [r.loss for r in pipe.train_epoch(data)]
+            pipe.save(tmp_path / str(len(found)))
+            found.append((losses, pipe.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    plain = train((0, 4), (3, 2), data, k=2)
+    assert plain[1][-1] != found[0][0][-1]
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicas": [2]}, "replicas has 1 numbers.*2 stages"),
+        ({"replicas": [2, 0]}, "at least 1"),
+        ({"replicas": [2, True]}, "at least 1"),
+        ({"replicas": "21"}, "at least 1"),
+        ({"replicas": [2, 1], "schedule": "zero-bubble"}, "zero-bubble has one replica"),
+        (
+            {"replicas": [2, 1], "schedule": "interleaved-1f1b", "micro_batches": 2},
+            "one stage on each worker|one replica",
+        ),
+        ({"replicas": [2, 1], "schedule": "2bw", "micro_batches": 4}, "2-1 replicas .*at least 5"),
+        ({"replicas": [2, 1], "clip": Clip(norm=1.0)}, 'with 2-1 replicas.*over="stage"'),
+        ({"replicas": [2, 1], "corrections": [DelayCompensation()]}, "DelayCompensation.*replicas"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        open_pipe((0, 4), options.pop("replicas"), options.pop("micro_batches", 1), **options)
+
+
+def test_tied_weights_and_hooks_on_sums_are_refused():
+    options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "workers": "serial", "replicas": [1, 2]}
+    with pytest.raises(ConfigError, match=r"0\.weight is used on the stages \[0, 1\].*1-2"):
+        Pipeline(tied(), stages=[1], **options)
+    model = network()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ConfigError, match="hook on its accumulated gradient"):
+        Pipeline(model, stages=[4], **options)
+
+
+def test_sparse_gradients_are_refused():
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+
+        def forward(self, x):
+            return self.table(x).mean(1)
+
+    pipe = Pipeline(
+        nn.Sequential(First(), nn.Linear(4, 4)), replicas=[2], loss_fn=F.mse_loss,
+        optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial",
+    )  # fmt: skip
+    with pipe, pytest.raises(StageFailed, match=r"sparse.*dense"):
+        list(pipe.train_epoch([(torch.arange(6).view(2, 3), torch.zeros(2, 4))] * 3))
