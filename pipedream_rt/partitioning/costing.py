@@ -6,16 +6,17 @@ workers on the stages behind it (DESIGN, table of section 3, for any r):
 
     busy       compute / (r speed) + step / (k speed)
     period     max(busy, exchange / min(k, r)), or busy + exchange / k with a flush
-    exchange   2 (r-1) / r * P / B + 2 L     of an update: gradients come together, the sum goes out
+    exchange   (r-1) P / B + L               of an update: each replica sends its gradients to all
     transfer   Y / (min(r, r') B)            each way, between r replicas and r' behind them
     w          ceil(after / r)               warm-up forwards of each replica
     in flight  w + 1                         on each replica
     lag        w if r = 1, else r (w + 1)    micro-batches from a forward to the update it reads
     versions   ceil(lag / k) + 1             asynchronous; 2 in 2bw, for lag < k; 1 with a flush
-    memory     (versions + 1) P + U + O + (w + 1) A + 2 (X + Y), and that of the process
+    gradients  1 if r = 1, else r + 2        those summed, handed over, received, and their sum
+    memory     (versions + gradients) P + U + O + (w + 1) A + 2 (X + Y), and that of the process
 
-So that replicas can compute while their gradients are reduced, each does one micro-batch more
-before it reads the update. P are the bytes of the weights, U of frozen weights and buffers, O of
+So that replicas can compute while their gradients are sent, each does one micro-batch more before
+it reads the update. P are the bytes of the weights, U of frozen weights and buffers, O of
 the optimizer's state, A of what a forward keeps, X and Y those that come in and go out; B is the
 bandwidth of a link, and L its latency. The slowest replica of a stage counts.
 """
@@ -178,9 +179,9 @@ class Costing:
     def _exchange(self, workers: Sequence[int], where: Any) -> Floats:
         """Return the seconds in which the replicas of each span exchange gradients."""
         count, weights = len(workers), self._weights[where]
-        shared = 2 * (count - 1) / count * weights
-        latency = 2 * self.machines.latency_of(workers) * (count > 1)
-        found: Floats = shared / self.machines.bandwidth_of(workers) + latency * (weights > 0)
+        sent = (count - 1) * weights
+        latency = self.machines.latency_of(workers) * (count > 1)
+        found: Floats = sent / self.machines.bandwidth_of(workers) + latency * (weights > 0)
         return found
 
     @property
@@ -200,11 +201,19 @@ class Costing:
         speed = self._slowest(workers)
         return float(forward) / speed, float(both - forward) / speed
 
+    def exchange(self, workers: Sequence[int], start: int, end: int) -> float:
+        """Return the seconds in which the replicas of a stage exchange the gradients of an update.
+
+        Args:
+            workers: The workers.
+            start: The cut before it; -1 for none.
+            end: The cut behind it.
+        """
+        return float(self._exchange(workers, (start + 1, end)))
+
     def update(self, workers: Sequence[int], start: int, end: int) -> float:
-        """Return the seconds of an update of a stage, the exchange of gradients included."""
-        where = (start + 1, end)
-        step = float(self._step[where]) / self._slowest(workers)
-        return step + float(self._exchange(workers, where))
+        """Return the seconds of an update of a stage, without the exchange of gradients."""
+        return float(self._step[start + 1, end]) / self._slowest(workers)
 
     def latency(self, workers: Sequence[int], following: Sequence[int], cut: int) -> float:
         """Return the seconds that one message takes from a stage to the next, or back.
@@ -226,7 +235,8 @@ class Costing:
             after: The workers on stages behind it, and the slack of the hops up to there.
             where: Which spans, by row and column.
         """
-        copies = self.versions(replicas, after) + 1 + self.copies * (after > 0)
+        gradients = 1 if replicas == 1 else replicas + 2
+        copies = self.versions(replicas, after) + gradients + self.copies * (after > 0)
         in_flight = self.in_flight(replicas, after)
         weights, saved, fixed = self._weights[where], self._saved[where], self._fixed[where]
         found: Floats = copies * weights + in_flight * saved + fixed

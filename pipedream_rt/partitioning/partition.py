@@ -2,8 +2,7 @@
 
 A partition says which layers are a stage, and on which workers its replicas are. What it predicts:
 
-- the throughput is what the simulator says, and never above that of the slowest stage or link; with
-  replicas, of which the simulator does not know, it is estimated by formulas;
+- the throughput is what the simulator says, and never above that of the slowest stage or link;
 - the staleness of a stage is that of DESIGN's table, and the slowdown of a run is read from what
   ``benchmarks/learning.py`` measured for the mean staleness of its stages.
 """
@@ -143,8 +142,7 @@ def partition_of(
         costing: The costs.
         stages: The stages.
         slowdown: The curve of the slowdown.
-        rough: Whether the throughput is estimated by formulas, as it is with replicas in any case,
-            and not simulated.
+        rough: Whether the throughput is estimated by formulas, and not simulated.
     """
     periods = [float(costing.period(s.workers, s.span)) for s in stages]
     hops = list(pairwise(stages))
@@ -152,6 +150,9 @@ def partition_of(
     latencies = [costing.latency(a.workers, b.workers, a.end) for a, b in hops]
     period = max(*periods, *transfers, _SHORTEST)
     slacks = _slacks(costing, stages, period, latencies)
+    rough = rough or not max(periods) or costing.per_update > _MOST_SIMULATED
+    if not rough and not costing.flushes and any(len(stage.workers) > 1 for stage in stages):
+        slacks = _deepened(costing, stages, period, slacks)
     planned = []
     for number, stage in enumerate(stages):
         replicas, after = len(stage.workers), _after(stages, number, slacks)
@@ -172,8 +173,7 @@ def partition_of(
                 staleness=costing.staleness(replicas, after),
             )
         )
-    replicated = any(len(stage.workers) > 1 for stage in stages)
-    if rough or replicated or not max(periods) or costing.per_update > _MOST_SIMULATED:
+    if rough:
         throughput = _estimated(costing, stages, period, latencies, slacks)
     else:
         throughput = min(simulated(costing, stages, slacks), 1 / period)
@@ -214,6 +214,35 @@ def _slacks(
     return slacks
 
 
+def _deepened(
+    costing: Costing, stages: Sequence[Stage], period: float, slacks: list[int]
+) -> list[int]:
+    """Return more slack for stages with replicas, where that raises the throughput.
+
+    A micro-batch stays on a stage with r replicas for r periods, so the pipe must be deeper than
+    the number of workers. One unit after another goes to the hop where it gains the most.
+    """
+    best = simulated(costing, stages, slacks)
+    tried, rate = list(slacks), best
+    for _ in range(2 * sum(len(stage.workers) for stage in stages)):
+        if best >= (1 - _UNSEEN) / period:
+            break
+        options = [[s + (i == hop) for i, s in enumerate(tried)] for hop in range(len(tried))]
+        possible = [
+            option
+            for option in options
+            if all(_fits(costing, stages, number, option) for number in range(len(stages)))
+        ]
+        if not possible:
+            break
+        rates = [simulated(costing, stages, option) for option in possible]
+        rate = max(rates)
+        tried = possible[rates.index(rate)]
+        if rate > best * (1 + _UNSEEN / 4):
+            best, slacks = rate, tried
+    return slacks
+
+
 def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> bool:
     """Whether a stage has the memory for what it holds with some slack."""
     stage, after = stages[number], _after(stages, number, slacks)
@@ -239,7 +268,11 @@ def _estimated(
     sizes, k = [len(stage.workers) for stage in stages], costing.per_update
     if costing.flushes:
         others = max((-(-k // size) - 1) * time for size, time in zip(sizes, alone, strict=True))
-        update = max(costing.update(stage.workers, stage.start, stage.end) for stage in stages)
+        update = max(
+            costing.update(stage.workers, stage.start, stage.end)
+            + costing.exchange(stage.workers, stage.start, stage.end)
+            for stage in stages
+        )
         return k / max(sum(alone) + 2 * sum(latencies) + others + update, _SHORTEST)
     for hop, (latency, slack) in enumerate(zip(latencies, slacks, strict=True)):
         between = sizes[hop] + sizes[hop + 1] + slack
@@ -248,11 +281,11 @@ def _estimated(
 
 
 def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) -> float:
-    """Return the micro-batches per second of a pipe without replicas, as the simulator says.
+    """Return the micro-batches per second of a pipe, as the simulator says.
 
     Args:
         costing: The costs.
-        stages: The stages, each on one worker.
+        stages: The stages.
         slacks: The slack of each hop.
     """
     k, count = costing.per_update, len(stages)
@@ -263,11 +296,19 @@ def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) 
         backward=tuple((backward,) for _, backward in both),
         step=tuple((costing.update(s.workers, s.start, s.end),) for s in stages),
         hop_latency=tuple(costing.latency(a.workers, b.workers, a.end) for a, b in hops) or (0.0,),
+        peer_latency=tuple(costing.exchange(s.workers, s.start, s.end) for s in stages),
     )
-    plan = plan_for(costing.schedule, num_stages=count, per_update=k, slack=tuple(slacks))
+    plan = plan_for(
+        costing.schedule,
+        num_stages=count,
+        per_update=k,
+        slack=tuple(slacks),
+        replicas=tuple(len(stage.workers) for stage in stages),
+    )
     if costing.flushes:
         return k / max(summarize(simulate(plan, costs, k)).makespan, _SHORTEST)
-    updates = max(8, -(-24 * (plan.in_flight(0) + 1) // k))
+    in_flight = plan.in_flight(0) * plan.replicas[0]
+    updates = max(8, -(-24 * (in_flight + 1) // k))
     return summarize(simulate(plan, costs, updates * k)).throughput
 
 

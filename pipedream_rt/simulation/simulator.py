@@ -9,10 +9,11 @@ whole nanoseconds, so that no rounding depends on the order of a sum.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -139,6 +140,27 @@ class _Doing:
     size: int
 
 
+class _Doings(dict[int, _Doing]):
+    """The costs and the messages of a kind of action on a replica, by micro-batch or update.
+
+    With replicas, messages go to others for each micro-batch, until they are the same again. There
+    may be many ways until then, so an entry is made when it is asked for.
+
+    Args:
+        make: Returns the entry for a number.
+    """
+
+    def __init__(self, make: Callable[[int], _Doing]) -> None:
+        """Make no entry yet."""
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, number: int) -> _Doing:
+        """Make an entry."""
+        made = self[number] = self._make(number)
+        return made
+
+
 class _Run:
     """One simulation.
 
@@ -202,12 +224,8 @@ class _Run:
             size=round(size),
         )
 
-    def _doings_of(self, kind: Kind) -> list[list[_Doing]]:
-        """Return the costs and the messages of a kind of action, by address.
-
-        With replicas, messages go to others for each micro-batch, so there is an entry for each
-        micro-batch until they are the same again.
-        """
+    def _doings_of(self, kind: Kind) -> list[_Doings]:
+        """Return the costs and the messages of a kind of action, by address."""
         costs, plan = self._costs, self._plan
         seconds: Sequence[Samples] = {
             Kind.FORWARD: costs.forward,
@@ -234,7 +252,7 @@ class _Run:
                 size=sum(way.size for way in goes),
             )
 
-        return [[doing(a, number) for number in range(plan.cycle(a))] for a in plan.addresses]
+        return [_Doings(functools.partial(doing, address)) for address in plan.addresses]
 
     def _splits(self) -> bool:
         """Whether the schedule splits backwards on some worker."""
@@ -256,6 +274,8 @@ class _Run:
         doings_f, doings_b, doings_i, doings_w, doings_s, doings_r = self._doings.values()
         forward, backward, input_half, weight, step, _ = Kind
         record, version_of = self.recorder.record, self._version_of
+        plan = self._plan
+        cycles = [plan.cycle(a) for a in plan.addresses] if plan.shape.replicas else []
         execution = Execution(self._plan, self._micro_batches, credits=self._credits)
         for worker, stage, (kind, m, _) in execution:
             # No dictionary, because a member of an enumeration is slow to hash.
@@ -271,7 +291,7 @@ class _Run:
                 row = doings_w[stage]
             else:
                 row = doings_r[stage]
-            doing = row[0] if len(row) == 1 else row[m % len(row)]
+            doing = row[m % cycles[stage]] if cycles else row[0]
             ready = start = clocks[worker]
             arrived, waited_for = self._injection(m) if doing.injected else (0, NOBODY)
             for way in doing.comes:

@@ -46,9 +46,9 @@ def period_of(profile, machines, schedule, k, copies, stages, placed):
         compute = total(profile, layers, "forward", "backward_input", "backward_weight")
         step = total(profile, layers, "step")
         busy = max(compute / (r * w.speed) + step / (k * w.speed) for w in workers)
-        exchange = 2 * (r - 1) / r * weights / bandwidth(machines, mine)
+        exchange = (r - 1) * weights / bandwidth(machines, mine)
         if r > 1 and weights:
-            exchange += 2 * machines.latency_within  # the same between servers
+            exchange += machines.latency_within  # the same between servers
         both = busy + exchange / k if schedule == "1f1b" else max(busy, exchange / min(k, r))
         found = max(found, both)
         enters, done = passing(profile, done), done | layers
@@ -65,7 +65,8 @@ def period_of(profile, machines, schedule, k, copies, stages, placed):
         versions = {"async-1f1b": math.ceil(lag / k) + 1, "2bw": 2, "1f1b": 1}[schedule]
         if schedule == "1f1b":
             in_flight = min(in_flight, math.ceil(k / r))
-        memory = (versions + 1 + (copies if after else 0)) * weights
+        gradients = 1 if r == 1 else r + 2
+        memory = (versions + gradients + (copies if after else 0)) * weights
         memory += in_flight * total(profile, layers, "saved_bytes")
         memory += total(profile, layers, "frozen_bytes", "optimizer_bytes")
         memory += 2 * (enters + leaves) + profile.process_bytes
