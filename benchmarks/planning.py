@@ -1,18 +1,21 @@
-"""What the planner predicts beside what is measured, and its split beside others.
+"""What the planner predicts beside what is measured, and its plans beside others.
 
 Layers of unequal cost that take their time without a processor (see workload.py) are profiled, and
-planned for 4 workers without replicas. The plan's split, the split with as many layers on each
-stage, and the one that balances parameters are then trained, as local processes.
+planned for 4 workers: with replicas of stages, and without. These plans, a stage with as many
+layers on each worker, two uneven ones, and data parallelism are then trained, as local processes.
 
     python benchmarks/planning.py
 
-The micro-batches per second are those of the full pipe.
+The micro-batches per second are those of the full pipe: medians of the repeats, with the largest
+distance from them. The repeats of all plans take turns.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any
 
 import click
 import torch
@@ -25,9 +28,9 @@ from workload import EmulatedLayer
 from pipedream_rt import Pipeline, profile
 from pipedream_rt.observe import summarize
 from pipedream_rt.partitioning.costing import Costing
-from pipedream_rt.partitioning.cuts import cuts_of
+from pipedream_rt.partitioning.cuts import Cuts, cuts_of
 from pipedream_rt.partitioning.machines import Machines, Worker
-from pipedream_rt.partitioning.partition import SLOWDOWNS, partition_of
+from pipedream_rt.partitioning.partition import SLOWDOWNS, Partition, partition_of
 from pipedream_rt.partitioning.planner import partitions
 from pipedream_rt.partitioning.search import Stage
 
@@ -46,59 +49,100 @@ def layers() -> nn.Sequential:
     )
 
 
-def measured(starts: list[int], slack: tuple[int, ...], schedule: str, updates: int) -> float:
-    """Micro-batches per second of a split, given by the first layer of each stage."""
+def measured(plan: Partition, starts: list[int], updates: int) -> float:
+    """Micro-batches per second of a plan, whose stages begin at these layers."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(SAMPLES * WORKERS, WIDTH, generator=generator) for _ in range(2))
-    with Pipeline(
-        layers(),
-        stages=starts[1:],
-        loss_fn=F.mse_loss,
-        optimizer=(torch.optim.SGD, {"lr": 1e-3}),
-        schedule=schedule,  # type: ignore[arg-type]
-        micro_batches=WORKERS,
-        slack=slack,
-        trace=True,
-    ) as pipe:
+    with (
+        Pipeline(
+            layers(),
+            stages=starts[1:] or 1,
+            loss_fn=F.mse_loss,
+            optimizer=(torch.optim.SGD, {"lr": 1e-3}),
+            schedule=plan.schedule,  # type: ignore[arg-type]
+            micro_batches=WORKERS,
+            slack=tuple(stage.slack for stage in plan.stages[:-1]),
+            replicas=[len(stage.workers) for stage in plan.stages],
+            trace=True,
+        ) as pipe
+    ):
         for _ in pipe.train_epoch([(x, y)] * updates):
             pass
         return summarize(pipe.trace()).throughput
 
 
+def chosen(cuts: Cuts, machines: Machines, schedule: str) -> dict[str, Partition]:
+    """The plans to compare, by name."""
+    costing = Costing(cuts, machines, schedule, WORKERS)
+    count = len(COSTS_MS)
+
+    def made(ends: list[int], replicas: list[int]) -> Partition:
+        """The plan of stages that end before these layers, with these numbers of replicas."""
+        firsts, hosts = [0, *ends[:-1]], list(accumulate([0, *replicas]))
+        stages = [
+            Stage(a - 1, b - 1, tuple(range(*place)))
+            for a, b, place in zip(firsts, ends, pairwise(hosts))
+        ]
+        return partition_of(costing, stages, SLOWDOWNS["none"])
+
+    found = {
+        "planned": partitions(cuts, machines, choices=[schedule])[0],
+        "planned, no replicas": partitions(cuts, machines, choices=[schedule], replicas=1)[0],
+        "equal": made([3, 6, 9, 12], [1, 1, 1, 1]),
+        "uneven, 3-1": made([10, count], [3, 1]),
+        "uneven, 1-2-1": made([4, 9, count], [1, 2, 1]),
+        "data parallel": made([count], [WORKERS]),
+    }
+    return found
+
+
 @click.command()
 @click.option("--updates", default=40, show_default=True, help="Mini-batches of each run.")
+@click.option("--repeats", default=3, show_default=True, help="Runs of each plan.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-def main(updates: int, as_json: bool) -> None:
+def main(updates: int, repeats: int, as_json: bool) -> None:
     """Profile, plan, train, and compare."""
     torch.set_num_threads(1)
     batch = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
     cuts = cuts_of(profile(layers(), batch, loss_fn=F.mse_loss))
     machines = Machines(workers=(Worker(),) * WORKERS, latency_within=HOP_S)
-    each = len(COSTS_MS) // WORKERS
     table = Table(title=f"{WORKERS} workers: micro-batches per second")
-    for head in ("schedule", "split", "layers of each stage", "predicted", "measured", "error"):
-        table.add_column(head, justify="left" if "s" in head[:2] else "right")
+    for head in (
+        "schedule",
+        "plan",
+        "layers",
+        "replicas",
+        "slack",
+        "predicted",
+        "measured",
+        "error",
+    ):
+        table.add_column(head, justify="right" if head in ("predicted", "measured") else "left")
     for schedule in ("async-1f1b", "1f1b"):
-        found = partitions(cuts, machines, choices=[schedule], replicas=1)[0]
-        planned = [len(stage.layers) for stage in found.stages]
-        for name, sizes in (("planned", planned), ("equal", [each] * WORKERS)):
-            ends = list(accumulate(sizes))
-            starts = [0, *ends[:-1]]
-            stages = [Stage(a - 1, b - 1, (w,)) for w, (a, b) in enumerate(zip(starts, ends))]
-            costing = Costing(cuts, machines, schedule, WORKERS)
-            predicted = partition_of(costing, stages, SLOWDOWNS["none"])
-            slack = tuple(stage.slack for stage in predicted.stages[:-1])
-            rate = measured(starts, slack, schedule, updates)
-            error = predicted.throughput / rate - 1
-            line = {
-                "schedule": schedule, "split": name, "sizes": sizes,
-                "predicted": predicted.throughput, "measured": rate, "error": error,
+        plans = chosen(cuts, machines, schedule)
+        rates: dict[str, list[float]] = {name: [] for name in plans}
+        for _ in range(repeats):
+            for name, plan in plans.items():
+                ends = list(accumulate(len(stage.layers) for stage in plan.stages))
+                rates[name].append(measured(plan, [0, *ends[:-1]], updates))
+        for name, plan in plans.items():
+            rate = median(rates[name])
+            line: dict[str, Any] = {
+                "schedule": schedule, "plan": name,
+                "layers": [len(stage.layers) for stage in plan.stages],
+                "replicas": [len(stage.workers) for stage in plan.stages],
+                "slack": [stage.slack for stage in plan.stages[:-1]],
+                "predicted": plan.throughput, "measured": rate,
+                "spread": max(abs(each / rate - 1) for each in rates[name]),
+                "error": plan.throughput / rate - 1,
             }  # fmt: skip
             if as_json:
                 click.echo(json.dumps(line))
+            lists = (line[key] for key in ("layers", "replicas", "slack"))
             table.add_row(
-                schedule, name, ", ".join(map(str, sizes)),
-                f"{predicted.throughput:.2f}", f"{rate:.2f}", f"{error:+.1%}",
+                schedule, name, *("-".join(map(str, each)) for each in lists),
+                f"{plan.throughput:.2f}", f"{rate:.2f} ± {line['spread']:.1%}",
+                f"{line['error']:+.1%}",
             )  # fmt: skip
     if not as_json:
         Console().print(table)

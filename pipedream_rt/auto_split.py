@@ -38,13 +38,17 @@ _COSTED = {
 _SLACK = ("async-1f1b", "2bw", "1f1b")
 """The schedules for which slack is chosen."""
 
+_REPLICAS = ("async-1f1b", "2bw", "1f1b", "gpipe")
+"""The schedules for which replicas can be chosen."""
+
 HOP_S = 0.0004
 """Seconds of a hop between processes of one machine (docs/benchmarks.md, rounded up)."""
 
 _LARGEST = 1 << 24
 _NAMES = list_of(text(10_000))
 _FIELDS = {
-    "key": text(64), "stages": _NAMES, "slack": list_of(whole(0, 1 << 20)), "why": text(1 << 20),
+    "key": text(64), "stages": _NAMES, "slack": list_of(whole(0, 1 << 20)),
+    "replicas": list_of(whole(1, 1 << 12)), "why": text(1 << 20),
 }  # fmt: skip
 
 
@@ -56,12 +60,14 @@ class Chosen:
         key: A hash of what it was chosen for.
         stages: The first layer of every stage but the first, by name.
         slack: The slack of every hop.
+        replicas: The replicas of every stage.
         why: The plan, as text for people.
     """
 
     key: str
     stages: list[str]
     slack: list[int]
+    replicas: list[int]
     why: str
 
 
@@ -76,6 +82,7 @@ def choose_stages(
     micro_batches: int,
     threads: int,
     workers: int | None,
+    replicas: bool,
     folder: Path | None,
 ) -> Chosen:
     """Return the split that a run is to have, which is the one that it has had, if there is one.
@@ -90,6 +97,7 @@ def choose_stages(
         micro_batches: The number of micro-batches per update.
         threads: The number of threads that a worker has.
         workers: The number of workers that there are; None if it is not known.
+        replicas: Whether stages may have replicas, as far as the model and the schedule allow.
         folder: The folder of the run's checkpoints; None if it makes none.
 
     Raises:
@@ -112,7 +120,8 @@ def choose_stages(
     batch = first_micro_batch(example_of(example), micro_batches)
     made = optimizer_choice(optimizer)
     of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made, loss_fn, autocast)
-    key = f"{of_model}-{schedule}-{micro_batches}-{workers}"
+    replicas = replicas and schedule in _REPLICAS and not _shares_weights(model)
+    key = f"{of_model}-{schedule}-{micro_batches}-{workers}{'-r' * replicas}"
     kept = None if folder is None else folder / PLAN_FILE
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
         return found
@@ -125,12 +134,13 @@ def choose_stages(
         machines,
         choices=[_COSTED[schedule]],
         per_update=micro_batches,
-        replicas=1,
+        replicas=None if replicas else 1,
     )[0]
     chosen = Chosen(
         key=key,
         stages=[stage.layers[0] for stage in best.stages[1:]],
         slack=[stage.slack * (schedule in _SLACK) for stage in best.stages[:-1]],
+        replicas=[len(stage.workers) for stage in best.stages],
         why=partition_text(best),
     )
     _log.info("the stages that were chosen:\n%s", chosen.why)
@@ -140,6 +150,13 @@ def choose_stages(
         part.write_text(json.dumps(asdict(chosen), indent=1) + "\n")
         part.replace(kept)
     return chosen
+
+
+def _shares_weights(model: nn.Module | Iterable[nn.Module]) -> bool:
+    """Whether a parameter of a model has several names, so that stages might share it."""
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    named = [p for m in modules for _, p in m.named_parameters(remove_duplicate=False)]
+    return len(named) > len(set(map(id, named)))
 
 
 def _read(path: Path) -> Chosen | None:

@@ -147,7 +147,9 @@ class Pipeline:
         replicas: The number of replicas of each stage, one number for all or one for each, in the
             schedules ``async-1f1b``, ``2bw``, ``1f1b`` and ``gpipe``. Each replica has a worker;
             micro-batch m goes to replica m mod r, and the gradients of an update are added up over
-            the replicas in their order. One stage with r replicas is data parallelism.
+            the replicas in their order. One stage with r replicas is data parallelism. Each replica
+            has buffers of its own; those of replica 0 are evaluated, and are in the state dict.
+            With ``stages="auto"`` it may be ``"auto"``, which lets the planner choose.
         schedule_options: The options that only some schedules have.
         workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
             listens there for `pipedream-rt worker`. None: what the environment says
@@ -206,7 +208,7 @@ class Pipeline:
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
         micro_batches: int = 1,
         slack: int | Sequence[int] = 0,
-        replicas: int | Sequence[int] = (),
+        replicas: int | Sequence[int] | Literal["auto"] = (),
         schedule_options: ScheduleOptions = ScheduleOptions(),  # noqa: B008 - frozen
         workers: Workers = None,
         seed: int = 0,
@@ -248,7 +250,15 @@ class Pipeline:
         forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
         kept = checkpoint_option(checkpoint)
         self._why = ""
+        counts: int | Sequence[int] = () if replicas == "auto" else replicas
+        if replicas == "auto" and stages != "auto":
+            raise ConfigError('replicas="auto" goes with stages="auto"; else give their numbers')
         if stages == "auto":
+            if replicas not in ((), 1, "auto"):
+                raise ConfigError(
+                    'with stages="auto" the number of stages is not known yet: replicas is "auto", '
+                    f"or left out, not {replicas!r}"
+                )
             chosen = choose_stages(
                 model,
                 example,
@@ -259,12 +269,14 @@ class Pipeline:
                 micro_batches=micro_batches,
                 threads=threads,
                 workers=number_of_workers(workers),
+                replicas=replicas == "auto",
                 folder=None if kept is None else kept.path,
             )
             stages, slack, self._why = chosen.stages, slack or chosen.slack, chosen.why
+            counts = chosen.replicas
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(
-            self._model, split, schedule, micro_batches, slack, replicas, schedule_options
+            self._model, split, schedule, micro_batches, slack, counts, schedule_options
         )
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))

@@ -137,3 +137,41 @@ def test_run_says_how_many_workers_there_are(monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
     assert pipedream_rt.cluster.launch.number_of_workers(None) == 7
     assert pipedream_rt.cluster.launch.number_of_workers("local") == 3
+
+
+def test_the_planner_may_choose_replicas(tmp_path):
+    """A layer that no cut divides is replicated; a run that resumes has the same plan."""
+    options = {"replicas": "auto", "checkpoint": Checkpoints(tmp_path, resume=True)}
+    with pipeline(6, 3, **options) as pipe:
+        chosen = pipe.plan.replicas
+        assert sum(chosen) == 3
+        list(pipe.train_epoch([BATCH] * 2))
+        pipe.save()
+        assert "replicas" in pipe.explain()
+    with pipeline(6, 3, **options) as pipe:
+        assert pipe.plan.replicas == chosen
+        assert pipe.step == 2
+    with pipeline(6, 3) as pipe:
+        assert pipe.plan.replicas == (1, 1)
+    with pipeline(6, 3, replicas="auto", schedule="zero-bubble") as pipe:
+        assert pipe.plan.replicas == (1, 1)
+
+
+def test_layers_that_share_a_weight_are_not_replicated():
+    layers = model(6, 3)
+    layers[1].w = layers[0].w
+    with pipeline(model=layers, replicas="auto") as pipe:
+        assert set(pipe.plan.replicas) == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicas": 2}, "not known yet"),
+        ({"replicas": [2, 1]}, "not known yet"),
+        ({"stages": 2, "replicas": "auto"}, 'goes with stages="auto"'),
+    ],
+)
+def test_replicas_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        pipeline(1, 1, **options)

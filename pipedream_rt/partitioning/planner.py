@@ -109,6 +109,8 @@ def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition
     roomy.sort(key=lambda w: -costing.machines.workers[w].speed)
     for used in range(1, min(most, len(roomy)) + 1):
         stage = Stage(-1, end, tuple(sorted(roomy[:used])))
+        if float(costing.memory(used, 0, (0, end))) > costing.room(stage.workers):
+            continue  # replicas hold the gradients of the others too
         found.append(partition_of(costing, [stage], slowdown))
     best = max(found, key=lambda each: each.worth)
     return replace(best, schedule=DATA_PARALLEL)
