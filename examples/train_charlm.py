@@ -4,6 +4,7 @@ The main job of this project: four stages on four local worker processes, asynch
 
     python examples/train_charlm.py
     python examples/train_charlm.py --compare
+    python examples/train_charlm.py --stages auto
     python examples/train_charlm.py --schedule 1f1b --micro-batches 4 --optimizer adamw --lr 2e-3
     python examples/train_charlm.py --stages 2 --workers in-process
     pipedream-rt run --nproc-per-node 4 examples/train_charlm.py
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import torch
@@ -167,7 +168,7 @@ class Job:
     """What is trained, and how."""
 
     schedule: str
-    stages: int
+    stages: int | Literal["auto"]
     workers: str | None
     micro_batches: int
     steps: int
@@ -188,9 +189,19 @@ class Job:
         return (Muon, {"lr": self.lr, "weight_decay": 0.05}, matrices)
 
 
+def number_or_auto(_: Any, option: click.Parameter, value: str) -> int | str:
+    """Read the number of stages."""
+    if value == "auto":
+        return value
+    if not (value.isascii() and value.isdecimal() and int(value)):
+        raise click.BadParameter("a number of at least 1, or auto", param=option)
+    return int(value)
+
+
 @click.command()
 @click.option("--schedule", default="async-1f1b", show_default=True)
-@click.option("--stages", default=4, show_default=True)
+@click.option("--stages", default="4", show_default=True, callback=number_or_auto,
+              help="A number; or auto, which measures the layers, and plans.")  # fmt: skip
 @click.option("--workers", default=None, help="serial, in-process, local or HOST:PORT.")
 @click.option("--micro-batches", default=4, show_default=True, help="Per mini-batch.")
 @click.option("--steps", default=1200, show_default=True)
@@ -226,7 +237,8 @@ def main(compare: bool, out: Path, **options: Any) -> None:
     )
     console.print(sample(trained, b"def ", 300, job.context), markup=False, highlight=False)
     if compare:
-        other = replace(job, schedule="1f1b", micro_batches=job.stages, checkpoint=None)
+        count = job.micro_batches if job.stages == "auto" else job.stages
+        other = replace(job, schedule="1f1b", micro_batches=count, checkpoint=None)
         _, same_samples, other_s = run(console, corpus, other)
         shorter = replace(other, steps=max(1, round(job.steps * elapsed_s / other_s)))
         _, same_time, shorter_s = run(console, corpus, shorter)
@@ -249,6 +261,7 @@ def run(console: Console, corpus: Corpus, job: Job) -> tuple[nn.Module, float, f
     with Pipeline(
         model,
         stages=job.stages,
+        example=next(corpus.batches(job.batch, job.context, 1, job.seed)),
         loss_fn=loss_fn,
         optimizer=job.optimizer_of(model),
         schedule=job.schedule,

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.shape import parse_slack
 
 
@@ -13,6 +14,27 @@ def _slack(context: click.Context, option: click.Parameter, text: str | None) ->
     """Read an option that is one number for all hops, or one for each with commas between them."""
     return None if text is None else parse_slack(text.split(","))
 
+
+def _replicas(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+    """Read an option that is one number for all stages, or one for each, with commas between.
+
+    Raises:
+        ConfigError: They are no numbers.
+    """
+    if text is None:
+        return ()
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(each.isascii() and each.isdecimal() for each in numbers):
+        raise ConfigError(f"replicas must be integers of at least 1, not {text!r}")
+    return int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
+
+
+replicas_option = click.option(
+    "--replicas",
+    callback=_replicas,
+    help="Replicas of every stage, or of each, as 2,1.",
+)
+"""The option ``--replicas``."""
 
 slack_option = click.option(
     "--slack",

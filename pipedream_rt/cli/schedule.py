@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipedream_rt.cli.options import slack_option
+from pipedream_rt.cli.options import replicas_option, slack_option
 from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
 
 
@@ -24,6 +24,7 @@ from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_name
 @click.option("--synchronous-updates", default=0, type=click.IntRange(min=0),
               help="Updates at the start that flush the pipe.")  # fmt: skip
 @slack_option
+@replicas_option
 def schedule(
     name: str,
     stages: int,
@@ -33,6 +34,7 @@ def schedule(
     stages_per_worker: int | None,
     synchronous_updates: int,
     slack: int | tuple[int, ...] | None,
+    replicas: int | tuple[int, ...],
 ) -> None:
     """Check a schedule and draw it, one column for each action; NAME help lists them all."""
     if name == "help":
@@ -46,6 +48,7 @@ def schedule(
         stages_per_worker=stages_per_worker,
         synchronous=synchronous_updates,
         slack=slack or 0,
+        replicas=replicas,
     )
     grid = check(chosen, updates * micro_batches)
     click.echo(f"{name}: {RECIPES[chosen.name].line()}")

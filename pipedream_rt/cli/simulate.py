@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pipedream_rt.cli.options import slack_option
+from pipedream_rt.cli.options import replicas_option, slack_option
 from pipedream_rt.cli.timeline import drawn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.replay import Replay
@@ -59,6 +59,7 @@ def _cost_options(command: Any) -> Any:
 @click.option("--synchronous-updates", default=0, type=click.IntRange(min=0),
               help="Updates at the start that flush the pipe.")  # fmt: skip
 @slack_option
+@replicas_option
 @click.option("--updates", default=20, show_default=True, type=click.IntRange(min=1),
               help="Updates to simulate.")  # fmt: skip
 @click.option("--credits", type=click.IntRange(min=1),
@@ -80,6 +81,7 @@ def simulate(
     stages_per_worker: int | None,
     synchronous_updates: int,
     slack: int | tuple[int, ...] | None,
+    replicas: int | tuple[int, ...],
     updates: int,
     credits: int | None,
     profile: str | None,
@@ -107,8 +109,8 @@ def simulate(
         "slack": _slack_of(slack, trace, schedule, stages),
     }
     if compare is not None:
-        if replay or output is not None:
-            raise ConfigError("--compare goes with neither --replay nor --output")
+        if replay or replicas or output is not None:
+            raise ConfigError("--compare goes with none of --replay, --replicas and --output")
         numbers["slack"] = slack or 0  # the slack of a trace is for its own schedule alone
         before = trace.plan.shape if trace else Shape(workers=numbers["num_stages"])
         click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
@@ -124,7 +126,9 @@ def simulate(
         count = again.micro_batches
         credits = credits or trace.credits
     else:
-        chosen = plan_for(schedule, synchronous=synchronous_updates, **numbers)
+        if not replicas and trace is not None and schedule == trace.plan.name and stages is None:
+            replicas = trace.plan.shape.replicas
+        chosen = plan_for(schedule, synchronous=synchronous_updates, replicas=replicas, **numbers)
         count = updates * chosen.per_update
     made = simulate_run(chosen, costs, count, credits=credits)
     click.echo(describe(made))
@@ -222,8 +226,8 @@ def _row(plan: Plan, costs: Costs, updates: int, credits: int | None) -> tuple[s
     summary = summarize(made)
     memory = max(
         sum(
-            made.stage_bytes[s] * summary.stages[s].versions
-            + made.activation_bytes[s] * summary.stages[s].in_flight
+            made.stage_bytes[plan.stage_of(s)] * summary.stages[s].versions
+            + made.activation_bytes[plan.stage_of(s)] * summary.stages[s].in_flight
             for s in plan.stages_of(w)
         )
         for w in range(plan.workers)

@@ -160,8 +160,7 @@ def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
     available = int(os.environ[NPROC])
     if plan.workers > available:
         raise ConfigError(
-            f"{plan.num_stages} stages need {plan.workers} workers, `pipedream-rt run` has "
-            f"started {available}; raise --nproc-per-node"
+            f"{plan.in_words}: `pipedream-rt run` has started {available}; raise --nproc-per-node"
         )
     global _secret_of_run
     if _secret_of_run is None:

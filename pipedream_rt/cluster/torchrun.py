@@ -97,7 +97,7 @@ def _workers_of_rank_0(plan: Plan, world: int) -> int:
     own = workers - (world - 1)
     if own not in (0, 1):
         raise ConfigError(
-            f"{plan.num_stages} stages on {workers} workers need {workers} or {workers + 1} "
+            f"{plan.in_words} need {workers} or {workers + 1} "
             f"ranks, there are {world}; start with --nproc-per-node {workers}"
         )
     return own

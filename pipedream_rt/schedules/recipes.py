@@ -148,5 +148,6 @@ def describe_schedules() -> str:
     """Return one line for each schedule, and a line that says what the letters mean."""
     width = max(map(len, RECIPES))
     lines = [f"  {name:<{width}}  {recipe.line()}" for name, recipe in RECIPES.items()]
-    letters = "(n workers, k micro-batches per update, w = w(s) = n-1-s at stage s, plus slack)"
+    letters = "(n workers, k micro-batches per update, w = w(s) = n-1-s at stage s, plus slack;\n"
+    letters += "  of a stage with r replicas, r (w+1) in the place of w, w = ceil(workers behind / r))"
     return "\n".join((*lines, f"  {letters}"))

@@ -132,7 +132,7 @@ def test_run_gives_the_exit_code_of_the_script(tmp_path):
 
 def test_run_with_too_few_workers_says_so():
     _, err = output_of([*COMMAND, "run", "--nproc-per-node", 1, SCRIPT], code=1)
-    assert "2 stages need 2 workers, `pipedream-rt run` has started 1" in err
+    assert "2 stages on 2 workers: `pipedream-rt run` has started 1" in err
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
