@@ -25,6 +25,9 @@ PLANS = [
     (2, {"schedule": "gpipe", "micro_batches": 2}, "flushed"),
     (4, {"schedule": "interleaved-1f1b", "micro_batches": 4}, "flushed"),
     (3, {"schedule": "zero-bubble", "micro_batches": 4}, "flushed"),
+    (2, {"schedule": "async-1f1b", "replicas": (2, 1)}, "async-1f1b"),
+    (2, {"schedule": "async-1f1b", "micro_batches": 3, "replicas": (2, 2)}, "async-1f1b"),
+    (2, {"schedule": "1f1b", "micro_batches": 3, "replicas": (1, 2)}, "flushed"),
 ]
 BATCHES = 40
 
@@ -36,13 +39,14 @@ def nothing_is_poison(monkeypatch):
 
 
 @functools.cache
-def expected(stages, k, reads):
+def expected(stages, k, reads, replicas):
     import torch
 
-    points = [0] if reads == "flushed" else POINTS[stages]
+    points = [0] if reads == "flushed" and not replicas else POINTS[stages]
     return oracle(
         kitchen_sink(), points, batches(BATCHES, samples=8), F.cross_entropy,
         lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1, foreach=False), k=k, reads=reads,
+        replicas=replicas,
     )  # fmt: skip
 
 
@@ -51,7 +55,8 @@ def disturbed(folder, plan_of, number, every, workers, heartbeat=timedelta(secon
     stages, schedule, reads = PLANS[number]
     model, points, optimizer = faulty_sink(stages, folder / "plan")
     plan = plan_of(folder / "plan", stages)
-    weights, losses = expected(stages, schedule.get("micro_batches", 1), reads)
+    replicas = schedule.get("replicas", ())
+    weights, losses = expected(stages, schedule.get("micro_batches", 1), reads, replicas)
     with Pipeline(
         model, stages=points, loss_fn=F.cross_entropy, optimizer=optimizer, workers=workers,
         checkpoint=Checkpoints(folder / "run", every=every), max_restarts=1000,

@@ -149,5 +149,5 @@ def describe_schedules() -> str:
     width = max(map(len, RECIPES))
     lines = [f"  {name:<{width}}  {recipe.line()}" for name, recipe in RECIPES.items()]
     letters = "(n workers, k micro-batches per update, w = w(s) = n-1-s at stage s, plus slack;\n"
-    letters += "  of a stage with r replicas, r (w+1) in the place of w, w = ceil(workers behind / r))"
+    letters += "  for versions, a stage with r replicas has r (w+1) in the place of w)"
     return "\n".join((*lines, f"  {letters}"))
