@@ -5,15 +5,20 @@ planned for 4 workers: with replicas of stages, and without. These plans, a stag
 layers on each worker, two uneven ones, and data parallelism are then trained, as local processes.
 
     python benchmarks/planning.py
+    python benchmarks/planning.py --memory
 
 The micro-batches per second are those of the full pipe: medians of the repeats, with the largest
-distance from them. The repeats of all plans take turns.
+distance from them. The repeats of all plans take turns. With ``--memory``, plans of the example's
+transformer are trained for some updates, and the peak of each worker's memory is compared with what
+was predicted.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import accumulate, pairwise
+import sys
+from itertools import accumulate, pairwise, product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,7 +39,11 @@ from pipedream_rt.partitioning.partition import SLOWDOWNS, Partition, partition_
 from pipedream_rt.partitioning.planner import partitions
 from pipedream_rt.partitioning.search import Stage
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from train_charlm import Corpus, build_model, loss_fn
+
 WORKERS, WIDTH, SAMPLES = 4, 64, 8
+CONTEXT = 128
 COSTS_MS = (4, 1, 1, 2, 9, 1, 3, 3, 2, 1, 1, 6)
 """Milliseconds of each layer's forward; its backward takes twice as long."""
 
@@ -96,13 +105,55 @@ def chosen(cuts: Cuts, machines: Machines, schedule: str) -> dict[str, Partition
     return found
 
 
+def print_memory() -> None:
+    """Print the peak memory of workers beside the predicted one, for plans of the example."""
+    model, corpus = build_model(), Corpus.load()
+    optimizer = (torch.optim.AdamW, {"lr": 1e-3})
+    table = Table(title="MiB on the worker that is furthest above its prediction")
+    for head in ("samples", "schedule", "replicas", "predicted", "measured", "error"):
+        table.add_column(head)
+    for samples in (2, 8):  # of a micro-batch
+        batch = next(corpus.batches(samples, CONTEXT, 1, seed=0))
+        cuts = cuts_of(profile(model, batch, loss_fn=loss_fn, optimizer=optimizer))
+        for count, most, schedule in product((2, WORKERS), (1, None), ("async-1f1b", "1f1b")):
+            machines = Machines(workers=(Worker(),) * count, latency_within=HOP_S)
+            plan = partitions(
+                cuts, machines, choices=[schedule], replicas=most, per_update=WORKERS
+            )[0]
+            with (
+                Pipeline(
+                    model,
+                    stages=[stage.layers[0] for stage in plan.stages[1:]] or 1,
+                    loss_fn=loss_fn,
+                    optimizer=optimizer,
+                    schedule=schedule,  # type: ignore[arg-type]
+                    micro_batches=WORKERS,
+                    slack=tuple(stage.slack for stage in plan.stages[:-1]),
+                    replicas=[len(stage.workers) for stage in plan.stages],
+                ) as pipe
+            ):
+                list(pipe.train_epoch(corpus.batches(samples * WORKERS, CONTEXT, 15, seed=0)))
+                peaks = [each["peak_memory_bytes"] for each in pipe.statistics()]
+            said = [stage.memory for stage in plan.stages for _ in stage.workers]
+            peak, most_of_it = max(zip(peaks, said), key=lambda pair: pair[0] / pair[1])
+            table.add_row(
+                str(samples), schedule, plan.shape, f"{most_of_it / 2**20:.0f}",
+                f"{peak / 2**20:.0f}", f"{peak / most_of_it - 1:+.1%}",
+            )  # fmt: skip
+    Console().print(table)
+
+
 @click.command()
 @click.option("--updates", default=40, show_default=True, help="Mini-batches of each run.")
 @click.option("--repeats", default=3, show_default=True, help="Runs of each plan.")
+@click.option("--memory", is_flag=True, help="Compare the memory instead.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-def main(updates: int, repeats: int, as_json: bool) -> None:
+def main(updates: int, repeats: int, memory: bool, as_json: bool) -> None:
     """Profile, plan, train, and compare."""
     torch.set_num_threads(1)
+    if memory:
+        print_memory()
+        return
     batch = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
     cuts = cuts_of(profile(layers(), batch, loss_fn=F.mse_loss))
     machines = Machines(workers=(Worker(),) * WORKERS, latency_within=HOP_S)

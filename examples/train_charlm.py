@@ -169,6 +169,7 @@ class Job:
 
     schedule: str
     stages: int | Literal["auto"]
+    replicas: Literal["auto"] | None
     workers: str | None
     micro_batches: int
     steps: int
@@ -202,6 +203,8 @@ def number_or_auto(_: Any, option: click.Parameter, value: str) -> int | str:
 @click.option("--schedule", default="async-1f1b", show_default=True)
 @click.option("--stages", default="4", show_default=True, callback=number_or_auto,
               help="A number; or auto, which measures the layers, and plans.")  # fmt: skip
+@click.option("--replicas", default=None, type=click.Choice(["auto"]),
+              help="With --stages auto: whether the plan may have replicas.")  # fmt: skip
 @click.option("--workers", default=None, help="serial, in-process, local or HOST:PORT.")
 @click.option("--micro-batches", default=4, show_default=True, help="Per mini-batch.")
 @click.option("--steps", default=1200, show_default=True)
@@ -261,6 +264,7 @@ def run(console: Console, corpus: Corpus, job: Job) -> tuple[nn.Module, float, f
     with Pipeline(
         model,
         stages=job.stages,
+        replicas=job.replicas or (),
         example=next(corpus.batches(job.batch, job.context, 1, job.seed)),
         loss_fn=loss_fn,
         optimizer=job.optimizer_of(model),
@@ -303,10 +307,13 @@ def train(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"), rate=0.0, busy="")
         smooth, since, busy_then = float("nan"), time.perf_counter(), [0.0] * len(pipe.stages)
+        validated = False
         for result in pipe.train_epoch(loader):
             scheduler.step()
             smooth = result.loss if math.isnan(smooth) else 0.95 * smooth + 0.05 * result.loss
-            if (result.step + 1) % 20 == 0:
+            if validated:  # what the stages computed in it is not part of the next figures
+                since, busy_then, validated = time.perf_counter(), list(result.busy_s), False
+            elif (result.step + 1) % 20 == 0:
                 now = time.perf_counter()
                 busy = [b - a for a, b in zip(busy_then, result.busy_s, strict=True)]
                 progress.update(
@@ -323,9 +330,7 @@ def train(
                     f"step {result.step + 1}: training loss {smooth:.3f}, validation {loss:.3f}, "
                     f"staleness {result.staleness}"
                 )
-                # What the stages computed in the validation is not part of the next figures.
-                since = time.perf_counter()
-                busy_then = [counters["busy_ns"] / 1e9 for counters in pipe.statistics()]
+                validated = True
 
 
 def save(path: Path, state: dict[str, Tensor]) -> None:

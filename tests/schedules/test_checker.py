@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.judge import legal
-from support.shapes import schedules
+from support.shapes import replicated, schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -174,6 +174,44 @@ def test_the_judge_accepts_what_is_built_in(schedule):
         plain(orders, shape.workers), shape.workers, shape.num_stages, shape.per_update,
         micro_batches,
     )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(replicated(most=4), st.integers(1, 12), st.data())
+def test_replicas_obey_the_rules_in_any_numbers(plan, updates, data):
+    """With and without a limit of credits, and with flushes on the way."""
+    k = plan.per_update
+    cuts = data.draw(st.sets(st.integers(1, 11), max_size=2))
+    flushes = sorted(k * cut for cut in cuts if cut < updates)
+    check(plan, updates * k)
+    check(plan, updates * k, flushes=flushes, credits=plan.credits())
+    check(plan, updates * k, credits=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("F0 B0 S0 F2", "update before R0"),
+        ("F0 B0 R0 R0 S0", "nothing to hand over"),
+        ("F0 R0 B0 S0", "before its backward B0"),
+        ("F0 F1 B0", "micro-batch 1 goes to another replica"),
+        ("F0 F4", "the next forward should be F2"),
+    ],
+)
+def test_what_a_replica_must_not_do(text, rule):
+    plan = plan_named("1f1b", num_stages=1, replicas=[2], per_update=2)
+    right = [Action.parse(part) for part in ["F1", "B1", "R0", "S0", "F3", "B3", "R1", "S1"]]
+    rows = [[Action.parse(part) for part in text.split()], right]
+
+    class Wrong:
+        def __getattr__(self, name):
+            return getattr(plan, name)
+
+        def order(self, worker, start=0, stop=None):
+            return iter(rows[worker])
+
+    with pytest.raises(ScheduleError, match=rule):
+        check(Wrong(), 4)
 
 
 def test_a_split_backward_is_checked():

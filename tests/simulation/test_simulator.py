@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.costs import random_costs, unit
-from support.shapes import made, schedules
+from support.shapes import made, replicated, schedules
 from support.slow_simulator import slow_simulation
 
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -112,7 +112,7 @@ def test_samples_are_taken_in_turn():
 
 
 @settings(max_examples=150, deadline=None)
-@given(schedules(most=4), random_costs(), st.integers(1, 4), st.integers(1, 4))
+@given(schedules(most=4) | replicated(), random_costs(), st.integers(1, 4), st.integers(1, 4))
 def test_it_equals_a_simulation_by_events(schedule, costs, updates, credits):
     """Which takes the earliest possible action next, and knows nothing of this one's order."""
     micro_batches = updates * schedule.per_update

@@ -28,6 +28,7 @@ def random_costs():
         backward=one,
         step=one,
         activation_bytes=st.tuples(st.integers(0, 5).map(float)),
+        weight_bytes=st.tuples(st.integers(0, 5).map(float)),
         latency=milliseconds(),
         bandwidth=st.sampled_from([float("inf"), 100.0, 1000.0, 5000.0]),
         overhead=milliseconds(),

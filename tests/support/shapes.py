@@ -21,6 +21,32 @@ def made(name, workers, k, v=2, slack=(), synchronous=0):
     return plan_named(name, num_stages=workers, per_update=k)
 
 
+def replicated(most=3, most_replicas=4):
+    """Return a strategy for plans with replicas."""
+
+    def plan(name, replicas, k, slack, synchronous):
+        slack = slack[: len(replicas) - 1] if name != "gpipe" else ()
+        slack = [*slack, *[0] * (len(replicas) - 1 - len(slack))]
+        options = {"num_stages": len(replicas), "replicas": replicas, "slack": slack}
+        if name in NEVER_FLUSHES:
+            options["synchronous"] = synchronous
+        if name == "2bw":
+            again = {**options, "synchronous": 0}
+            k += plan_named("async-1f1b", **again).shape.longest_lag
+        return plan_named(name, per_update=k, **options)
+
+    return st.builds(
+        plan,
+        st.sampled_from([*TAKES_SLACK, "gpipe"]),
+        st.lists(st.integers(1, most_replicas), min_size=1, max_size=most).filter(
+            lambda counts: max(counts) > 1
+        ),
+        st.integers(1, 9),
+        st.lists(st.integers(0, 3), max_size=most),
+        st.sampled_from([0, 0, 1, 2]),
+    )
+
+
 def schedules(names=tuple(RECIPES), most=7):
     """Return a strategy for plans: any built-in schedule and shape, and what else it takes."""
     return st.builds(

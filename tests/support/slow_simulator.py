@@ -9,9 +9,23 @@ def ns(seconds):
 
 
 def slow_simulation(schedule, costs, micro_batches, credits):
-    """Return the spans of a run as (stage, letter, index, start, end), sorted."""
+    """Return the spans of a run as (place, letter, index, start, end), sorted.
+
+    A place is a stage; with replicas these are counted stage by stage, and micro-batch m goes to
+    replica m mod r.
+    """
     shape = schedule.shape
     n, k, last = shape.num_stages, shape.per_update, shape.num_stages - 1
+    counts = shape.replicas or (1,) * n
+    places_of = [[sum(counts[:s]) + q for q in range(counts[s])] for s in range(n)]
+    stage_of = {place: s for s, mine in enumerate(places_of) for place in mine}
+
+    def place_for(stage, m):
+        return places_of[stage][m % counts[stage]]
+
+    def adding(stage, update):
+        return {place_for(stage, m) for m in range(update * k, (update + 1) * k)}
+
     orders = [list(schedule.order(w, 0, micro_batches)) for w in range(shape.workers)]
     places, clocks = [0] * shape.workers, [0] * shape.workers
     arrivals, links, spans = {}, {}, []
@@ -31,18 +45,22 @@ def slow_simulation(schedule, costs, micro_batches, credits):
                 clock = max([injected["clock"], *(losses[i] for i in needed)])
                 injected["clock"] = clock + ns(costs.turnaround)
             injected["clock"] += ns(costs.injection)
-            arrivals["F", 0, m] = injected["clock"] + ns(costs.latency)
+            arrivals["F", place_for(0, m), m] = injected["clock"] + ns(costs.latency)
             m += 1
         injected["next"] = m
 
     def ready(w):
         action = orders[w][places[w]]
         letter, m = action.kind.value, action.index
-        stage = w if action.stage is None else action.stage
+        place = w if action.stage is None else action.stage
         if letter == "F":
-            return arrivals.get(("F", stage, m))
-        if letter in "BI" and stage < last:
-            return arrivals.get(("B", stage, m))
+            return arrivals.get(("F", place, m))
+        if letter in "BI" and stage_of[place] < last:
+            return arrivals.get(("B", place, m))
+        if letter == "S":
+            others = adding(stage_of[place], m) - {place} if counts[stage_of[place]] > 1 else ()
+            came = [arrivals.get(("R", place, (m, other))) for other in others]
+            return None if None in came else max(came, default=0)
         return 0
 
     def send(letter, sender, receiver, m, end, size):
@@ -66,7 +84,8 @@ def slow_simulation(schedule, costs, micro_batches, credits):
         start, w = min(able)
         action = orders[w][places[w]]
         letter, m = action.kind.value, action.index
-        stage = w if action.stage is None else action.stage
+        place = w if action.stage is None else action.stage
+        stage = stage_of[place]
         backward = costs.backward
         halves = tuple(tuple(v / 2 for v in samples) for samples in backward)
         times = {
@@ -75,20 +94,28 @@ def slow_simulation(schedule, costs, micro_batches, credits):
             "I": costs.input_gradient or halves,
             "W": costs.weight_gradient or halves,
             "S": costs.step,
+            "R": ((0.0,),),
         }[letter]
         samples = per_stage(times, stage)
         seconds = samples[m % len(samples)]
         if letter == "F" or (letter in "BI" and stage):
             seconds += costs.overhead
+        if letter == "R":
+            seconds += costs.overhead * (counts[stage] - 1)
         end = start + ns(seconds / per_stage(costs.speed, w))
         if letter == "F" and stage < last:
-            send("F", stage, stage + 1, m, end, per_stage(costs.activation_bytes, stage))
+            size = per_stage(costs.activation_bytes, stage)
+            send("F", place, place_for(stage + 1, m), m, end, size)
         elif letter == "F":
             losses[m] = end + ns(costs.latency)
         elif letter in "BI" and stage:
             size = per_stage(costs.activation_bytes, stage - 1)
-            send("B", stage, stage - 1, m, end, size)
-        spans.append((stage, letter, m, start, end))
+            send("B", place, place_for(stage - 1, m), m, end, size)
+        elif letter == "R":
+            for other in places_of[stage]:
+                if other != place:
+                    send("R", place, other, (m, place), end, per_stage(costs.weight_bytes, stage))
+        spans.append((place, letter, m, start, end))
         clocks[w], places[w] = end, places[w] + 1
     assert all(place == len(order) for place, order in zip(places, orders))
     assert n
