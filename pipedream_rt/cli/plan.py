@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 
+from pipedream_rt.cli.timeline import write_drawing
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.observe import timeline
 from pipedream_rt.partitioning import files
 from pipedream_rt.partitioning.cuts import Cuts, cuts_of
 from pipedream_rt.partitioning.explanation import (
@@ -106,6 +108,8 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
 @click.option("--compression", type=float,
               help="With pipedream: count transfers, compressed by this factor.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="What limits it, and what would change it.")
+@click.option("--svg", type=click.Path(dir_okay=False),
+              help="Draw a simulation of the best plan into this file.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def plan(
     profile: str,
@@ -120,6 +124,7 @@ def plan(
     fewer: bool,
     compression: float | None,
     explain: bool,
+    svg: str | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -133,8 +138,10 @@ def plan(
         branches = order == "branches"
     cuts = cuts_of(files.load(profile), branches)
     if cost_model != "runtime":
-        if speed is not None or len(memory or ()) > 1 or explain:
-            raise ConfigError(f"--speed, --explain and memory of each go not with {cost_model}")
+        if speed is not None or len(memory or ()) > 1 or explain or svg is not None:
+            raise ConfigError(
+                f"--speed, --explain, --svg and memory of each go not with {cost_model}"
+            )
         asked = Published(
             model=cost_model,
             machines=workers,
@@ -161,6 +168,9 @@ def plan(
         copies=given["copies"],
     )
     found = choose(machines, per_update=given["micro_batches"])
+    if svg is not None:
+        trace = found[0].trace()
+        write_drawing(svg, timeline.svg(trace, timeline.window(trace)))
     if as_json:
         click.echo(json.dumps([each.to_plain() for each in found], indent=1))
         return

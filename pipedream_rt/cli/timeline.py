@@ -55,10 +55,10 @@ def timeline(
     click.echo(describe(trace))
     if svg is not None:
         view = drawings.window(trace, begin, end)
-        _write(svg, drawings.svg(trace, view, width or 1200))
+        write_drawing(svg, drawings.svg(trace, view, width or 1200))
         click.echo(f"{svg}: {view}")
     if perfetto is not None:
-        _write(perfetto, drawings.perfetto(trace))
+        write_drawing(perfetto, drawings.perfetto(trace))
         click.echo(f"{perfetto}: open it in https://ui.perfetto.dev or chrome://tracing")
     if svg is None and perfetto is None:
         click.echo(drawn(trace, begin, end, width))
@@ -118,7 +118,7 @@ def _numbers(trace: Trace) -> tuple[str, ...]:
     )
 
 
-def _write(path: str, text: str) -> None:
+def write_drawing(path: str, text: str) -> None:
     """Write a drawing into a file.
 
     Raises:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from pipedream_rt.observe.summary import summarize
+from pipedream_rt.observe.trace import Trace
 from pipedream_rt.partitioning.costing import Costing
 from pipedream_rt.partitioning.search import Stage
-from pipedream_rt.schedules import plan_for
+from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.simulation import Costs, simulate
 
 Slowdown = Sequence[tuple[float, float]]
@@ -32,6 +33,9 @@ SLOWDOWNS: dict[str, Slowdown] = {
     "none": ((0.0, 1.0), (1.0, 1.0)),
 }
 """Measured slowdowns (docs/results.md): Muon with corrections, and AdamW without any."""
+
+DATA_PARALLEL = "data-parallel"
+"""The name of the choice of one stage that all workers replicate."""
 
 _UNSEEN = 0.02
 """The share of the throughput that a latency may cost before slack hides it."""
@@ -85,6 +89,7 @@ class Partition:
         stages: The stages, in the order of the model.
         throughput: The micro-batches per second.
         slowdown: The factor by which staleness raises the number of samples that are needed.
+        costs: The costs of its stages, for simulations.
     """
 
     schedule: str
@@ -92,6 +97,7 @@ class Partition:
     stages: tuple[PlannedStage, ...]
     throughput: float
     slowdown: float
+    costs: Costs = field(repr=False)
 
     @property
     def shape(self) -> str:
@@ -130,7 +136,20 @@ class Partition:
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         derived = ("shape", "workers", "worth", "memory", "staleness", "bottleneck")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        plain = {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        del plain["costs"]
+        return plain
+
+    def trace(self, updates: int = 6) -> Trace:
+        """Return a simulated run, which `observe.timeline` draws.
+
+        Args:
+            updates: The number of updates.
+        """
+        slacks = [stage.slack for stage in self.stages[:-1]]
+        replicas = [len(stage.workers) for stage in self.stages]
+        plan = _plan_of(self.schedule, self.per_update, replicas, slacks)
+        return simulate(plan, self.costs, updates * self.per_update)
 
 
 def partition_of(
@@ -184,6 +203,7 @@ def partition_of(
         stages=tuple(planned),
         throughput=throughput,
         slowdown=_interpolated(slowdown, stale),
+        costs=_costs_of(costing, stages),
     )
 
 
@@ -288,28 +308,38 @@ def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) 
         stages: The stages.
         slacks: The slack of each hop.
     """
-    k, count = costing.per_update, len(stages)
+    k, costs = costing.per_update, _costs_of(costing, stages)
+    replicas = [len(stage.workers) for stage in stages]
+    plan = _plan_of(costing.schedule, k, replicas, slacks)
+    if costing.flushes:
+        return k / max(summarize(simulate(plan, costs, k)).makespan, _SHORTEST)
+    in_flight = plan.in_flight(0) * plan.replicas[0]
+    updates = max(8, -(-24 * (in_flight + 1) // k))
+    return summarize(simulate(plan, costs, updates * k)).throughput
+
+
+def _costs_of(costing: Costing, stages: Sequence[Stage]) -> Costs:
+    """Return the costs of stages for the simulator."""
     both = [costing.alone(stage.workers, stage.start, stage.end) for stage in stages]
     hops = pairwise(stages)
-    costs = Costs(
+    return Costs(
         forward=tuple((forward,) for forward, _ in both),
         backward=tuple((backward,) for _, backward in both),
         step=tuple((costing.update(s.workers, s.start, s.end),) for s in stages),
         hop_latency=tuple(costing.latency(a.workers, b.workers, a.end) for a, b in hops) or (0.0,),
         peer_latency=tuple(costing.exchange(s.workers, s.start, s.end) for s in stages),
     )
-    plan = plan_for(
-        costing.schedule,
-        num_stages=count,
-        per_update=k,
+
+
+def _plan_of(schedule: str, per_update: int, replicas: list[int], slacks: Sequence[int]) -> Plan:
+    """Return the plan of a schedule, or of data parallelism, which is a flush with one stage."""
+    return plan_for(
+        "1f1b" if schedule == DATA_PARALLEL else schedule,
+        num_stages=len(replicas),
+        per_update=per_update,
         slack=tuple(slacks),
-        replicas=tuple(len(stage.workers) for stage in stages),
+        replicas=replicas,
     )
-    if costing.flushes:
-        return k / max(summarize(simulate(plan, costs, k)).makespan, _SHORTEST)
-    in_flight = plan.in_flight(0) * plan.replicas[0]
-    updates = max(8, -(-24 * (in_flight + 1) // k))
-    return summarize(simulate(plan, costs, updates * k)).throughput
 
 
 def _interpolated(curve: Slowdown, staleness: float) -> float:

@@ -12,15 +12,13 @@ from pipedream_rt.partitioning.costing import SCHEDULES, Costing
 from pipedream_rt.partitioning.cuts import Cuts
 from pipedream_rt.partitioning.machines import Machines
 from pipedream_rt.partitioning.partition import (
+    DATA_PARALLEL,
     SLOWDOWNS,
     Partition,
     Slowdown,
     partition_of,
 )
 from pipedream_rt.partitioning.search import Limits, Stage, best_stages, stages_by_workers
-
-DATA_PARALLEL = "data-parallel"
-"""The name of the choice of one stage that all workers replicate."""
 
 CHOICES = (*SCHEDULES, DATA_PARALLEL)
 """What is compared."""

@@ -125,3 +125,23 @@ def test_fewer_layers_than_workers_leave_workers_idle(tmp_path):
     files.save(Profile(layers=(LayerCosts(name="only", forward=1.0),)), path)
     found = plan_of(str(path), "--workers", "4", "--max-replicas", "1")
     assert found[0]["workers"] == 1
+
+
+def test_a_picture_of_the_best_plan(tmp_path):
+    import xml.etree.ElementTree as ElementTree
+
+    picture = tmp_path / "plan.svg"
+    words = (CLASSIFIER, "--workers", "4", "--svg", str(picture), "--schedule", "async-1f1b")
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    found = plan_of(*words)[0]
+    text = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert "async-1f1b" in text
+    for number, stage in enumerate(found["stages"]):
+        for replica in range(len(stage["workers"])):
+            several = len(stage["workers"]) > 1
+            assert f"stage {number}" + f", replica {replica}" * several in text
+    assert run(CLASSIFIER, "--workers", "2", "--svg", str(tmp_path)).exit_code != 0
+    assert "go not with" in run(
+        *(CLASSIFIER, "--workers", "2", "--cost-model", "paper", "--svg", str(picture))
+    ).output  # fmt: skip
