@@ -21,7 +21,7 @@ from pipedream_rt.partitioning.explanation import partition_text
 from pipedream_rt.partitioning.machines import Machines, Worker
 from pipedream_rt.partitioning.planner import partitions
 from pipedream_rt.profiling import first_micro_batch, hash_of, optimizer_choice, profile
-from pipedream_rt.schema import list_of, problem_of, read_file, text, whole
+from pipedream_rt.schema import list_of, problem_of, read_file, text, whole, write_file
 from pipedream_rt.stage.spec import LossFunction
 
 _log = logging.getLogger(__name__)
@@ -146,9 +146,7 @@ def choose_stages(
     _log.info("the stages that were chosen:\n%s", chosen.why)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = kept.with_name(f"{PLAN_FILE}.part")
-        part.write_text(json.dumps(asdict(chosen), indent=1) + "\n")
-        part.replace(kept)
+        write_file(kept, (json.dumps(asdict(chosen), indent=1) + "\n").encode())
     return chosen
 
 

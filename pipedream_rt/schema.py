@@ -11,6 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,6 +141,29 @@ def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
         file.close()
         raise OSError(errno.EINVAL, "it is no ordinary file")
     return file
+
+
+def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None:
+    """Write a file, which takes the place of one that is there when all of it is written.
+
+    Args:
+        path: The file.
+        *parts: Its bytes, in their order.
+
+    Raises:
+        OSError: It cannot be written; one that was there is as before.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def read_file(path: str | os.PathLike[str], most: int, *, follow: bool = True) -> bytes:

@@ -138,6 +138,7 @@ def plan(
         branches = order == "branches"
     cuts = cuts_of(files.load(profile), branches)
     if cost_model != "runtime":
+        _refuse_given(cost_model, "latency", "choices", "max_replicas", "slowdown", "copies")
         if speed is not None or len(memory or ()) > 1 or explain or svg is not None:
             raise ConfigError(
                 f"--speed, --explain, --svg and memory of each go not with {cost_model}"
@@ -182,6 +183,19 @@ def plan(
     if explain:
         again = lambda other, count: choose(other, per_update=count)  # noqa: E731
         click.echo(f"\n{explained(found, machines, again)}")
+
+
+def _refuse_given(cost_model: str, *names: str) -> None:
+    """Refuse options of the runtime's cost model, which another one would ignore.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not click.core.ParameterSource.DEFAULT:
+            raise ConfigError(f"{option.opts[-1]} goes not with --cost-model {cost_model}")
 
 
 def _each(option: str, values: tuple[Any, ...], count: int, what: str) -> tuple[Any, ...]:

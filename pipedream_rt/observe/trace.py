@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -27,6 +25,7 @@ from pipedream_rt.schema import (
     row,
     truth,
     whole,
+    write_file,
 )
 
 _MAGIC = "pipedream-rt trace"
@@ -169,7 +168,6 @@ class Trace:
         Raises:
             TraceError: The file cannot be written.
         """
-        path = Path(path)
         header = {
             "plan": self.plan.packed(),
             "credits": self.credits,
@@ -180,16 +178,10 @@ class Trace:
         }
         packed = msgpack.packb(header)
         spans = np.ascontiguousarray(self.spans).view(np.uint8).data
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            with part.open("wb") as file:
-                packer = msgpack.Packer()
-                file.write(packer.pack([_MAGIC, _VERSION, packed, _digest(packed, spans)]))
-                file.write(spans)
-            part.replace(path)
+            head = msgpack.packb([_MAGIC, _VERSION, packed, _digest(packed, spans)])
+            write_file(path, head, spans)
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             raise TraceError(f"the trace cannot be written to {path}: {error}") from error
 
     @staticmethod

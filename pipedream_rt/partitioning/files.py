@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.partitioning import graph_text
 from pipedream_rt.partitioning.profile import NUMBERS, LayerCosts, Profile
-from pipedream_rt.schema import printable, read_file, seconds
+from pipedream_rt.schema import printable, read_file, seconds, write_file
 
 FORMAT = 1
 """The version of our files."""
@@ -43,9 +42,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
         edges += f', "edge_bytes": {json.dumps(profile.edge_bytes)}'
     lines.append(f"]{edges}}}\n")
     try:
-        part = Path(f"{path}.part")
-        part.write_text("\n".join(lines))
-        part.replace(path)
+        write_file(path, "\n".join(lines).encode())
     except OSError as error:
         raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from error
 

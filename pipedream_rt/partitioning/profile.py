@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from pipedream_rt.errors import ConfigError
@@ -134,15 +134,3 @@ class Profile:
     def compute(self) -> float:
         """The seconds of a forward and a backward of all layers."""
         return math.fsum(layer.compute for layer in self.layers)
-
-
-def scaled(profile: Profile, factor: float) -> Profile:
-    """Return a profile whose layers take so many times as long."""
-    times = ("forward", "backward_input", "backward_weight", "step", "spread")
-    return replace(
-        profile,
-        layers=tuple(
-            replace(layer, **{name: factor * getattr(layer, name) for name in times})
-            for layer in profile.layers
-        ),
-    )

@@ -145,3 +145,12 @@ def test_a_picture_of_the_best_plan(tmp_path):
     assert "go not with" in run(
         *(CLASSIFIER, "--workers", "2", "--cost-model", "paper", "--svg", str(picture))
     ).output  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [["--latency", "1ms"], ["--schedule", "1f1b"], ["--max-replicas", "2"]]
+)
+def test_options_that_a_published_model_would_ignore_are_refused(words):
+    result = run(CLASSIFIER, "--cost-model", "paper", *words)
+    assert result.exit_code != 0
+    assert f"{words[0]} goes not with --cost-model paper" in result.output

@@ -1,11 +1,9 @@
 """What is predicted of a partition, beside the simulator and by hand."""
 
-import math
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.profiles import TIMES, chain
+from support.profiles import chain
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import summarize
@@ -15,7 +13,6 @@ from pipedream_rt.partitioning.explanation import choices_text, explained, parti
 from pipedream_rt.partitioning.machines import Machines, Worker
 from pipedream_rt.partitioning.partition import SLOWDOWNS, partition_of
 from pipedream_rt.partitioning.planner import DATA_PARALLEL, partitions
-from pipedream_rt.partitioning.profile import scaled
 from pipedream_rt.partitioning.search import Stage
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import Costs, simulate
@@ -176,12 +173,3 @@ def test_it_is_explained_what_would_change_the_answer():
         "one micro-batch per update",
     ):
         assert expected in text
-
-
-@settings(max_examples=20, deadline=None)
-@given(seconds=TIMES, factor=st.sampled_from([0.5, 3.0]))
-def test_a_profile_is_scaled_to_another_machine(seconds, factor):
-    profile = chain(seconds, output_bytes=7.0)
-    assert scaled(profile, factor).compute == pytest.approx(factor * profile.compute)
-    assert scaled(profile, factor).layers[0].output_bytes == 7.0
-    assert math.isfinite(profile.compute)
