@@ -76,6 +76,7 @@ from pipedream_rt.coordinator.specs import (
     recomputing,
     refuse_autocast,
     refuse_norms,
+    refuse_sharding,
     refuse_ties,
     scaling,
 )
@@ -150,6 +151,9 @@ class Pipeline:
             the replicas in their order. One stage with r replicas is data parallelism. Each replica
             has buffers of its own; those of replica 0 are evaluated, and are in the state dict.
             With ``stages="auto"`` it may be ``"auto"``, which lets the planner choose.
+        shard_optimizer: Whether the optimizer's state is divided among the replicas of a stage:
+            each replica steps its part of the weights, and takes the rest from the others. The
+            bits are the same for optimizers that step each parameter by itself.
         schedule_options: The options that only some schedules have.
         workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
             listens there for `pipedream-rt worker`. None: what the environment says
@@ -209,6 +213,7 @@ class Pipeline:
         micro_batches: int = 1,
         slack: int | Sequence[int] = 0,
         replicas: int | Sequence[int] | Literal["auto"] = (),
+        shard_optimizer: bool = False,
         schedule_options: ScheduleOptions = ScheduleOptions(),  # noqa: B008 - frozen
         workers: Workers = None,
         seed: int = 0,
@@ -232,6 +237,7 @@ class Pipeline:
         require_instance("schedule_options", schedule_options, ScheduleOptions)
         require_instance("timeouts", timeouts, Timeouts)
         require_count("threads", threads)
+        require_choice("shard_optimizer", shard_optimizer, (True, False))
         require_seed(seed)
         if fingerprint_every is not None:
             require_count("fingerprint_every", fingerprint_every)
@@ -276,7 +282,13 @@ class Pipeline:
             counts = chosen.replicas
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(
-            self._model, split, schedule, micro_batches, slack, counts, schedule_options
+            self._model,
+            split,
+            schedule,
+            micro_batches,
+            slack,
+            (counts, shard_optimizer),
+            schedule_options,
         )
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
@@ -287,6 +299,7 @@ class Pipeline:
         refuse_norms(self.plan, clip, scale)
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         kind = None if grouped is None else grouped.optimizer_class
+        refuse_sharding(self.plan, corrections, ema)
         self._corrections = correcting(corrections, self.plan, kind, clip, scale)
         given = GivenOptimizer(optimizer)
         require_folder(kept)
@@ -935,7 +948,7 @@ def _plan_of(
     schedule: ScheduleName | WrittenSchedule,
     micro_batches: int,
     slack: int | Sequence[int],
-    replicas: int | Sequence[int],
+    replicas: tuple[int | Sequence[int], bool],
     options: ScheduleOptions,
 ) -> Plan:
     """Make the plan of the stages of a model."""
@@ -948,7 +961,8 @@ def _plan_of(
         versions=options.versions,
         synchronous=options.synchronous_updates,
         slack=slack,
-        replicas=replicas,
+        replicas=replicas[0],
+        shard_optimizer=replicas[1],
         credits=options.credits,
     )
     refuse_unfit_plan(model.modules, plan)

@@ -101,6 +101,32 @@ def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
     assert_same(again[0], weights)
 
 
+@pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
+@pytest.mark.parametrize(("points", "replicas"), [SPLITS[1], SPLITS[4], SPLITS[5]])
+def test_a_divided_optimizer_gives_the_same_bits(points, replicas, schedule, reads, k):
+    data = batches()
+    options = {"schedule": schedule, "k": k, "shard_optimizer": True}
+    if schedule in ("1f1b", "gpipe") and k < max(replicas):
+        with pytest.raises(ConfigError, match="as many micro-batches per update"):
+            train(points, replicas, data, **options)
+        return
+    weights, losses = expected(points, replicas, data, k, reads)
+    for workers in ("serial", functools.partial(InProcessCluster, shuffle_seed=k)):
+        found = train(points, replicas, data, workers=workers, **options)
+        assert found[1] == losses
+        assert_same(found[0], weights)
+
+
+def test_each_replica_holds_a_part_of_a_divided_optimizer():
+    with open_pipe((0, 4), (2, 1), shard_optimizer=True) as pipe:
+        list(pipe.train_epoch(batches()))
+        hosts = pipe._group.cluster._hosts
+        held = [len(host.part(address, "optimizer").state) for address, host in enumerate(hosts)]
+        whole = pipe.optimizer.state_dict()["state"]
+    assert held == [1, 3, 4]  # a matrix, three vectors, and all of a stage with one replica
+    assert len(whole) == 8
+
+
 @pytest.mark.parametrize("slack", [(1, 0), (0, 4), (3, 2)])
 def test_slack_is_a_number_of_micro_batches_of_the_hop(slack):
     data, points, replicas = batches(), (0, 4, 6), (3, 2, 1)
@@ -171,6 +197,7 @@ def test_evaluation_and_inference_read_the_weights_and_buffers_of_state_dict():
 # -- checkpoints ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("stop", [4, 7])
 @pytest.mark.parametrize(
     ("schedule", "reads", "k"),
@@ -180,11 +207,15 @@ def test_evaluation_and_inference_read_the_weights_and_buffers_of_state_dict():
 @pytest.mark.parametrize(
     ("points", "replicas"), [((0,), (3,)), ((0, 4), (2, 1)), ((0, 4), (1, 3)), ((0, 4), (2, 2))]
 )
-def test_a_run_goes_on_from_a_checkpoint(tmp_path, points, replicas, schedule, reads, k, stop):
+def test_a_run_goes_on_from_a_checkpoint(
+    tmp_path, points, replicas, schedule, reads, k, stop, divided
+):
     """From one that did not stop the pipe, as a recovery does too."""
     data = batches(10)
     weights, losses = expected(points, replicas, data, k, reads)
-    options = {"schedule": schedule, "k": k, "workers": "in-process"}
+    options = {
+        "schedule": schedule, "k": k, "workers": "in-process", "shard_optimizer": divided,
+    }  # fmt: skip
     with open_pipe(points, replicas, checkpoint=Checkpoints(tmp_path, every=2), **options) as pipe:
         for number, _ in enumerate(pipe.train_epoch(data)):
             if number == stop:
@@ -232,8 +263,9 @@ def test_a_run_goes_on_with_other_replicas(tmp_path, points, replicas):
         list(pipe.train_epoch(data[:4]))
         pipe.save(tmp_path)
     with Pipeline(
-        model, stages=list(points[1:]) or 1, replicas=replicas, workers="serial", **options
-    ) as pipe:
+        model, stages=list(points[1:]) or 1, replicas=replicas, workers="serial",
+        shard_optimizer=max(replicas) == 2, **options,
+    ) as pipe:  # fmt: skip
         pipe.load(tmp_path)
         assert pipe.step == 4
         for item in data[4:]:
@@ -263,22 +295,22 @@ def test_replicas_that_differ_are_told(tmp_path):
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("points", "replicas", "schedule", "reads", "k"),
+    ("points", "replicas", "schedule", "reads", "k", "divided"),
     [
-        ((0, 4), (2, 1), "async-1f1b", "async-1f1b", 1),
-        ((0,), (3,), "async-1f1b", "async-1f1b", 3),
-        ((0, 4), (1, 2), "1f1b", "flushed", 3),
+        ((0, 4), (2, 1), "async-1f1b", "async-1f1b", 1, False),
+        ((0,), (3,), "async-1f1b", "async-1f1b", 3, True),
+        ((0, 4), (1, 2), "1f1b", "flushed", 3, False),
     ],
 )
 def test_killed_workers_leave_no_trace(
-    tmp_path, shared_fork_server, points, replicas, schedule, reads, k
+    tmp_path, shared_fork_server, points, replicas, schedule, reads, k, divided
 ):
     data = batches(12)
     weights, losses = expected(points, replicas, data, k, reads)
     checkpoint = Checkpoints(tmp_path, every=3)
     with open_pipe(
         points, replicas, k=k, schedule=schedule, workers="local", checkpoint=checkpoint,
-        max_restarts=5,
+        max_restarts=5, shard_optimizer=divided,
     ) as pipe:  # fmt: skip
         found = []
         for number, result in enumerate(pipe.train_epoch(data)):
@@ -405,6 +437,21 @@ def tied():
         ({"replicas": [2, 1], "schedule": "2bw", "micro_batches": 4}, "2-1 replicas .*at least 5"),
         ({"replicas": [2, 1], "clip": Clip(norm=1.0)}, 'with 2-1 replicas.*over="stage"'),
         ({"replicas": [2, 1], "corrections": [DelayCompensation()]}, "DelayCompensation.*replicas"),
+        ({"replicas": [2, 1], "shard_optimizer": 1}, "shard_optimizer must be True or False"),
+        ({"replicas": [2, 1], "shard_optimizer": True, "ema": 0.9}, "ema need all weights"),
+        (
+            {"replicas": [2, 1], "shard_optimizer": True, "corrections": [Extrapolation()]},
+            "corrections need all weights",
+        ),
+        (
+            {
+                "replicas": [2, 1],
+                "shard_optimizer": True,
+                "clip": Clip(norm=1.0),
+                "schedule": "1f1b",
+            },
+            "with shard_optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options, words):

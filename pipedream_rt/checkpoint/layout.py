@@ -12,13 +12,14 @@ A run's folder holds a folder for each checkpoint::
                                                 micro-batches of an asynchronous schedule read
         buffers-00001-of-00004.safetensors      buffers that are in no state dict
         replica-00002-of-00004.safetensors      "1 of 2/NAME": the buffers of replica 1 of a stage
+        shard-00002-of-00004.safetensors        as optimizer: the part that this replica steps
         manifest.msgpack                        everything else, and a checksum of each file
 
 Each worker writes the files of its stages; of the replicas of a stage, replica 0 does, and each
-other one writes its buffers alone. The numbers count stages, those of replicas all replicas. The
-coordinator writes index and manifest last. All of them write into a folder with another name, which
-one rename gives its own name when everything is on the disk. So a folder of that name is always a
-whole checkpoint. Nothing in it is pickled.
+other one writes its buffers alone, and its part of a divided optimizer. The numbers count stages,
+those of replicas all replicas. The coordinator writes index and manifest last. All of them write
+into a folder with another name, which one rename gives its own name when everything is on the disk.
+So a folder of that name is always a whole checkpoint. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ BEING_REPLACED = ".old.part"
 """How the hidden name ends that a checkpoint has while another takes its place."""
 
 _TENSORS = re.compile(
-    r"(model|loss|optimizer|versions|buffers|replica)-\d{5,}-of-\d{5,}\.safetensors"
+    r"(model|loss|optimizer|versions|buffers|replica|shard)-\d{5,}-of-\d{5,}\.safetensors"
 )
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 
@@ -64,8 +65,8 @@ def file_name(kind: str, stage: int, num_stages: int) -> str:
     """Name of the file with one kind of tensors of a stage.
 
     Args:
-        kind: ``"model"``, ``"loss"``, ``"optimizer"``, ``"versions"``, ``"buffers"`` or
-            ``"replica"``.
+        kind: ``"model"``, ``"loss"``, ``"optimizer"``, ``"versions"``, ``"buffers"``,
+            ``"replica"`` or ``"shard"``.
         stage: Index of the stage; of a replica, its address.
         num_stages: Number of stages, or of addresses.
     """

@@ -216,7 +216,10 @@ def _optimizer_state(
         names = ("/".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
         return next((name for name in names if name in mine), None)
 
-    for key, tensor in tensors_of("optimizer", lambda key: owner(key) is not None).items():
+    def known(key: str) -> bool:
+        return owner(key) is not None
+
+    for key, tensor in {**tensors_of("optimizer", known), **tensors_of("shard", known)}.items():
         parameter = owner(key)
         assert parameter is not None
         state.setdefault(parameter, {})[key[len(parameter) + 1 :]] = tensor

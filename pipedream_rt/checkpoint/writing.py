@@ -140,28 +140,35 @@ def write_stage(
 
 
 def write_replica(
-    folder: Path, address: int, num_addresses: int, name: str, buffers: dict[str, Tensor]
-) -> dict[str, list[Any]]:
-    """Write the buffers of a replica other than replica 0, and wait until they are on the disk.
+    folder: Path,
+    address: int,
+    num_addresses: int,
+    buffers: dict[str, Tensor],
+    optimizer: dict[str, dict[str, Any]],
+) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+    """Write the files of a replica other than replica 0, and wait until they are on the disk.
 
     Args:
         folder: Folder of the checkpoint, which exists.
         address: Address of the replica.
         num_addresses: Number of addresses.
-        name: Name of the replica; see `replica_name`.
-        buffers: Its buffers, by name.
+        buffers: Its buffers, by `replica_name` and name.
+        optimizer: Optimizer state of the parameters that it steps, if it steps a part alone.
 
     Returns:
-        Size and checksum of the file by its name; nothing if there are no buffers.
+        As `write_stage` does.
 
     Raises:
-        CheckpointError: The file cannot be written.
+        CheckpointError: As `write_stage` does.
     """
-    if not buffers:
-        return {}
-    path = folder / file_name("replica", address, num_addresses)
-    write_tensors(path, {f"{name}/{key}": tensor for key, tensor in buffers.items()})
-    return {path.name: size_and_digest(path)}
+    moments, plain = _tensors_and_plain(optimizer)
+    files = {}
+    for kind, tensors in (("replica", buffers), ("shard", moments)):
+        if tensors:
+            path = folder / file_name(kind, address, num_addresses)
+            write_tensors(path, tensors)
+            files[path.name] = size_and_digest(path)
+    return files, plain, {}
 
 
 def _tensors_and_plain(

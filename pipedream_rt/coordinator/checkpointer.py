@@ -30,6 +30,7 @@ from pipedream_rt.checkpoint import (
     write_manifest,
 )
 from pipedream_rt.coordinator.feed_log import Origin
+from pipedream_rt.coordinator.fingerprints import of_stages
 from pipedream_rt.coordinator.group import WorkerGroup
 from pipedream_rt.coordinator.options import Checkpoints
 from pipedream_rt.coordinator.results import PendingStep, StepResult
@@ -238,7 +239,7 @@ class Checkpointer:
                 manifest.plain.update(plain)
                 weights.update(of_stage)
             marks = [fingerprints for *_, fingerprints in replies]
-            manifest.fingerprints.extend(self._group.of_stages(marks))
+            manifest.fingerprints.extend(of_stages(self._group.plan, marks))
             self._refuse_replicas_apart(marks)
             write_manifest(begun.part.folder, manifest, weights)
             place = begun.root.resolve()

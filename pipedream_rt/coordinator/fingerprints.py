@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.fingerprint import total
 
 
@@ -29,6 +30,29 @@ class StageFingerprint:
     optimizer: str
     rest: tuple[str, ...]
     older: dict[int, str]
+
+
+def of_stages(plan: Plan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fingerprints of each stage, of those of all addresses.
+
+    Replicas have the same, but for their buffers, of which those of replica 0 count, and for a
+    divided optimizer, of which all parts count.
+
+    Args:
+        plan: The plan.
+        found: The fingerprints at each address, as plain data.
+    """
+    made = []
+    for stage in range(plan.num_stages):
+        first = plan.address_of(stage)
+        one = found[first]
+        if plan.shape.shards(stage):
+            parts = [found[address] for address in (first, *plan.others(first))]
+            optimizer = total(part["optimizer"] for part in parts)
+            rest = sorted({each for part in parts for each in part["rest"]})
+            one = {**one, "optimizer": optimizer, "rest": rest}
+        made.append(one)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

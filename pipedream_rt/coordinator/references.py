@@ -180,7 +180,8 @@ class References:
         """Flush, and return the state of every parameter, by name in the unsplit model."""
         self._feeder.flush()
         state: dict[str, dict[str, Any]] = {}
-        for part in self._group.of_stages(self._group.command(CommandName.OPTIMIZER_STATE)):
+        # Those of replicas are the same, or each is a part of the stage's.
+        for part in self._group.command(CommandName.OPTIMIZER_STATE):
             state.update(part)
         return state
 

@@ -17,7 +17,7 @@ from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.fingerprints import Fingerprint
+from pipedream_rt.coordinator.fingerprints import Fingerprint, of_stages
 from pipedream_rt.coordinator.group import restore_argument
 from pipedream_rt.coordinator.identity import Identity
 from pipedream_rt.coordinator.lease import Lease
@@ -106,8 +106,8 @@ class RunState:
     def fingerprint(self) -> Fingerprint:
         """Flush, and return the fingerprint of the state of now; see `Pipeline.fingerprint`."""
         self._feeder.flush()
-        found = self._group.of_stages(self._group.command(CommandName.FINGERPRINT))
-        return Fingerprint.of_plain(found)
+        found = self._group.command(CommandName.FINGERPRINT)
+        return Fingerprint.of_plain(of_stages(self._group.plan, found))
 
     def loss_module(self) -> nn.Module:
         """Flush, and return a copy of the loss function; see `Pipeline.loss_module`."""

@@ -100,6 +100,12 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
     """
     if scale is None and (clip is None or not clip.of_model):
         return
+    if plan.shape.shard_optimizer and plan.shape.replicas:
+        raise ConfigError(
+            "with shard_optimizer a replica sends weights at its step, and these steps would wait "
+            'for the norm of all gradients of the model; use Clip(..., over="stage") and no '
+            "scaling of losses, or shard_optimizer=False"
+        )
     if plan.shape.replicas and not plan.flushes:
         raise ConfigError(
             f"with {plan.title}, replicas step before the norm of all gradients of the model can "
@@ -115,6 +121,22 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
             f"with the schedule {plan.name}, {plan.name_of(worker)} would wait for ever at "
             f"{action} for the norms of the gradients of later stages, by which they are clipped "
             "or skipped; a worker must do the steps of an update from its last stage to its first"
+        )
+
+
+def refuse_sharding(plan: Plan, corrections: Any, ema: float | None) -> None:
+    """Refuse what needs all weights of a stage at a step of which a replica does a part alone.
+
+    Raises:
+        ConfigError: There is something.
+    """
+    if not (plan.shape.shard_optimizer and plan.shape.replicas):
+        return
+    if ema is not None or corrections:
+        what = "ema" if ema is not None else "corrections"
+        raise ConfigError(
+            f"{what} need all weights of a stage after a step, of which each replica has done a "
+            "part alone; use shard_optimizer=False"
         )
 
 

@@ -260,6 +260,16 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """A replica of a stage to another one: the weights that the sender steps, after an update.
+
+    The index of the message is the number of the update.
+    """
+
+    kind: ClassVar[EdgeKind] = EdgeKind.STEPPED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
     """A stage to the one before it: the norms of its gradients and of those of stages behind it.
 
@@ -340,6 +350,7 @@ Payload: TypeAlias = (
     | Weight
     | Share
     | Partial
+    | Stepped
     | Norm
     | Total
     | Reply
@@ -391,7 +402,7 @@ class Message:
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
             message that belongs to no item has the generation (`Ready`), the version (`Weight`),
-            the update (`Share`, `Partial`, `Norm`) or 0 (`Start`, `Failed`).
+            the update (`Share`, `Partial`, `Stepped`, `Norm`) or 0 (`Start`, `Failed`).
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.

@@ -30,6 +30,7 @@ from pipedream_rt.messages.message import (
     Saved,
     Share,
     Start,
+    Stepped,
     Target,
     Total,
     Weight,
@@ -42,7 +43,7 @@ FORMAT = 6
 
 _PAYLOADS: tuple[type[Payload], ...] = (
     Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed, Weight, Share,
-    Norm, Total, Partial,
+    Norm, Total, Partial, Stepped,
 )  # fmt: skip
 _NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _PAYLOADS}

@@ -26,12 +26,13 @@ _NAMES = {
     CODES[Kind.WEIGHT]: "backward, weight half",
     CODES[Kind.STEP]: "step",
     CODES[Kind.REDUCE]: "hand gradients over",
+    CODES[Kind.TAKE]: "take weights",
     PASS: "evaluation, inference",
 }
 _COLOURS = dict(
     zip(
         _NAMES,
-        ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#e8710a", "#c8c8c8"),
+        ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#e8710a", "#fdd663", "#c8c8c8"),
         strict=True,
     )
 )

@@ -6,7 +6,9 @@ half ``I`` computes the gradient of the stage's input, which the stage before wa
 
 A stage with replicas adds the gradients of an update up over them, before each of them steps: with
 ``R3`` a replica sends what it has summed for update 3 to the others, and with ``S3`` it takes what
-the others have sent, adds everything up in the order of the replicas, and steps.
+the others have sent, adds everything up in the order of the replicas, and steps. If the optimizer
+is divided among the replicas, each steps its own part of the weights, and with ``T3`` it takes the
+rest from the others.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Kind(Enum):
     WEIGHT = "W"
     STEP = "S"
     REDUCE = "R"
+    TAKE = "T"
 
     # By identity: the default, which hashes the name in Python, is slow, and kinds are looked up
     # for every action.
@@ -40,10 +43,10 @@ SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
 ENDS = (Kind.BACKWARD, Kind.WEIGHT)
 """The kinds after which a micro-batch is not in flight: its gradients are in the pending update."""
 
-OF_UPDATES = (Kind.STEP, Kind.REDUCE)
+OF_UPDATES = (Kind.STEP, Kind.REDUCE, Kind.TAKE)
 """The kinds whose index is the number of an update; that of others is a micro-batch."""
 
-_TEXT = re.compile(r"(?:(\d+):)?([FBIWSR])(\d+)")
+_TEXT = re.compile(r"(?:(\d+):)?([FBIWSRT])(\d+)")
 
 
 class Action(NamedTuple):
@@ -81,7 +84,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; expected F, B, I, W, S or R and a number, "
+                f"{text!r} is not an action; expected F, B, I, W, S, R or T and a number, "
                 "with the stage and a colon before it if wanted, as in F3 or 2:F3"
             )
         stage, letter, index = match.groups()
@@ -89,7 +92,7 @@ class Action(NamedTuple):
 
 
 # Names of their own, because to look a member up in its class takes longer than to make an action.
-_F, _B, _I, _W, _S, _R = Kind
+_F, _B, _I, _W, _S, _R, _T = Kind
 
 
 def forward(micro_batch: int, stage: int | None = None) -> Action:
@@ -122,6 +125,11 @@ def reduce(update: int, stage: int | None = None) -> Action:
     return Action(_R, update, stage)
 
 
+def take(update: int, stage: int | None = None) -> Action:
+    """Return ``T<update>``, by which a replica takes the weights that others have stepped."""
+    return Action(_T, update, stage)
+
+
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
     """Yield the rest of an endless order when the micro-batches end at ``stop``: the drain.
 
@@ -135,7 +143,7 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
         order: The rest of the endless order.
         stop: One past the last micro-batch, a multiple of ``per_update``.
         per_update: Number of micro-batches per update.
-        left: Number of steps and ends of micro-batches (``B`` or ``W``) that are still to do.
+        left: Number of steps, ``T``, and ends of micro-batches (``B`` or ``W``) still to do.
 
     Yields:
         The actions that remain.
@@ -159,6 +167,6 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
                 )
             continue
         patience = most_left_out
-        if kind is _S or kind in ENDS:
+        if kind is _S or kind is _T or kind in ENDS:
             left -= 1
         yield action

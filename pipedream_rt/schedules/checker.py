@@ -75,6 +75,7 @@ class _StageState:
         ends: The micro-batch of the next backward, or of the next weight half of one.
         steps: The number of updates done.
         reduced: One past the last update whose gradients were handed over.
+        whole: The newest version of which all weights are there.
         split: Whether backwards are split.
     """
 
@@ -85,7 +86,7 @@ class _StageState:
         self.most_in_flight, self.most_kept = plan.in_flight(stage), plan.kept(stage)
         self.ledger = VersionLedger(stage)
         self.forwards = self.backs = self.ends = plan.next_own(address, 0)
-        self.steps = self.reduced = 0
+        self.steps = self.reduced = self.whole = 0
         self.split = False
 
 
@@ -157,7 +158,10 @@ class _Checker:
                 in_flight, most = (state.forwards - state.ends) // r, state.most_in_flight
                 if in_flight > most:
                     raise _RuleBroken(f"{in_flight} in flight, the schedule states {most}")
-                state.ledger.read(m, self._plan.reads(state.stage, m))
+                version = self._plan.reads(state.stage, m)
+                if state.whole < version <= state.steps:
+                    raise _RuleBroken(f"reads version {version} before T{version - 1}")
+                state.ledger.read(m, version)
             case Kind.BACKWARD | Kind.INPUT:
                 if m < state.backs:
                     raise _RuleBroken(f"micro-batch {m} goes backward twice")
@@ -196,6 +200,14 @@ class _Checker:
                     )
                 )
                 state.steps += 1
+                if not self._plan.gives(action, stage):
+                    state.whole = state.steps
+            case Kind.TAKE:
+                if m != state.whole or m >= state.steps:
+                    raise _RuleBroken(
+                        f"takes weights out of turn, the next should be T{state.whole}"
+                    )
+                state.whole += 1
             case _:
                 assert_never(action.kind)
         if action.kind in ENDS:
@@ -243,7 +255,7 @@ class _Checker:
             for letter, done in (("F", state.forwards), ("B", state.backs), ("W", state.ends)):
                 if done < self._micro_batches:
                     raise self._error(where, f"{where} never does {letter}{done}")
-            if state.steps < updates:
+            if min(state.steps, state.whole) < updates:
                 raise self._error(where, f"{where} never does S{state.steps}")
 
     def _broken(self, worker: int, stage: Address, action: Action, rule: str) -> ScheduleError:
@@ -297,6 +309,7 @@ def plan_for(
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     replicas: int | Sequence[int] = (),
+    shard_optimizer: bool = False,
     credits: int | None = None,
 ) -> Plan:
     """Return the plan of a chain of stages with a schedule.
@@ -313,6 +326,7 @@ def plan_for(
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
+        shard_optimizer: Whether each of several replicas steps its own part of the weights.
         credits: The credits with which a user's schedule is checked; None for `Plan.credits`.
 
     Returns:
@@ -333,6 +347,7 @@ def plan_for(
             synchronous=synchronous,
             slack=slack,
             replicas=replicas,
+            shard_optimizer=shard_optimizer,
         )
     if vertical_sync or versions != "stashed" or synchronous:
         raise ConfigError(

@@ -152,6 +152,7 @@ class Execution:
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
         down = _Progress(((),) * len(plan.addresses))
         reduced = _Progress(((),) * len(plan.addresses))
+        taken = _Progress(((),) * len(plan.addresses))
         alone = not any(map(plan.others, plan.addresses))
         only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
         entries = {a for a in plan.addresses if plan.stage_of(a) in plan.entries}
@@ -173,8 +174,8 @@ class Execution:
                     yield worker, stage, action
                     continue
                 else:
-                    way = down if kind is Kind.STEP else reduced
-                    if way is down:
+                    way = {Kind.STEP: down, Kind.REDUCE: reduced}.get(kind, taken)
+                    if way is not reduced:
                         missing = self._awaited_by_step(reduced, down, stage, action)
                         if missing is not None:
                             held[worker] = action
@@ -209,10 +210,12 @@ class Execution:
     ) -> list[int] | None:
         """Return who sleeps until a message comes that a step waits for; None if all are there.
 
-        It waits for the gradients of the other replicas, and for the norms of the stage behind.
+        It waits for the gradients of the other replicas, and for the norms of the stage behind; a
+        replica that takes weights waits for the steps of the others.
         """
-        ways = [(reduced, self._plan.needs(action, address))]
-        if self._norms:
+        is_step = action.kind is Kind.STEP
+        ways = [(reduced if is_step else down, self._plan.needs(action, address))]
+        if self._norms and is_step:
             ways.append((down, self._plan.norms(address, action.index)))
         for way, edges in ways:
             for edge in edges:

@@ -23,6 +23,7 @@ from pipedream_rt.schedules.actions import (
     input_gradient,
     reduce,
     step,
+    take,
     until,
     weight_gradient,
 )
@@ -87,7 +88,8 @@ def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
         yield backward(m)
         if (m + count) // k > m // k:
             yield reduce(m // k)
-        yield from map(step, range(applied, m // k))  # of which all micro-batches are before m
+        for update in range(applied, m // k):  # of which all micro-batches are before m
+            yield from _applied(shape, stage, update)
         applied = m // k
 
 
@@ -100,7 +102,7 @@ def flushed_update(worker: int, shape: Shape, first: int, warm_up: int) -> Itera
         first: The first micro-batch of the mini-batch.
         warm_up: The number of forwards before the first backward.
     """
-    _, _, count = shape.place_of(worker)
+    stage, _, count = shape.place_of(worker)
     update, end = first // shape.per_update, first + shape.per_update
     own = range(shape.first_own(worker, first), end, count)
     yield from map(forward, own[:warm_up])
@@ -109,7 +111,14 @@ def flushed_update(worker: int, shape: Shape, first: int, warm_up: int) -> Itera
         yield backward(m)
     if count > 1 and own:
         yield reduce(update)
+    yield from _applied(shape, stage, update)
+
+
+def _applied(shape: Shape, stage: int, update: int) -> Iterator[Action]:
+    """Yield the step of an update, and what follows if the optimizer is divided."""
     yield step(update)
+    if shape.shards(stage):
+        yield take(update)
 
 
 def refuse_slack(name: str, shape: Shape) -> None:

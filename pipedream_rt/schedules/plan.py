@@ -74,6 +74,7 @@ class EdgeKind(Enum):
     NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
     TOTAL = "total"  # the norms of all gradients, from the first stage at a flush
     PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
+    STEPPED = "stepped"  # the weights that the sender steps, of several replicas, for another one
     START = "start"  # the specification of a stage
     READY = "ready"
     COMMAND = "command"
@@ -282,8 +283,15 @@ class Plan:
             return (), tuple(Edge(EdgeKind.PARTIAL, address, o) for o in self.others(address))
         if kind is Kind.STEP:
             adds = self.contributors(self.stage_of(address), index)
-            return tuple(Edge(EdgeKind.PARTIAL, o, address) for o in adds if o != address), ()
-        return (), ()
+            needed = tuple(Edge(EdgeKind.PARTIAL, o, address) for o in adds if o != address)
+            return needed, self._stepped(address, gives=True)
+        return (self._stepped(address, gives=False) if kind is Kind.TAKE else ()), ()
+
+    def _stepped(self, address: Address, *, gives: bool) -> _Way:
+        """Return the edges of stepped weights from, or to, a replica of a divided stage."""
+        others = self.others(address) if self.shape.shards(self.stage_of(address)) else ()
+        ends = ((address, other) if gives else (other, address) for other in others)
+        return tuple(Edge(EdgeKind.STEPPED, source, target) for source, target in ends)
 
     # -- replicas -------------------------------------------------------------------------------
 
@@ -629,6 +637,7 @@ class Plan:
             "entries": list(self.entries),
             "ties": [[tie.name, list(tie.stages)] for tie in self.ties],
             "replicas": list(self.replicas),
+            "shard_optimizer": shape.shard_optimizer,
         }
 
     @staticmethod
@@ -652,6 +661,7 @@ class Plan:
                 slack=tuple(data["slack"]),
                 synchronous=data.get("synchronous", 0),
                 replicas=tuple(data["replicas"]) if data["stages_per_worker"] == 1 else (),
+                shard_optimizer=data.get("shard_optimizer", False),
             ),
             recipe=RECIPES.get(data["name"]),
             layers=tuple(map(tuple, data["layers"])),
@@ -702,6 +712,7 @@ def plan_named(
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     replicas: int | Sequence[int] = (),
+    shard_optimizer: bool = False,
 ) -> Plan:
     """Return the plan of a chain of stages with a built-in schedule.
 
@@ -717,6 +728,7 @@ def plan_named(
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
+        shard_optimizer: Whether each of several replicas steps its own part of the weights.
 
     Returns:
         The plan, without names of layers.
@@ -745,6 +757,7 @@ def plan_named(
         slack,
         synchronous,
         replicas,
+        shard_optimizer,
     )
 
 
@@ -757,6 +770,7 @@ def chain(
     slack: int | Sequence[int],
     synchronous: int = 0,
     replicas: int | Sequence[int] = (),
+    shard_optimizer: bool = False,
 ) -> Plan:
     """Return the plan of a chain of stages with a recipe.
 
@@ -769,6 +783,7 @@ def chain(
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         synchronous: The number of updates at the start that flush the pipe.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
+        shard_optimizer: Whether each of several replicas steps its own part of the weights.
 
     Raises:
         ConfigError: A number is out of range, or the recipe has no schedule for these numbers.
@@ -786,6 +801,12 @@ def chain(
         )
     # Checks both numbers, under the names that the caller gave them.
     Shape(workers=num_stages, stages_per_worker=each)
+    if shard_optimizer and (recipe.flushes or synchronous) and per_update < max(counts, default=1):
+        raise ConfigError(
+            f"shard_optimizer with {name} needs at least as many micro-batches per update as a "
+            f"stage has replicas: micro_batches is {per_update}, replicas are "
+            f"{'-'.join(map(str, counts))}"
+        )
     shape = Shape(
         workers=sum(counts) or num_stages // each,
         per_update=per_update,
@@ -793,6 +814,7 @@ def chain(
         slack=slack_of(slack, num_stages),
         synchronous=synchronous,
         replicas=counts,
+        shard_optimizer=shard_optimizer,
     )
     recipe.order.require(shape)
     recipe.versions.require(shape)

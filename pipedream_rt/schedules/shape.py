@@ -35,6 +35,7 @@ class Shape:
         synchronous: The number of updates at the start of a run of which each flushes the pipe, in
             a schedule that flushes no more after them.
         replicas: By stage, the number of its replicas, r; empty if each stage has one.
+        shard_optimizer: Whether each of several replicas steps its own part of the weights.
 
     Raises:
         ConfigError: A number is out of range, or slack has too many or too few numbers.
@@ -46,6 +47,7 @@ class Shape:
     slack: tuple[int, ...] = ()
     synchronous: int = 0
     replicas: tuple[int, ...] = ()
+    shard_optimizer: bool = False
     _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
@@ -146,16 +148,21 @@ class Shape:
         return self.synchronous * self.per_update
 
     def work(self, worker: int, start: int, stop: int) -> int:
-        """Return how many steps and ends of micro-batches (``B`` or ``W``) a worker has to do.
+        """Return how many steps, ``T``, and ends of micro-batches (``B`` or ``W``) a worker has.
 
         Args:
             worker: Index of the worker.
             start: The first micro-batch, a multiple of ``per_update``.
             stop: One past the last micro-batch, a multiple of ``per_update``.
         """
-        _, _, count = self.place_of(worker)
+        stage, _, count = self.place_of(worker)
         own = len(range(self.first_own(worker, start), stop, count))
-        return self.stages_per_worker * (own + (stop - start) // self.per_update)
+        each = 2 if self.shards(stage) else 1
+        return self.stages_per_worker * (own + each * ((stop - start) // self.per_update))
+
+    def shards(self, stage: int) -> bool:
+        """Whether the optimizer of a stage is divided among its replicas."""
+        return self.shard_optimizer and bool(self.replicas) and self.replicas[stage] > 1
 
     @property
     def num_places(self) -> int:

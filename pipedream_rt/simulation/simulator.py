@@ -25,7 +25,7 @@ from pipedream_rt.schedules.execution import Execution
 from pipedream_rt.schedules.plan import Address
 from pipedream_rt.simulation.costs import Costs, Samples
 
-_CARRIED = (EdgeKind.ACTIVATION, EdgeKind.GRADIENT, EdgeKind.PARTIAL)
+_CARRIED = (EdgeKind.ACTIVATION, EdgeKind.GRADIENT, EdgeKind.PARTIAL, EdgeKind.STEPPED)
 """The kinds of messages between workers whose time is simulated."""
 
 
@@ -191,7 +191,7 @@ class _Run:
         self._inputs: dict[int, list[int]] = {}
         self._losses: dict[int, int] = {}
         each = micro_batches * (3 if self._splits() else 2)
-        updates = micro_batches // plan.per_update * (2 if plan.shape.replicas else 1)
+        updates = micro_batches // plan.per_update * (3 if plan.shape.replicas else 1)
         coordinators = micro_batches * (len(plan.entries) + len(plan.exits))
         most = each * plan.num_stages + updates * len(plan.addresses)
         self.recorder = Recorder(most + coordinators)
@@ -210,7 +210,8 @@ class _Run:
         elif edge.kind is EdgeKind.GRADIENT:
             size = costs.gradient_bytes[source]
         else:
-            size = costs.weight_bytes[source]
+            parts = plan.replicas[source] if edge.kind is EdgeKind.STEPPED else 1
+            size = costs.weight_bytes[source] / parts
         pair = (plan.worker_of(edge.source), plan.worker_of(edge.target))
         if source == target:
             more = costs.peer_latency[source]
@@ -234,6 +235,7 @@ class _Run:
             Kind.WEIGHT: costs.weight_gradient,
             Kind.STEP: costs.step,
             Kind.REDUCE: ((0.0,),) * plan.num_stages,
+            Kind.TAKE: ((0.0,),) * plan.num_stages,
         }[kind]
 
         def doing(address: Address, number: int) -> _Doing:
@@ -271,8 +273,8 @@ class _Run:
             ScheduleError: The schedule deadlocks.
         """
         clocks, ledgers = [0] * self._plan.workers, self._ledgers
-        doings_f, doings_b, doings_i, doings_w, doings_s, doings_r = self._doings.values()
-        forward, backward, input_half, weight, step, _ = Kind
+        doings_f, doings_b, doings_i, doings_w, doings_s, doings_r, doings_t = self._doings.values()
+        forward, backward, input_half, weight, step, reduce, _ = Kind
         record, version_of = self.recorder.record, self._version_of
         plan = self._plan
         cycles = [plan.cycle(a) for a in plan.addresses] if plan.shape.replicas else []
@@ -290,7 +292,7 @@ class _Run:
             elif kind is weight:
                 row = doings_w[stage]
             else:
-                row = doings_r[stage]
+                row = (doings_r if kind is reduce else doings_t)[stage]
             doing = row[m % cycles[stage]] if cycles else row[0]
             ready = start = clocks[worker]
             arrived, waited_for = self._injection(m) if doing.injected else (0, NOBODY)

@@ -23,6 +23,7 @@ from pipedream_rt.messages.message import (
     Saved,
     Send,
     Share,
+    Stepped,
     Target,
     Total,
     Weight,
@@ -259,6 +260,14 @@ class Hosted:
         tensors = tuple(gradient for gradient in part.gradients if gradient is not None)
         for edge in self.stage.plan.gives(Action(Kind.REDUCE, update, self.index)):
             self._send(edge, update, payload, tensors)
+
+    def send_stepped(self, update: int) -> None:
+        """Send the weights that this replica has stepped to the others, if it steps a part."""
+        edges = self.stage.plan.gives(Action(Kind.STEP, update, self.index))
+        if edges:
+            tensors = self.stage.stepped()
+            for edge in edges:
+                self._send(edge, update, Stepped(), tensors)
 
     # -- norms of gradients ---------------------------------------------------------------------
 

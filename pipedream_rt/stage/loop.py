@@ -222,14 +222,14 @@ class Loop:
             hosted: The stage that was given the command first.
             command: The command to flush.
         """
-        head, per_update = command.payload, self._plan.per_update
+        head, per_update, shape = command.payload, self._plan.per_update, self._plan.shape
         assert isinstance(head, Command)
         stop = unflatten(head.structure, command.tensors)
         if stop is None:
             stop = hosted.stage.next_forward
         left = sum(
-            stop // per_update
-            - each.stage.steps
+            (stop // per_update - each.stage.steps)
+            + (stop // per_update - each.stage.taken) * shape.shards(each.stage.index)
             + len(range(each.stage.ended, stop, self._plan.replicas[each.stage.index]))
             for each in self._hosted.values()
         )
@@ -388,6 +388,9 @@ class Loop:
             case Kind.REDUCE:
                 hosted.send_part(m, stage.reduce(m))
                 version = stage.parameters.ledger.newest
+            case Kind.TAKE:
+                self._take(hosted, m, needed)
+                version = stage.parameters.ledger.newest
             case Kind.STEP:
                 yield from self._step(hosted, m, needed)
                 version = stage.parameters.ledger.newest
@@ -419,8 +422,15 @@ class Loop:
             hosted.saver.save_if_due()
         if stage.parameters.ledger.newest > before:
             hosted.send_weights()
+            hosted.send_stepped(update)
         if stage.clipper is not None:
             self._apply_put_off(hosted, {})
+
+    def _take(self, hosted: Hosted, update: int, needed: _Needed) -> None:
+        """Take the weights that other replicas of the stage have stepped."""
+        with self._computing.of(hosted):
+            hosted.stage.take(update, {each.sender: each.tensors for each in needed.messages})
+            hosted.saver.save_if_due()
 
     def _apply_put_off(self, hosted: Hosted, totals: dict[int, float]) -> None:
         """Apply the updates that were put off and whose total norms are known by now.

@@ -161,7 +161,7 @@ class StageSaver:
         saving, stage = self._saving, self._stage
         if saving is None:
             return
-        if stage.parameters.ledger.newest < saving.step:
+        if stage.whole_version < saving.step:
             self._copy_versions(saving)
             return
         self._saving = None
@@ -207,7 +207,8 @@ class StageSaver:
         first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
         newest: dict[str, Tensor] = dict(parameters.named)
         for version, named in {**stage.older(), parameters.ledger.newest: newest}.items():
-            if first <= version < saving.step and version not in saving.versions:
+            is_whole = version <= stage.whole_version
+            if first <= version < saving.step and is_whole and version not in saving.versions:
                 saving.versions[version] = {name: _copy(tensor) for name, tensor in named.items()}
 
     def _write(self, saving: _Saving, state: StageState) -> None:
@@ -215,7 +216,7 @@ class StageSaver:
         result: object
         try:
             if self._replica:
-                written: tuple[Any, ...] = self._write_replica(saving), {}, {}
+                written: tuple[Any, ...] = self._write_replica(saving, state)
             else:
                 written = write_stage(saving.folder, self._stage.index, self._num_stages, state)
             result = [*written, self._fingerprints(saving.step, state)]
@@ -224,15 +225,19 @@ class StageSaver:
             result = str(error)
         self._tell(saving.position, result)
 
-    def _write_replica(self, saving: _Saving) -> dict[str, list[Any]]:
-        """Write what is of this replica alone; return size and checksum of the file by its name."""
+    def _write_replica(self, saving: _Saving, state: StageState) -> tuple[Any, ...]:
+        """Write what is of this replica alone; return what `write_stage` does."""
         stage = self._stage
+        shards = stage.plan.shape.shards(stage.index)
         return write_replica(
             saving.folder,
             stage.address,
             len(stage.plan.addresses),
-            replica_name(self._replica, self._count),
-            {**saving.buffers, **saving.hidden},
+            {
+                f"{replica_name(self._replica, self._count)}/{name}": tensor
+                for name, tensor in {**saving.buffers, **saving.hidden}.items()
+            },
+            state.optimizer if shards else {},
         )
 
     def _fingerprints(self, step: int, state: StageState) -> dict[str, Any]:

@@ -188,6 +188,7 @@ class Stage:
         next_forward: Number of the next micro-batch to train on.
         ended: Number of the next micro-batch whose backward is to be done.
         steps: Number of updates whose step is done; some may be put off.
+        taken: Number of updates of which it has the weights that other replicas step.
         clipper: Clips the gradients; None if they are not clipped.
         programs: What a forward does, by the number that micro-batches name.
         corrections: The corrections for staleness; None if there are none.
@@ -224,6 +225,7 @@ class Stage:
             for owner, names in borrowed.items()
         }
         # The weights of the stage by the stage that owns them, its own first.
+        self._holders = self._dealt()
         self._by_owner = [(self.index, self.parameters), *self.borrowed.items()]
         self.kept = KeptVersions(self.module)
         self.caches: dict[int, dict[str, Any]] = {}
@@ -231,7 +233,7 @@ class Stage:
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
         self.optimizer: StageOptimizer | None = None
-        self.steps = 0
+        self.steps = self.taken = 0
         self.next_forward = self.ended = self._next_own(0)
         # By update, what this replica has handed over; and what the next step applies.
         self._parts: dict[int, Part] = {}
@@ -723,6 +725,55 @@ class Stage:
 
     # -- step ---------------------------------------------------------------------------------
 
+    def _dealt(self) -> dict[Address, list[str]]:
+        """Return the names of the weights that each replica steps.
+
+        If the optimizer is divided, the largest weights are dealt first, each to the replica that
+        has the least so far; else this replica steps all.
+        """
+        named = self.parameters.named
+        if not self.plan.shape.shards(self.index):
+            return {self.address: list(named)}
+        held = dict.fromkeys(sorted((self.address, *self.plan.others(self.address))), 0)
+        dealt: dict[Address, list[str]] = {address: [] for address in held}
+        for name in sorted(named, key=lambda each: -named[each].nbytes):
+            least = min(held, key=lambda address: held[address])
+            held[least] += named[name].nbytes
+            dealt[least].append(name)
+        return dealt
+
+    @property
+    def stepped_here(self) -> dict[str, nn.Parameter]:
+        """The parameters that this replica steps, by name, in the order of the module."""
+        mine, named = {*self._holders[self.address]}, self.parameters.named
+        return {name: parameter for name, parameter in named.items() if name in mine}
+
+    @torch.no_grad()
+    def stepped(self) -> tuple[Tensor, ...]:
+        """Return copies of the newest weights that this replica steps, for the others."""
+        named = self.parameters.named
+        return tuple(named[name].detach().clone() for name in self._holders[self.address])
+
+    @torch.no_grad()
+    def take(self, update: int, others: Mapping[Address, Sequence[Tensor]]) -> None:
+        """Take the weights that other replicas have stepped, which makes the newest version whole.
+
+        Args:
+            update: Number of the update.
+            others: The weights, by the address of their replica.
+        """
+        named = self.parameters.named
+        for address, tensors in others.items():
+            for name, tensor in zip(self._holders[address], tensors, strict=True):
+                named[name].data.copy_(tensor)
+        self.taken = update + 1
+
+    @property
+    def whole_version(self) -> int:
+        """The newest version of which all weights are there."""
+        shards = self.plan.shape.shards(self.index)
+        return self.taken if shards else self.parameters.ledger.newest
+
     def _next_own(self, micro_batch: int) -> int:
         """Return the first micro-batch from a number on that goes to this replica."""
         return self.plan.next_own(self.address, micro_batch)
@@ -1110,7 +1161,7 @@ class Stage:
         for owner, of_owner in self.borrowed.items():
             of_owner.restore(step, borrowed[owner], lambda: None)
         self.next_forward = self.ended = self._next_own(step * self.plan.per_update)
-        self.steps = step
+        self.steps = self.taken = step
 
     @torch.no_grad()
     def fingerprints(self) -> dict[str, Any]:
@@ -1144,7 +1195,9 @@ class Stage:
         """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""
         spec: OptimizerSpec = cloudpickle.loads(pickled)
         before = self.optimizer
-        self.optimizer = StageOptimizer(spec, self.parameters.named, self.index)
+        # Own values of optimizers stand under this number, which no other one may have.
+        number = self.address if self.plan.shape.shard_optimizer else self.index
+        self.optimizer = StageOptimizer(spec, self.stepped_here, number)
         if before is not None:
             self.optimizer.go_on_averaging(before)
 

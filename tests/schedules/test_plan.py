@@ -153,6 +153,7 @@ def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activa
         EdgeKind.NORM: plan.num_stages - 1,
         EdgeKind.TOTAL: plan.num_stages - 1,
         EdgeKind.PARTIAL: 0,
+        EdgeKind.STEPPED: 0,
     }
     for kind in EdgeKind:
         edges = plan.edges(kind)

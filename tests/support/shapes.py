@@ -24,15 +24,20 @@ def made(name, workers, k, v=2, slack=(), synchronous=0):
 def replicated(most=3, most_replicas=4):
     """Return a strategy for plans with replicas."""
 
-    def plan(name, replicas, k, slack, synchronous):
+    def plan(name, replicas, k, slack, synchronous, shards):
         slack = slack[: len(replicas) - 1] if name != "gpipe" else ()
         slack = [*slack, *[0] * (len(replicas) - 1 - len(slack))]
-        options = {"num_stages": len(replicas), "replicas": replicas, "slack": slack}
+        options = {
+            "num_stages": len(replicas), "replicas": replicas, "slack": slack,
+            "shard_optimizer": shards,
+        }  # fmt: skip
         if name in NEVER_FLUSHES:
             options["synchronous"] = synchronous
         if name == "2bw":
             again = {**options, "synchronous": 0}
             k += plan_named("async-1f1b", **again).shape.longest_lag
+        if shards and (synchronous or name not in NEVER_FLUSHES):
+            k = max(k, *replicas)
         return plan_named(name, per_update=k, **options)
 
     return st.builds(
@@ -44,6 +49,7 @@ def replicated(most=3, most_replicas=4):
         st.integers(1, 9),
         st.lists(st.integers(0, 3), max_size=most),
         st.sampled_from([0, 0, 1, 2]),
+        st.booleans(),
     )
 
 

@@ -61,6 +61,10 @@ def slow_simulation(schedule, costs, micro_batches, credits):
             others = adding(stage_of[place], m) - {place} if counts[stage_of[place]] > 1 else ()
             came = [arrivals.get(("R", place, (m, other))) for other in others]
             return None if None in came else max(came, default=0)
+        if letter == "T":
+            others = [p for p in places_of[stage_of[place]] if p != place]
+            came = [arrivals.get(("S", place, (m, other))) for other in others]
+            return None if None in came else max(came)
         return 0
 
     def send(letter, sender, receiver, m, end, size):
@@ -95,12 +99,14 @@ def slow_simulation(schedule, costs, micro_batches, credits):
             "W": costs.weight_gradient or halves,
             "S": costs.step,
             "R": ((0.0,),),
+            "T": ((0.0,),),
         }[letter]
         samples = per_stage(times, stage)
         seconds = samples[m % len(samples)]
         if letter == "F" or (letter in "BI" and stage):
             seconds += costs.overhead
-        if letter == "R":
+        shards = shape.shard_optimizer and counts[stage] > 1
+        if letter == "R" or (letter == "S" and shards):
             seconds += costs.overhead * (counts[stage] - 1)
         end = start + ns(seconds / per_stage(costs.speed, w))
         if letter == "F" and stage < last:
@@ -111,10 +117,11 @@ def slow_simulation(schedule, costs, micro_batches, credits):
         elif letter in "BI" and stage:
             size = per_stage(costs.activation_bytes, stage - 1)
             send("B", place, place_for(stage - 1, m), m, end, size)
-        elif letter == "R":
+        elif letter == "R" or (letter == "S" and shards):
+            size = per_stage(costs.weight_bytes, stage) / (counts[stage] if letter == "S" else 1)
             for other in places_of[stage]:
                 if other != place:
-                    send("R", place, other, (m, place), end, per_stage(costs.weight_bytes, stage))
+                    send(letter, place, other, (m, place), end, size)
         spans.append((place, letter, m, start, end))
         clocks[w], places[w] = end, places[w] + 1
     assert all(place == len(order) for place, order in zip(places, orders))
