@@ -449,6 +449,7 @@ def tied():
                 "shard_optimizer": True,
                 "clip": Clip(norm=1.0),
                 "schedule": "1f1b",
+                "micro_batches": 2,
             },
             "with shard_optimizer",
         ),
