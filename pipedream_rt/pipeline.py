@@ -72,6 +72,7 @@ from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.specs import (
     compiling,
     correcting,
+    may_replicate,
     pickled_specs,
     recomputing,
     refuse_autocast,
@@ -275,7 +276,8 @@ class Pipeline:
                 micro_batches=micro_batches,
                 threads=threads,
                 workers=number_of_workers(workers),
-                replicas=replicas == "auto",
+                replicas=replicas == "auto"
+                and may_replicate(self._model.whole, schedule, clip, loss_scale, corrections),
                 folder=None if kept is None else kept.path,
             )
             stages, slack, self._why = chosen.stages, slack or chosen.slack, chosen.why

@@ -9,8 +9,9 @@ from support.ticking import Clock, Layer
 from torch import nn
 
 import pipedream_rt.cluster.launch
-from pipedream_rt import Checkpoints, ConfigError, Pipeline
+from pipedream_rt import Checkpoints, Clip, ConfigError, Pipeline
 from pipedream_rt.auto_split import PLAN_FILE
+from pipedream_rt.corrections import DelayCompensation
 
 BATCH = torch.ones(6, 4), torch.zeros(6, 4)
 
@@ -175,3 +176,12 @@ def test_layers_that_share_a_weight_are_not_replicated():
 def test_replicas_that_make_no_sense_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         pipeline(1, 1, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip": Clip(norm=1.0)}, {"corrections": [DelayCompensation()]}]
+)
+def test_no_replicas_are_chosen_that_would_be_refused(options):
+    with pipeline(6, 3, replicas="auto", **options) as pipe:
+        assert set(pipe.plan.replicas) == {1}
+        list(pipe.train_epoch([BATCH]))

@@ -152,8 +152,8 @@ def read_stage(
         buffers: Names of the stage's buffers. They come as ``hidden``, also those that are in a
             state dict.
         plain: The optimizer state that is no tensor, from the manifest.
-        replica: Name of the replica of the stage, whose own buffers are taken if there are any;
-            empty for replica 0.
+        replica: Name of the replica of the stage, whose own buffers and extra state are taken if
+            there are any; empty for replica 0.
 
     Returns:
         The state. It has an older weight version only if that has all of the stage's parameters.
@@ -167,7 +167,9 @@ def read_stage(
 
     buffered = set(buffers).__contains__
     mine = set(weights).__contains__
+    own = _of_replica(tensors, replica)
     found = tensors("model", mine) | tensors("loss", mine)
+    found |= {key: tensor for key, tensor in own.items() if mine(key)}
     missing = [key for key in weights if key not in found]
     if missing:
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
@@ -175,26 +177,27 @@ def read_stage(
         weights=found,
         optimizer=_optimizer_state(tensors, parameters, plain),
         versions=_older_versions(tensors, set(parameters)),
-        extra={
-            key: value
-            for name, values in plain.items()
-            if name.startswith(f"{EVERY_STAGE}extra/")
-            for key, value in values.items()
-        },
+        extra=_extra(plain, "extra") | (_extra(plain, f"replica/{replica}") if replica else {}),
         hidden=tensors("buffers", buffered)
         | tensors("model", buffered)
         | tensors("loss", buffered)
-        | _of_replica(tensors, replica, buffered),
+        | {key: tensor for key, tensor in own.items() if buffered(key)},
     )
 
 
-def _of_replica(
-    tensors_of: Tensors, replica: str, wanted: Callable[[str], bool]
-) -> dict[str, Tensor]:
-    """Buffers of a replica, by name."""
-    found = tensors_of(
-        "replica", lambda key: key.startswith(f"{replica}/") and wanted(key.partition("/")[2])
-    )
+def _extra(plain: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Extra state that is no tensor, of one kind of entries of the manifest, by key."""
+    return {
+        key: value
+        for name, values in plain.items()
+        if name.startswith(f"{EVERY_STAGE}{kind}/")
+        for key, value in values.items()
+    }
+
+
+def _of_replica(tensors_of: Tensors, replica: str) -> dict[str, Tensor]:
+    """What is of one replica alone, by name."""
+    found = tensors_of("replica", lambda key: key.startswith(f"{replica}/"))
     return {key.partition("/")[2]: tensor for key, tensor in found.items()}
 
 

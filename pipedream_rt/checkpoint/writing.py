@@ -143,8 +143,10 @@ def write_replica(
     folder: Path,
     address: int,
     num_addresses: int,
+    name: str,
     buffers: dict[str, Tensor],
     optimizer: dict[str, dict[str, Any]],
+    extra: dict[str, Any],
 ) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
     """Write the files of a replica other than replica 0, and wait until they are on the disk.
 
@@ -152,8 +154,10 @@ def write_replica(
         folder: Folder of the checkpoint, which exists.
         address: Address of the replica.
         num_addresses: Number of addresses.
-        buffers: Its buffers, by `replica_name` and name.
+        name: Name of the replica; see `replica_name`.
+        buffers: Its buffers, and its extra state that is a tensor, by name.
         optimizer: Optimizer state of the parameters that it steps, if it steps a part alone.
+        extra: What its modules give by ``get_extra_state`` that is no tensor, packed.
 
     Returns:
         As `write_stage` does.
@@ -162,8 +166,11 @@ def write_replica(
         CheckpointError: As `write_stage` does.
     """
     moments, plain = _tensors_and_plain(optimizer)
+    if extra:
+        plain[f"{EVERY_STAGE}replica/{name}/{address}"] = extra
     files = {}
-    for kind, tensors in (("replica", buffers), ("shard", moments)):
+    own = {f"{name}/{key}": tensor for key, tensor in buffers.items()}
+    for kind, tensors in (("replica", own), ("shard", moments)):
         if tensors:
             path = folder / file_name(kind, address, num_addresses)
             write_tensors(path, tensors)

@@ -109,8 +109,11 @@ def simulate(
         "slack": _slack_of(slack, trace, schedule, stages),
     }
     if compare is not None:
+        replicas = replicas or (trace.plan.shape.replicas if trace else ())
         if replay or replicas or output is not None:
-            raise ConfigError("--compare goes with none of --replay, --replicas and --output")
+            raise ConfigError(
+                "--compare goes with none of --replay, --output and replicas, those of a trace too"
+            )
         numbers["slack"] = slack or 0  # the slack of a trace is for its own schedule alone
         before = trace.plan.shape if trace else Shape(workers=numbers["num_stages"])
         click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))

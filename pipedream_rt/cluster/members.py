@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
+from pipedream_rt.schedules.plan import name_of, stage_at
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Member:
         description: Process number and machine, in words.
         control: The control connection.
         same_clock: Whether the worker runs on the coordinator's kernel.
-        stages: Indices of the stages that it hosts; empty until all workers have said hello.
+        stages: Addresses of the stages that it hosts; empty until all workers have said hello.
         ready: Whether it has imported torch.
         stopped: Whether its stages compute no more, or its connection has ended.
         heard: When it last sent anything, in seconds of the monotonic clock.
@@ -53,8 +54,9 @@ class Member:
         """The stages that the worker hosts, in words."""
         if not self.stages:
             return "no stage yet"
-        numbers = ", ".join(map(str, self.stages))
-        return f"stage {numbers}" if len(self.stages) == 1 else f"stages {numbers}"
+        if len(self.stages) == 1:
+            return name_of(self.stages[0])
+        return f"stages {', '.join(map(str, self.stages))}"
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
         """Make the error that says that the worker is gone, and how.
@@ -73,7 +75,7 @@ class Member:
             + (f": {ending}" if ending else "")
             + note,
             worker=self.name,
-            stage=self.stages[0] if self.stages else None,
+            stage=stage_at(self.stages[0]) if self.stages else None,
             doing=self.doing,
         )
         error.__cause__ = problem

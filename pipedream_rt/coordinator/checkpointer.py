@@ -272,9 +272,10 @@ class Checkpointer:
             first = plan.address_of(plan.stage_of(address))
             if fingerprints[address]["weights"] != fingerprints[first]["weights"]:
                 raise CheckpointError(
-                    f"{name_of(address)} has other weights than {name_of(first)}: their machines "
-                    "round differently; give the replicas of a stage machines of one kind, with "
-                    "the same version of torch and the same number of threads"
+                    f"{name_of(address)} has other weights than {name_of(first)}. If nothing in "
+                    "the model changes weights by itself, their machines round differently: give "
+                    "the replicas of a stage machines of one kind, with the same version of torch "
+                    "and the same number of threads"
                 )
 
     def abandon(self) -> None:

@@ -86,9 +86,11 @@ class Forwards(Protocol):
 
     Attributes:
         definitions: The pickled programs that were made since the start, by their numbers.
+        first_defined: The number of the first of these.
     """
 
     definitions: list[bytes]
+    first_defined: int
 
     @property
     def how(self) -> str:
@@ -134,9 +136,11 @@ class SequenceForwards:
 
     Attributes:
         definitions: Always empty.
+        first_defined: 1, for there is one program.
     """
 
     definitions: list[bytes] = field(default_factory=list)
+    first_defined: int = 1
 
     @property
     def how(self) -> str:
@@ -182,6 +186,7 @@ class RecordedForwards:
         homes: The stage of each layer that was called so far, by name.
         cuts: The programs so far, cut into stages.
         definitions: The pickled programs that were made since the start.
+        first_defined: The number of the first of these.
     """
 
     def __init__(
@@ -211,6 +216,7 @@ class RecordedForwards:
         self.homes: dict[str, int] = {}
         self.cuts: list[Cut] = []
         self.definitions: list[bytes] = []
+        self.first_defined = 0
 
     @property
     def how(self) -> str:
@@ -277,6 +283,7 @@ class RecordedForwards:
         of_cuts = zip(*(each.used for each in self.cuts), strict=True)
         self._has = [set().union(*of_stage) for of_stage in of_cuts]
         self._began = True
+        self.first_defined = len(self.cuts)
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:

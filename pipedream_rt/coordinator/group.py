@@ -149,12 +149,14 @@ class WorkerGroup:
         self.at_end: list[Callable[[], object]] = []
         self.at_last: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = self.loads = 0
-        self._turns = [0] * len(plan.addresses)  # by address, the items that it was fed
+        # By address, the number of items that it was fed, and the programs that it was given.
+        self._turns = [0] * len(plan.addresses)
+        self._defined: list[set[int]] = []
         self._route = 0  # the micro-batch by whose number the replicas are chosen
         self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
-        self._reception = Reception()
+        self._reception = Reception(plan.addresses)
         self._cluster: Cluster | None = None
         self._send: Send = lambda *_: None
         self._status_server: StatusServer | None = None
@@ -264,7 +266,8 @@ class WorkerGroup:
             self._route = payload.micro_batch if payload.mode is Mode.TRAIN else 0
             on_its_way = [plan.address_of(stage, self._route) for stage in range(plan.num_stages)]
             turns = [self._next_turn(address) for address in on_its_way]
-            known = turns if plan.shape.replicas else []
+            known = turns if plan.replicated else []
+            payload = self._with_definition(payload, on_its_way)
             for stage, structure, share in self._forwards.shares(payload, tensors):
                 wanted = [False] * len(share)
                 part = dataclasses.replace(
@@ -285,6 +288,17 @@ class WorkerGroup:
                 turn = self._next_turn(address)
                 command = dataclasses.replace(payload, turn=turn, structure=structure)
                 yield address, command, own
+
+    def _with_definition(self, head: MicroBatch, on_its_way: Sequence[Address]) -> MicroBatch:
+        """Return a micro-batch with its program, if a replica on its way does not have that yet."""
+        definitions = self._forwards.definitions
+        number = head.program - self._forwards.first_defined
+        if not self.plan.replicated or number < 0:
+            return head
+        missing = [address for address in on_its_way if number not in self._defined[address]]
+        for address in missing:
+            self._defined[address].add(number)
+        return dataclasses.replace(head, definition=definitions[number] if missing else b"")
 
     def _next_turn(self, address: Address) -> int:
         """Return the turn of the next item that an address is fed, and count it."""
@@ -539,6 +553,8 @@ class WorkerGroup:
         reception.cluster = self._cluster
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         self._turns = [0] * len(self.plan.addresses)
+        begun = range(len(self._forwards.definitions))
+        self._defined = [set(begun) for _ in self.plan.addresses]
         restore = None
         if origin.folder is not None and manifest is not None:
             restore = restore_argument(origin.folder, manifest, origin.floor, origin.with_optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import cloudpickle
 
@@ -11,6 +12,7 @@ from pipedream_rt.cluster.base import Cluster, Fail, Failure, once
 from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
+from pipedream_rt.schedules.plan import Address, name_of, stage_at
 
 _log = logging.getLogger(__name__)
 
@@ -23,14 +25,18 @@ class Reception:
     aside, because threads of the RPC pool must not wait; the thread that takes from the inbox makes
     the error from it.
 
+    Args:
+        addresses: The addresses of the stages, which know what they are called.
+
     Attributes:
         inbox: The coordinator's inbox, the same in all generations.
         cluster: The workers of the present generation; None while they start.
         generation: Number of the present generation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Sequence[Address]) -> None:
         """Begin without a generation."""
+        self._addresses = addresses
         self.inbox = Inbox("the coordinator")
         self.cluster: Cluster | None = None
         self.generation = 0
@@ -72,15 +78,16 @@ class Reception:
 
         return fail
 
-    def _error_of(self, stage: int, failed: Failed) -> BaseException:
+    def _error_of(self, address: Address, failed: Failed) -> BaseException:
         """Return the error to raise for a failure that a stage has sent as a message."""
+        where = self._addresses[address]
         cause = _cause_of(failed)
         if isinstance(cause, PeerLost) and self.cluster is not None:
             return self.cluster.name_loss(cause)
         cls = NonFiniteLoss if isinstance(cause, NonFiniteLoss) else StageFailed
         error = cls(
-            f"stage {stage}, {failed.action}: {failed.type_name}: {failed.text}",
-            stage=stage,
+            f"{name_of(where)}, {failed.action}: {failed.type_name}: {failed.text}",
+            stage=stage_at(where),
             action=failed.action,
             trace=failed.trace,
         )

@@ -106,11 +106,17 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
             'for the norm of all gradients of the model; use Clip(..., over="stage") and no '
             "scaling of losses, or shard_optimizer=False"
         )
-    if plan.shape.replicas and not plan.flushes:
+    needs_all = scale is not None or plan.num_stages > 1
+    if plan.replicated and not plan.flushes and needs_all:
         raise ConfigError(
             f"with {plan.title}, replicas step before the norm of all gradients of the model can "
             'be known; use Clip(..., over="stage") and no scaling of losses, or a schedule that '
             "flushes, such as 1f1b"
+        )
+    if scale is not None and plan.per_update < max(plan.replicas):
+        raise ConfigError(
+            f"with {plan.title}, some replicas have no micro-batch of an update and know its scale "
+            "too late; give at least as many micro-batches per update as a stage has replicas"
         )
     execution = Execution(plan, 4 * plan.per_update * plan.num_stages, norms=True)
     for _ in execution:
@@ -122,6 +128,31 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
             f"{action} for the norms of the gradients of later stages, by which they are clipped "
             "or skipped; a worker must do the steps of an update from its last stage to its first"
         )
+
+
+def may_replicate(
+    model: nn.Module,
+    schedule: object,
+    clip: Clip | None,
+    scale: LossScale | None,
+    corrections: Any,
+) -> bool:
+    """Whether nothing of what a script gives is refused where stages have replicas.
+
+    Args:
+        model: The unsplit model.
+        schedule: The schedule.
+        clip: How gradients are clipped.
+        scale: How losses are scaled.
+        corrections: The corrections for staleness; those of ``"auto"`` are looked at later.
+    """
+    flushes = schedule in ("1f1b", "gpipe")
+    given = corrections if isinstance(corrections, list | tuple) else ()
+    of_gradients = any(overrides(each, "after_backward") for each in given)
+    of_model = scale is not None or (clip is not None and clip.of_model)
+    hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    return not (hooked or sparse or (not flushes and (of_gradients or of_model)))
 
 
 def refuse_sharding(plan: Plan, corrections: Any, ema: float | None) -> None:

@@ -401,8 +401,9 @@ class Message:
         sender: The address of the sender.
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
-            message that belongs to no item has the generation (`Ready`), the version (`Weight`),
-            the update (`Share`, `Partial`, `Stepped`, `Norm`) or 0 (`Start`, `Failed`).
+            message that belongs to no item has the generation (`Ready`), a number for the version
+            (`Weight`) or the update (`Share`, `Partial`, `Stepped`, `Norm`), or 0 (`Start`,
+            `Failed`).
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.

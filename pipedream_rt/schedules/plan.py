@@ -57,9 +57,11 @@ class Place(int):
 
     Attributes:
         title: Its name for people: ``stage 1, replica 0``.
+        stage: The stage that it has a replica of.
     """
 
     title: str
+    stage: int
 
 
 class EdgeKind(Enum):
@@ -111,6 +113,11 @@ def name_of(address: Address) -> str:
     return "the coordinator" if address == COORDINATOR else f"stage {address}"
 
 
+def stage_at(address: Address) -> int:
+    """Return the stage at an address of a plan."""
+    return address.stage if isinstance(address, Place) else address
+
+
 def name_of_worker(worker: int, stages: Sequence[Address]) -> str:
     """Return ``stage 2`` for a worker that hosts that stage alone, else ``worker 1``."""
     return name_of(stages[0]) if len(stages) == 1 else f"worker {worker}"
@@ -156,6 +163,8 @@ class Plan:
             producer has a lower index than its consumers.
         entries: The stages that take inputs of the model; those without a producer always do.
         ties: The trainable weights that several stages use.
+        replicas: By stage, the number of its replicas.
+        replicated: Whether a stage has several.
         addresses: All addresses but the coordinator's, stage by stage.
 
     Raises:
@@ -171,6 +180,8 @@ class Plan:
     entries: tuple[int, ...] = ()
     ties: tuple[Tie, ...] = ()
     addresses: tuple[Address, ...] = field(init=False, repr=False, compare=False)
+    replicas: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    replicated: bool = field(init=False, repr=False, compare=False)
     _stages: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -185,7 +196,9 @@ class Plan:
         """Fill in the attributes that are not given, check all, and compute the edges."""
         stages, put = range(self.shape.num_stages), object.__setattr__
         put(self, "links", tuple(pairwise(stages)) if self.links is None else self.links)
-        counts = self.replicas
+        counts = self.shape.replicas or (1,) * len(stages)
+        put(self, "replicas", counts)
+        put(self, "replicated", bool(self.shape.replicas))
         put(self, "_firsts", tuple(accumulate((0, *counts[:-1]))))
         put(self, "_stages", tuple(s for s, count in enumerate(counts) for _ in range(count)))
         put(self, "addresses", _addresses(counts))
@@ -295,11 +308,6 @@ class Plan:
 
     # -- replicas -------------------------------------------------------------------------------
 
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """By stage, the number of its replicas."""
-        return self.shape.replicas or (1,) * self.shape.num_stages
-
     def stage_of(self, address: Address) -> int:
         """Return the stage of which an address has a replica."""
         return self._stages[address]
@@ -313,8 +321,7 @@ class Plan:
 
         Evaluation, inference, and what is asked of a stage, goes to replica 0.
         """
-        count = self.shape.replicas[stage] if self.shape.replicas else 1
-        return self.addresses[self._firsts[stage] + micro_batch % count]
+        return self.addresses[self._firsts[stage] + micro_batch % self.replicas[stage]]
 
     def others(self, address: Address) -> tuple[Address, ...]:
         """Return the addresses of the other replicas of its stage, in rank order."""
@@ -331,6 +338,8 @@ class Plan:
 
     def next_own(self, address: Address, micro_batch: int) -> int:
         """Return the first micro-batch from a number on that goes to an address."""
+        if not self.replicated:
+            return micro_batch
         count = self.replicas[self.stage_of(address)]
         return micro_batch + (self.replica_of(address) - micro_batch) % count
 
@@ -345,6 +354,8 @@ class Plan:
             next_own: The next forward of the replica.
             update: The update that is applied.
         """
+        if not self.replicated:
+            return next_own
         count = self.replicas[self.stage_of(address)]
         return max(next_own - count + 1, (update + 1) * self.per_update)
 
@@ -452,10 +463,11 @@ class Plan:
         kind, index, named = action
         doer = named if address is None else address
         assert doer is not None
-        key = kind, doer, index % self.cycle(doer)
-        found = self._routes.get(key)
+        place = index % self._cycles[self._stages[doer]] if self.replicated else 0
+        found = self._routes.get((kind, doer, place))
         if found is None:
-            found = self._routes[key] = self._found(kind, self.addresses[doer], key[2])
+            found = self._found(kind, self.addresses[doer], place)
+            self._routes[kind, doer, place] = found
         return found
 
     def cycle(self, address: Address) -> int:
@@ -676,14 +688,13 @@ def _addresses(replicas: Sequence[int]) -> tuple[Address, ...]:
     """Return all addresses of stages with these numbers of replicas; see `Place`."""
     if set(replicas) == {1}:
         return tuple(range(len(replicas)))
-    found = [Place(number) for number in range(sum(replicas))]
-    titles = [
-        f"stage {stage}" + (f", replica {replica}" if count > 1 else "")
-        for stage, count in enumerate(replicas)
-        for replica in range(count)
-    ]
-    for place, title in zip(found, titles, strict=True):
-        place.title = title
+    found: list[Place] = []
+    for stage, count in enumerate(replicas):
+        for replica in range(count):
+            place = Place(len(found))
+            place.stage = stage
+            place.title = f"stage {stage}, replica {replica}" if count > 1 else f"stage {stage}"
+            found.append(place)
     return tuple(found)
 
 

@@ -15,6 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.observe.spans import NOBODY, Recorder
@@ -186,6 +187,7 @@ class _Run:
         self._doings = {kind: self._doings_of(kind) for kind in Kind}
         self._ledgers = [VersionLedger(plan.stage_of(a)) for a in plan.addresses]
         self._next = [plan.next_own(a, 0) for a in plan.addresses]
+        self._stage_of = [plan.stage_of(a) for a in plan.addresses]
         self._injected = self._injected_until = 0
         # By micro-batch: the time when its input arrives, and how many stages still need it.
         self._inputs: dict[int, list[int]] = {}
@@ -272,12 +274,14 @@ class _Run:
         Raises:
             ScheduleError: The schedule deadlocks.
         """
-        clocks, ledgers = [0] * self._plan.workers, self._ledgers
-        doings_f, doings_b, doings_i, doings_w, doings_s, doings_r, doings_t = self._doings.values()
+        plan, clocks, ledgers = self._plan, [0] * self._plan.workers, self._ledgers
+        cycles = [plan.cycle(a) for a in plan.addresses] if plan.replicated else []
+        found: dict[Kind, Any] = dict(self._doings)
+        if not cycles:
+            found = {kind: [row[0] for row in rows] for kind, rows in found.items()}
+        doings_f, doings_b, doings_i, doings_w, doings_s, doings_r, doings_t = found.values()
         forward, backward, input_half, weight, step, reduce, _ = Kind
         record, version_of = self.recorder.record, self._version_of
-        plan = self._plan
-        cycles = [plan.cycle(a) for a in plan.addresses] if plan.shape.replicas else []
         execution = Execution(self._plan, self._micro_batches, credits=self._credits)
         for worker, stage, (kind, m, _) in execution:
             # No dictionary, because a member of an enumeration is slow to hash.
@@ -293,7 +297,7 @@ class _Run:
                 row = doings_w[stage]
             else:
                 row = (doings_r if kind is reduce else doings_t)[stage]
-            doing = row[m % cycles[stage]] if cycles else row[0]
+            doing = row[m % cycles[stage]] if cycles else row
             ready = start = clocks[worker]
             arrived, waited_for = self._injection(m) if doing.injected else (0, NOBODY)
             for way in doing.comes:
@@ -350,11 +354,11 @@ class _Run:
     def _version_of(self, kind: Kind, address: Address, index: int) -> int:
         """Update the ledger of a stage, and return the version that an action reads or makes."""
         ledger, plan = self._ledgers[address], self._plan
-        stage = plan.stage_of(address)
+        stage = self._stage_of[address]
         if kind is Kind.FORWARD:
             version = plan.reads(stage, index)
             ledger.read(index, version)
-            self._next[address] = plan.next_own(address, index + 1)
+            self._next[address] = index + plan.replicas[stage]
             return version
         if kind is Kind.STEP:
             following = plan.next_of_stage(address, self._next[address], index)

@@ -17,7 +17,7 @@ from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
-from pipedream_rt.schedules.plan import name_of_worker
+from pipedream_rt.schedules.plan import name_of, name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of
@@ -86,7 +86,7 @@ class StageHost:
         Whoever closes the inbox gives `PipelineClosed` as the reason of a normal end. Every other
         error goes to the coordinator as a `Failed` message and closes the inbox.
         """
-        name_this_thread(self.name.replace(" ", "-"))
+        name_this_thread(self.name.replace(",", "").replace(" ", "-"))
         torch.set_num_threads(self._threads)
         try:
             self.inbox.follow(self.run())
@@ -116,7 +116,7 @@ class StageHost:
         """
         stage = self._stages.get(index)
         if stage is None:
-            raise PipelineClosed(f"stage {index} has ended")
+            raise PipelineClosed(f"{name_of(index)} has ended")
         if part == "module":
             return stage.module
         if part == "parameters":

@@ -51,7 +51,9 @@ class Hosted:
     Attributes:
         stage: The stage.
         index: The address of the stage, or of the replica.
+        is_replica: Whether the stage has several replicas.
         saver: The writer of its part of checkpoints.
+        loads: The number of checkpoints that the run has gone back to, or on from, meanwhile.
         turn: The turn of the next item of its feed.
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
         positions: The position of each micro-batch in flight.
@@ -65,6 +67,8 @@ class Hosted:
         self.stage = stage
         self.index = stage.address
         self._transport_send = send
+        self.is_replica = stage.plan.replicas[stage.index] > 1
+        self._shards = stage.plan.shape.shards(stage.index)
         self._cycle = stage.plan.cycle(self.index)
         self._routes: dict[int, _Route] = {}
         # The ways on which the message of an item may come that is waited for: each replica of the
@@ -78,7 +82,7 @@ class Hosted:
         self._shares_of = stage.plan.shares_of(stage.index)
         self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, self.index)
         self.saver = StageSaver(stage, stage.plan.num_stages, self._tell_saved)
-        self.turn = 0
+        self.turn = self.loads = 0
         self.ahead: Message | None = None
         self.positions: dict[int, int] = {}
         self.busy_ns = self.held_up_ns = self.sent_bytes = 0
@@ -90,9 +94,10 @@ class Hosted:
             number: Number of the micro-batch; 0 for all that are not trained on.
         """
         place = number % self._cycle
-        if place not in self._routes:
-            self._routes[place] = _Route(self.stage.plan, self.index, place)
-        return self._routes[place]
+        route = self._routes.get(place)
+        if route is None:
+            route = self._routes[place] = _Route(self.stage.plan, self.index, place)
+        return route
 
     def route_of(self, head: MicroBatch) -> _Route:
         """Return the ways of the messages about a micro-batch, of which one has come."""
@@ -102,6 +107,14 @@ class Hosted:
         """Return the keys of which one is that of the next item: activations, and a command."""
         turn = self.turn
         return (*(Key(way, turn) for way in self._ways), Key(self._commands, turn))
+
+    def numbered(self, update: int) -> int:
+        """Return the number under which messages about an update, or a version, are sent.
+
+        It rises also when updates begin again from an earlier one: an inbox takes a message whose
+        number does not rise for one that came twice.
+        """
+        return (self.loads << 40) + update
 
     def knows(self, update: int) -> bool:
         """Whether a micro-batch has told the stage that the mini-batch of an update was fed."""
@@ -197,14 +210,14 @@ class Hosted:
         for edge in self._borrows:
             ledger = self.stage.borrowed[edge.source].ledger
             while ledger.newest < self.stage.plan.reads(edge.source, micro_batch):
-                yield Key(edge, ledger.newest + 1)
+                yield Key(edge, self.numbered(ledger.newest + 1))
 
     def weights_left(self) -> Iterator[Key]:
         """Yield the keys of the weights that are behind the updates of the stage, as above."""
         for edge in self._borrows:
             ledger = self.stage.borrowed[edge.source].ledger
             while ledger.newest < self.stage.parameters.ledger.newest:
-                yield Key(edge, ledger.newest + 1)
+                yield Key(edge, self.numbered(ledger.newest + 1))
 
     def receive_weights(self, message: Message) -> None:
         """Give the stage a new version of weights that another one owns."""
@@ -217,12 +230,13 @@ class Hosted:
         version = self.stage.parameters.ledger.newest
         for edge, ties in self._lends.items():
             tensors = tuple(self.stage.weight(tie.name) for tie in ties)
-            self._send(edge, version, Weight(), tensors)
+            self._send(edge, self.numbered(version), Weight(), tensors)
 
     def shares_due(self, action: Action) -> list[Key]:
         """Return the keys of the shares of gradients that the end of a backward needs."""
         update, last = self._update_ended_by(action)
-        return [Key(edge, update) for edge in self._shares_for] if last else []
+        number = self.numbered(update)
+        return [Key(edge, number) for edge in self._shares_for] if last else []
 
     def shares_in(self, messages: Sequence[Message]) -> dict[str, Tensor]:
         """Return the shares that messages carry, by name of the weight in the unsplit model."""
@@ -241,7 +255,8 @@ class Hosted:
         for edge, ties in self._shares_of.items() if last else ():
             shares = [self.stage.take_share(tie.name) for tie in ties]
             payload = Share(present=[share is not None for share in shares])
-            self._send(edge, update, payload, tuple(s for s in shares if s is not None))
+            tensors = tuple(share for share in shares if share is not None)
+            self._send(edge, self.numbered(update), payload, tensors)
 
     def _update_ended_by(self, action: Action) -> tuple[int, bool]:
         """Return the update of an action's micro-batch, and whether the action is its last one."""
@@ -259,21 +274,22 @@ class Hosted:
         )
         tensors = tuple(gradient for gradient in part.gradients if gradient is not None)
         for edge in self.stage.plan.gives(Action(Kind.REDUCE, update, self.index)):
-            self._send(edge, update, payload, tensors)
+            self._send(edge, self.numbered(update), payload, tensors)
 
     def send_stepped(self, update: int) -> None:
         """Send the weights that this replica has stepped to the others, if it steps a part."""
-        edges = self.stage.plan.gives(Action(Kind.STEP, update, self.index))
-        if edges:
-            tensors = self.stage.stepped()
-            for edge in edges:
-                self._send(edge, update, Stepped(), tensors)
+        if not self._shards:
+            return
+        tensors = self.stage.stepped()
+        for edge in self.stage.plan.gives(Action(Kind.STEP, update, self.index)):
+            self._send(edge, self.numbered(update), Stepped(), tensors)
 
     # -- norms of gradients ---------------------------------------------------------------------
 
     def norms_due(self, update: int) -> list[Key]:
         """Return the key of the norms of the stages behind this one; none for the last."""
-        return [Key(edge, update) for edge in self.stage.plan.norms(self.index, update)]
+        number = self.numbered(update)
+        return [Key(edge, number) for edge in self.stage.plan.norms(self.index, update)]
 
     def norms_in(self, messages: Sequence[Message]) -> dict[int, Tensor]:
         """Return the norms that messages carry, by the places of their parameters in the model."""
@@ -290,7 +306,8 @@ class Hosted:
         for edge in (edge for address in before for edge in plan.norms(address, update)):
             if edge.source == self.index:
                 tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
-                self._send(edge, update, Norm(numbers=list(norms)), (tensor,))
+                payload = Norm(numbers=list(norms))
+                self._send(edge, self.numbered(update), payload, (tensor,))
 
     def totals_due(self, position: int) -> list[Key]:
         """Return the key of the totals that stage 0 sends at a flush, if updates wait for them."""

@@ -199,7 +199,8 @@ class Loop:
         order = self._plan.order(self._worker, done)
         for action in order:
             hosted = self._host_of(action)
-            if action.kind is Kind.STEP and not hosted.knows(action.index):
+            is_step = hosted.is_replica and action.kind is Kind.STEP
+            if is_step and not hosted.knows(action.index):
                 # Without a micro-batch of this mini-batch, nothing has told that others have one.
                 hosted.ahead = item = yield from self._next_item(hosted)
                 if isinstance(item.payload, Command):
@@ -297,7 +298,8 @@ class Loop:
         if not edges:
             return _Needed()
         m = action.index
-        position = m if action.kind in OF_UPDATES else hosted.position_of(m)
+        of_update = action.kind in OF_UPDATES
+        position = hosted.numbered(m) if of_update else hosted.position_of(m)
         messages, arrived, waited_for = [], 0, NOBODY
         for edge in edges:
             message = yield self._wanted(Key(edge, position))
@@ -404,7 +406,7 @@ class Loop:
     def _step(self, hosted: Hosted, update: int, needed: _Needed) -> Steps[None]:
         """Do a step: measure the gradients where a total norm is needed, then apply them."""
         stage = hosted.stage
-        if self._plan.others(hosted.index):
+        if hosted.is_replica:
             parts = {message.sender: part_in(message) for message in needed.messages}
             with self._computing.of(hosted):
                 stage.add_up(update, parts)
@@ -567,6 +569,7 @@ class Loop:
             case name:
                 with self._computing.of(hosted):
                     result = carry_out(hosted.stage, name, argument)
+                hosted.loads += name is CommandName.LOAD
         hosted.reply(item.index, result)
 
     # -- reports --------------------------------------------------------------------------------

@@ -204,9 +204,10 @@ class VersionedParameters:
                 raise ConfigError(
                     f"stage {self._stage}: the forward changed the parameter {self._names[i]!r} "
                     + ("by assigning its .data" if moved else "in place")
-                    + ". Micro-batches in flight read several versions of it, so this would hold "
-                    "for some of them alone; use a schedule that flushes and change it in place, "
-                    "keep such values in a buffer, or change parameters by the optimizer alone"
+                    + ". Micro-batches in flight read several versions of it, or replicas have "
+                    "copies, so this would hold for some of them alone; use a schedule that "
+                    "flushes, without replicas, and change it in place, keep such values in a "
+                    "buffer, or change parameters by the optimizer alone"
                 )
 
     @contextmanager

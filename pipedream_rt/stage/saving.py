@@ -233,11 +233,10 @@ class StageSaver:
             saving.folder,
             stage.address,
             len(stage.plan.addresses),
-            {
-                f"{replica_name(self._replica, self._count)}/{name}": tensor
-                for name, tensor in {**saving.buffers, **saving.hidden}.items()
-            },
+            replica_name(self._replica, self._count),
+            {**saving.buffers, **saving.hidden},
             state.optimizer if shards else {},
+            state.extra,
         )
 
     def _fingerprints(self, step: int, state: StageState) -> dict[str, Any]:

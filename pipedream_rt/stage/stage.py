@@ -205,6 +205,7 @@ class Stage:
         self.module = spec.layers
         self._spec = spec
         self.plan = spec.plan
+        self._is_replica = spec.plan.replicas[spec.stage] > 1
         self._sources, self._targets = _neighbours(spec.plan, spec.stage)
         self.programs: dict[int, StageProgram] = {}
         self._calls: dict[int, list[_Call]] = {}
@@ -407,7 +408,7 @@ class Stage:
     def _refusing(self, micro_batch: int, looks: bool) -> Iterator[None]:
         """See `_watching`; weights are only looked at if ``looks``."""
         # Where a schedule flushes there is one version, and a change in place is one of it.
-        compares = looks and not self.plan.flushes
+        compares = looks and (not self.plan.flushes or self._is_replica)
         owners = [weights for _, weights in self._by_owner]
         before = [weights.copies(micro_batch) if compares else None for weights in owners]
         shared = self._shared_buffers()
@@ -1077,7 +1078,7 @@ class Stage:
             name: (parameter, parameter.detach().clone())
             for _, weights in self._by_owner
             for name, parameter in weights.named.items()
-            if name in tied or not self.plan.flushes
+            if name in tied or not self.plan.flushes or self._is_replica
         }
         yield
         changed = [name for name, (p, before) in own.items() if not same(p, before)]
@@ -1088,7 +1089,7 @@ class Stage:
             raise ConfigError(
                 f"stage {self.index}: {what} changed the parameter {changed[0]!r}, and the older "
                 "versions of it, which micro-batches to come read, or its copies on other stages "
-                "would not change with it. Use load_state_dict"
+                "or replicas would not change with it. Use load_state_dict"
             )
 
     # -- state --------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class NamesLosses:
 
 @pytest.fixture
 def reception():
-    made = Reception()
+    made = Reception((0, 1, 2, 3))
     made.begin(GENERATION)
     return made
 
