@@ -532,14 +532,38 @@ class Plan:
             return tuple(Edge(kind, everybody[0], a) for a in everybody[1:])
         if kind in (EdgeKind.WEIGHT, EdgeKind.SHARE):
             return tuple(self._weights if kind is EdgeKind.WEIGHT else self._shares)
-        routes = (
-            route
-            for action in Kind
+        ways = self._all_activations()
+        if kind is EdgeKind.ACTIVATION:
+            return ways
+        if kind is EdgeKind.GRADIENT:
+            return tuple(sorted(_reversed_edges(ways), key=lambda edge: (edge.target, edge.source)))
+        last = self.address_of(self.exits[0])
+        if kind in (EdgeKind.TARGET, EdgeKind.LOSS):
+            ends = (last, *self.others(last))
+            if kind is EdgeKind.TARGET:
+                return tuple(Edge(kind, COORDINATOR, a) for a in ends)
+            return tuple(Edge(kind, a, COORDINATOR) for a in ends)
+        divided = kind is EdgeKind.STEPPED
+        return tuple(
+            Edge(kind, a, other)
             for a in everybody
-            for m in range(self.next_own(a, 0), self.cycle(a), self.replicas[self.stage_of(a)])
-            for route in self._route(Action(action, m, a), a)
+            if not divided or self.shape.shards(self.stage_of(a))
+            for other in self.others(a)
         )
-        return tuple(dict.fromkeys(edge for route in routes for edge in route if edge.kind is kind))
+
+    def _all_activations(self) -> tuple[Edge, ...]:
+        """Return all edges of activations, in the order of the stages that they go to."""
+        found: dict[Edge, None] = {}
+        for stage in range(self.num_stages):
+            first = self.address_of(stage)
+            for a in (first, *self.others(first)) if stage in self.entries else ():
+                found[Edge(EdgeKind.ACTIVATION, COORDINATOR, a)] = None
+            for producer in self.producers(stage):
+                both = math.lcm(self.replicas[producer], self.replicas[stage])
+                for m in range(both):
+                    ends = self.address_of(producer, m), self.address_of(stage, m)
+                    found[Edge(EdgeKind.ACTIVATION, *ends)] = None
+        return tuple(found)
 
     # -- the schedule ---------------------------------------------------------------------------
 

@@ -1,18 +1,21 @@
 """The plan: what flows between which stages, and where they run."""
 
 import dataclasses
+import itertools
 import json
+import math
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import diamond
-from support.shapes import schedules
+from support.shapes import replicated, schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
+from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.plan import Edge, Tie, name_of
 from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
 from pipedream_rt.schedules.written import plan_written
@@ -462,3 +465,32 @@ def test_a_written_schedule_with_a_built_in_name_is_refused():
 def test_the_staleness_of_a_stage(name, options, expected):
     plan = plan_named(name, num_stages=4, **options)
     assert [plan.staleness(stage) for stage in range(4)] == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(replicated(most=3))
+def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
+    wanted = {kind: set() for kind in EdgeKind}
+    for address in plan.addresses:
+        for kind, number in itertools.product(Kind, range(math.lcm(*plan.replicas))):
+            if kind in OF_UPDATES or plan.next_own(address, number) == number:
+                action = Action(kind, number, address)
+                for edge in (*plan.needs(action), *plan.gives(action)):
+                    wanted[edge.kind].add(edge)
+    for kind in (EdgeKind.ACTIVATION, EdgeKind.TARGET, EdgeKind.GRADIENT, EdgeKind.LOSS,
+                 EdgeKind.PARTIAL, EdgeKind.STEPPED):  # fmt: skip
+        found = plan.edges(kind)
+        assert set(found) == wanted[kind]
+        assert len(found) == len(set(found))
+
+
+def test_a_replica_knows_what_it_is_called():
+    plan = plan_named("async-1f1b", num_stages=2, replicas=[2, 1])
+    assert [name_of(address) for address in plan.addresses] == [
+        "stage 0, replica 0", "stage 0, replica 1", "stage 1"
+    ]  # fmt: skip
+    assert [plan.label_of(address) for address in plan.addresses] == ["0.0", "0.1", "1"]
+    assert [plan.stages_of(worker) for worker in range(3)] == [(0,), (1,), (2,)]
+    again = Plan.unpacked(plan.packed())
+    assert again == plan
+    assert list(map(name_of, again.addresses)) == list(map(name_of, plan.addresses))
