@@ -49,6 +49,7 @@ class Shape:
     replicas: tuple[int, ...] = ()
     shard_optimizer: bool = False
     _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _lags: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +80,8 @@ class Shape:
         behind = tuple(accumulate(hops))[::-1]
         warm_ups = tuple(-(-after // r) for after, r in zip(behind, counts, strict=True))
         put(self, "_warm_ups", warm_ups)
+        lags = (w if r == 1 else r * (w + 1) for w, r in zip(warm_ups, counts, strict=True))
+        put(self, "_lags", tuple(lags))
 
     def _checked_replicas(self) -> tuple[int, ...]:
         """Return the numbers of replicas; none if each stage has one.
@@ -121,13 +124,12 @@ class Shape:
         That is w(s) on a stage with one replica. Of several replicas, each does one micro-batch
         more before it reads an update, while their gradients are reduced: r (w(s) + 1).
         """
-        count = self.replicas[stage] if self.replicas else 1
-        return self._warm_ups[stage] if count == 1 else count * (self._warm_ups[stage] + 1)
+        return self._lags[stage]
 
     @property
     def longest_lag(self) -> int:
         """The largest lag of a stage."""
-        return max(map(self.lag, range(self.num_stages)))
+        return max(self._lags)
 
     def place_of(self, worker: int) -> tuple[int, int, int]:
         """Return a worker's stage, its replica, and the replicas of that stage.

@@ -93,7 +93,7 @@ class Hosted:
         Args:
             number: Number of the micro-batch; 0 for all that are not trained on.
         """
-        place = number % self._cycle
+        place = number % self._cycle if self._cycle > 1 else 0
         route = self._routes.get(place)
         if route is None:
             route = self._routes[place] = _Route(self.stage.plan, self.index, place)
@@ -101,7 +101,7 @@ class Hosted:
 
     def route_of(self, head: MicroBatch) -> _Route:
         """Return the ways of the messages about a micro-batch, of which one has come."""
-        return self.route(head.micro_batch if head.mode is Mode.TRAIN else 0)
+        return self.route(head.micro_batch if self._cycle > 1 and head.mode is Mode.TRAIN else 0)
 
     def next_keys(self) -> tuple[Key, ...]:
         """Return the keys of which one is that of the next item: activations, and a command."""

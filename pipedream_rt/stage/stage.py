@@ -777,6 +777,8 @@ class Stage:
 
     def _next_own(self, micro_batch: int) -> int:
         """Return the first micro-batch from a number on that goes to this replica."""
+        if not self._is_replica:
+            return micro_batch
         return self.plan.next_own(self.address, micro_batch)
 
     def reduce(self, update: int) -> Part:
