@@ -19,10 +19,10 @@ ADDRESS = f"{A}:29500"
 
 
 @functools.cache
-def expected(stages):
+def expected(stages, *more):
     """The digest of the same training on threads of one process."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--workers", "in-process", "--stages", str(stages)],
+        [sys.executable, SCRIPT, "--workers", "in-process", "--stages", str(stages), *more],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()[-1]
@@ -105,6 +105,21 @@ def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
     run.wait_for("paused after 25")
     run.signal(KILL)
     assert [worker.ended() for worker in third] == [3, 3]
+
+
+def test_the_replicas_of_a_stage_are_on_two_machines(hosts):
+    """One of them is killed, and another takes its place."""
+    workers = [hosts.worker(name[0], name, ADDRESS, "--persist") for name in ("a1", "b1", "b2")]
+    replicas = ("--replicas", "2", "1")
+    run = script(hosts, "--stages", "2", *replicas, "--heartbeat", "3", "--pause-at", "7")
+    run.wait_for("paused after 7")
+    workers[1].signal(KILL)
+    run.go_on()
+    run.wait_for("worker 'b1' (stage 0, replica 1")
+    hosts.worker("b", "b1", ADDRESS, "--persist")
+    assert run.ended() == 0, run.text
+    assert run.lines[-2] == expected(2, *replicas)
+    assert run.wait_for("restarts") == "restarts 1"
 
 
 def test_addresses_of_ipv6(hosts):

@@ -20,7 +20,7 @@ def train(arguments):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(arguments.steps)]
     with Pipeline(
         model, stages=arguments.stages, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        workers=arguments.workers, max_restarts=arguments.max_restarts,
+        workers=arguments.workers, replicas=arguments.replicas, max_restarts=arguments.max_restarts,
         timeouts=Timeouts(
             heartbeat=timedelta(seconds=arguments.heartbeat),
             start=timedelta(seconds=arguments.start),
@@ -41,6 +41,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers")
     parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--replicas", type=int, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--heartbeat", type=float, default=10)
     parser.add_argument("--start", type=float, default=60)
