@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         VersionError,
         WorkerLost,
     )
+    from pipedream_rt.link_costs import LinkCosts, measure_links
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.partitioning.profile import LayerCosts, Profile
@@ -60,6 +61,7 @@ __all__ = [
     "Kind",
     "LayerCosts",
     "LayerSpec",
+    "LinkCosts",
     "LossScale",
     "MessageTimeout",
     "NonFiniteLoss",
@@ -86,6 +88,7 @@ __all__ = [
     "VersionError",
     "WorkerLost",
     "check",
+    "measure_links",
     "plan_for",
     "profile",
     "simulate",
@@ -103,6 +106,7 @@ _HOMES = {
     "KeptVersion": "pipedream_rt.coordinator.kept",
     "LayerCosts": "pipedream_rt.partitioning.profile",
     "LayerSpec": "pipedream_rt.planning.layer_spec",
+    "LinkCosts": "pipedream_rt.link_costs",
     "LossScale": "pipedream_rt.stage.scaling",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
@@ -116,6 +120,7 @@ _HOMES = {
     "Timeouts": "pipedream_rt.coordinator.options",
     "Trace": "pipedream_rt.observe.trace",
     "check": "pipedream_rt.schedules",
+    "measure_links": "pipedream_rt.link_costs",
     "plan_for": "pipedream_rt.schedules",
     "profile": "pipedream_rt.profiling",
     "simulate": "pipedream_rt.simulation",

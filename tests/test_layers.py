@@ -31,6 +31,7 @@ LAYERS = [
     {"pipedream_rt.profiling"},
     {"pipedream_rt.auto_split"},
     {"pipedream_rt.pipeline"},
+    {"pipedream_rt.link_costs"},
     {"pipedream_rt.cli"},
     {"pipedream_rt.workers"},
 ]

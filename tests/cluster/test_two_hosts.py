@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -120,6 +121,18 @@ def test_the_replicas_of_a_stage_are_on_two_machines(hosts):
     assert run.ended() == 0, run.text
     assert run.lines[-2] == expected(2, *replicas)
     assert run.wait_for("restarts") == "restarts 1"
+
+
+def test_the_bandwidth_of_a_cable_is_measured(hosts):
+    if shutil.which("tc") is None:
+        pytest.skip("to slow a cable down needs the command tc (package iproute2)")
+    hosts.slow("100mbit")
+    workers = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
+    call = f"measure_links({ADDRESS!r}, count=2, size=1 << 21, repeats=3).bandwidth"
+    run = hosts.start("a", "-c", f"from pipedream_rt import measure_links; print({call})")
+    assert run.ended() == 0, run.text
+    assert float(run.lines[-2]) == pytest.approx(12.5e6, rel=0.2)
+    assert [worker.ended() for worker in workers] == [0, 0]
 
 
 def test_addresses_of_ipv6(hosts):

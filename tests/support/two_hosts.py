@@ -144,6 +144,15 @@ class TwoHosts:
         ip("-n", f"{self._prefix}a", "link", "set", "ethA", "up")
         ip("-n", f"{self._prefix}a", "addr", "replace", f"{A6}/64", "dev", "ethA", "nodad")
 
+    def slow(self, rate):
+        """Let the cable carry so much at most, as ``100mbit``, each way."""
+        for host in "ab":
+            subprocess.run(
+                ["tc", "-n", f"{self._prefix}{host}", "qdisc", "add", "dev", f"eth{host.upper()}",
+                 "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"],
+                check=True, capture_output=True, timeout=20,
+            )  # fmt: skip
+
     def add_card(self, host, device, address):
         """Give a machine a card with an address in a network that nobody else is in."""
         name = f"{self._prefix}{host}"
