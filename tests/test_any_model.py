@@ -380,6 +380,34 @@ def test_clipping_survives_a_worker(vertical_sync, tmp_path):
 
 
 @pytest.mark.threads
+@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize("stop", [4, 5, 7])
+def test_clipping_goes_on_from_a_checkpoint_that_did_not_stop_the_pipe(
+    vertical_sync, stop, tmp_path
+):
+    """Updates wait for their norm, while later micro-batches drop versions that come again."""
+    case = CASES["unet"]
+    data = case.data(10)
+    options = {
+        "stages": 3, "clip": Clip(norm=0.05), "workers": "in-process",
+        "schedule_options": ScheduleOptions(vertical_sync=vertical_sync),
+    }  # fmt: skip
+    with case.pipeline(**options) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data)]
+        weights = pipe.state_dict()
+    with case.pipeline(checkpoint=Checkpoints(tmp_path, every=2), **options) as pipe:
+        for result in pipe.train_epoch(data):
+            if result.step == stop:
+                break
+    resumed = Checkpoints(tmp_path, resume=True)
+    with case.pipeline(checkpoint=resumed, **options) as pipe:
+        assert pipe.resumed.step >= 2
+        found = [result.loss for result in pipe.train_epoch(data)]
+        assert found == losses[-len(found) :]
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.threads
 def test_clipping_by_the_norm_of_each_stage():
     case = CASES["unet"]
     data = case.data(6)

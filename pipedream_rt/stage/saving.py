@@ -5,9 +5,10 @@ other state as it is after that mini-batch's update. The command to save follows
 feed, so the stage copies buffers at the command, and the rest once the update is done. It never
 waits for the disk.
 
-Replicas of a stage have the same weights, which replica 0 writes, and buffers of their own. They do
-more micro-batches before an update is done, and may have dropped older versions by then, which
-those micro-batches have read and will read again. So they copy these at the command too.
+Where an update is done late, as by replicas or when it waits for the norm of all gradients, a stage
+does more micro-batches before it, and may have dropped older versions by then, which those
+micro-batches have read and will read again. So it copies these at the command too. Replicas of a
+stage have the same weights, which replica 0 writes, and buffers of their own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Saving:
         buffers: Copies of the buffers that the state dict has, by name.
         hidden: Copies of the buffers that the state dict leaves out, by name.
         extra: What modules give by ``get_extra_state`` that is no tensor, packed.
-        versions: Copies of older versions that replicas will read again.
+        versions: Copies of older versions that will be read again.
     """
 
     folder: Path
@@ -200,10 +201,8 @@ class StageSaver:
         self._writer.submit(self._write, saving, state)
 
     def _copy_versions(self, saving: _Saving) -> None:
-        """Copy the versions that are there now and that a replica reads after the checkpoint."""
+        """Copy the versions that are there now and that are read after the checkpoint."""
         stage, parameters = self._stage, self._stage.parameters
-        if self._count == 1:
-            return
         first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
         newest: dict[str, Tensor] = dict(parameters.named)
         for version, named in {**stage.older(), parameters.ledger.newest: newest}.items():
