@@ -52,6 +52,9 @@ _CHANGED_IN_BACKWARD = (
 )
 """The text of the error when a stage cannot save without a flush."""
 
+_ATTEMPTS = 100
+"""How often a folder is emptied into which others may still write."""
+
 Tell = Callable[[int, object], None]
 """``tell(position, result)`` sends the result of the save command at a position; any thread."""
 
@@ -258,8 +261,12 @@ class StageSaver:
         A checkpoint that is whole has another name by now.
         """
         part = self._part
-        if part is not None and part.name.endswith(".part"):
+        if part is None or not part.name.endswith(".part"):
+            return
+        for _ in range(_ATTEMPTS):  # a writer may add a file while the folder is emptied
             shutil.rmtree(part, ignore_errors=True)
+            if not part.exists():
+                return
 
     def close(self) -> None:
         """Wait until no checkpoint is being written."""

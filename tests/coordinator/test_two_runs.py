@@ -201,7 +201,7 @@ def parts(folder):
     return sorted(folder.glob(".step-*"))
 
 
-def gone(folder, seconds=20):
+def gone(folder, seconds=30):
     """Wait until nothing unfinished is left."""
     end = time.monotonic() + seconds
     while parts(folder) and time.monotonic() < end:
