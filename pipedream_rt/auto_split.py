@@ -38,9 +38,6 @@ _COSTED = {
 _SLACK = ("async-1f1b", "2bw", "1f1b")
 """The schedules for which slack is chosen."""
 
-_REPLICAS = ("async-1f1b", "2bw", "1f1b", "gpipe")
-"""The schedules for which replicas can be chosen."""
-
 HOP_S = 0.0004
 """Seconds of a hop between processes of one machine (docs/benchmarks.md, rounded up)."""
 
@@ -97,7 +94,7 @@ def choose_stages(
         micro_batches: The number of micro-batches per update.
         threads: The number of threads that a worker has.
         workers: The number of workers that there are; None if it is not known.
-        replicas: Whether stages may have replicas, as far as the model and the schedule allow.
+        replicas: Whether stages may have replicas.
         folder: The folder of the run's checkpoints; None if it makes none.
 
     Raises:
@@ -120,7 +117,6 @@ def choose_stages(
     batch = first_micro_batch(example_of(example), micro_batches)
     made = optimizer_choice(optimizer)
     of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made, loss_fn, autocast)
-    replicas = replicas and schedule in _REPLICAS and not _shares_weights(model)
     key = f"{of_model}-{schedule}-{micro_batches}-{workers}{'-r' * replicas}"
     kept = None if folder is None else folder / PLAN_FILE
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
@@ -148,13 +144,6 @@ def choose_stages(
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(kept, (json.dumps(asdict(chosen), indent=1) + "\n").encode())
     return chosen
-
-
-def _shares_weights(model: nn.Module | Iterable[nn.Module]) -> bool:
-    """Whether a parameter of a model has several names, so that stages might share it."""
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    named = [p for m in modules for _, p in m.named_parameters(remove_duplicate=False)]
-    return len(named) > len(set(map(id, named)))
 
 
 def _read(path: Path) -> Chosen | None:

@@ -289,7 +289,8 @@ class Pipeline:
             schedule,
             micro_batches,
             slack,
-            (counts, shard_optimizer),
+            counts,
+            shard_optimizer,
             schedule_options,
         )
         parts = [self._model.part(names) for names in self.plan.layers]
@@ -950,7 +951,8 @@ def _plan_of(
     schedule: ScheduleName | WrittenSchedule,
     micro_batches: int,
     slack: int | Sequence[int],
-    replicas: tuple[int | Sequence[int], bool],
+    replicas: int | Sequence[int],
+    shard_optimizer: bool,
     options: ScheduleOptions,
 ) -> Plan:
     """Make the plan of the stages of a model."""
@@ -963,8 +965,8 @@ def _plan_of(
         versions=options.versions,
         synchronous=options.synchronous_updates,
         slack=slack,
-        replicas=replicas[0],
-        shard_optimizer=replicas[1],
+        replicas=replicas,
+        shard_optimizer=shard_optimizer,
         credits=options.credits,
     )
     refuse_unfit_plan(model.modules, plan)

@@ -128,15 +128,23 @@ def write_stage(
         "model": {key: t for key, t in state.weights.items() if key not in loss},
         "loss": loss, "optimizer": moments, "versions": older, "buffers": state.hidden,
     }  # fmt: skip
-    files, weights = {}, {}
+    files = _write_kinds(folder, kinds, stage, num_stages)
+    of_model = file_name("model", stage, num_stages)
+    weights = {of_model: {key: t.nbytes for key, t in kinds["model"].items()}}
+    return files, plain, weights if of_model in files else {}
+
+
+def _write_kinds(
+    folder: Path, kinds: dict[str, dict[str, Tensor]], number: int, count: int
+) -> dict[str, list[Any]]:
+    """Write a file for each kind of which there are tensors; return size and checksum, by name."""
+    files = {}
     for kind, tensors in kinds.items():
         if tensors:
-            path = folder / file_name(kind, stage, num_stages)
+            path = folder / file_name(kind, number, count)
             write_tensors(path, tensors)
             files[path.name] = size_and_digest(path)
-            if kind == "model":
-                weights[path.name] = {key: t.nbytes for key, t in tensors.items()}
-    return files, plain, weights
+    return files
 
 
 def write_replica(
@@ -168,14 +176,9 @@ def write_replica(
     moments, plain = _tensors_and_plain(optimizer)
     if extra:
         plain[f"{EVERY_STAGE}replica/{name}/{address}"] = extra
-    files = {}
     own = {f"{name}/{key}": tensor for key, tensor in buffers.items()}
-    for kind, tensors in (("replica", own), ("shard", moments)):
-        if tensors:
-            path = folder / file_name(kind, address, num_addresses)
-            write_tensors(path, tensors)
-            files[path.name] = size_and_digest(path)
-    return files, plain, {}
+    kinds = {"replica": own, "shard": moments}
+    return _write_kinds(folder, kinds, address, num_addresses), plain, {}
 
 
 def _tensors_and_plain(

@@ -92,7 +92,7 @@ class ClusterHere:
             )
             for worker in range(plan.workers)
         ]
-        self.names = tuple(host.name.replace(",", "").replace(" ", "-") for host in self._hosts)
+        self.names = tuple(host.plain_name for host in self._hosts)
 
     def _open(self, host: StageHost, receive: Receive, lost: Lost) -> None:
         """Begin to receive for the stages of a host."""

@@ -100,7 +100,7 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
     """
     if scale is None and (clip is None or not clip.of_model):
         return
-    if plan.shape.shard_optimizer and plan.shape.replicas:
+    if plan.shape.shard_optimizer and plan.replicated:
         raise ConfigError(
             "with shard_optimizer a replica sends weights at its step, and these steps would wait "
             'for the norm of all gradients of the model; use Clip(..., over="stage") and no '
@@ -137,7 +137,7 @@ def may_replicate(
     scale: LossScale | None,
     corrections: Any,
 ) -> bool:
-    """Whether nothing of what a script gives is refused where stages have replicas.
+    """Whether stages may have replicas: nothing of what a script gives is refused then.
 
     Args:
         model: The unsplit model.
@@ -147,12 +147,16 @@ def may_replicate(
         corrections: The corrections for staleness; those of ``"auto"`` are looked at later.
     """
     flushes = schedule in ("1f1b", "gpipe")
+    named = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    shared = len(named) > len(set(map(id, named)))  # perhaps by layers of several stages
     given = corrections if isinstance(corrections, list | tuple) else ()
     of_gradients = any(overrides(each, "after_backward") for each in given)
     of_model = scale is not None or (clip is not None and clip.of_model)
     hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
     sparse = any(getattr(module, "sparse", False) for module in model.modules())
-    return not (hooked or sparse or (not flushes and (of_gradients or of_model)))
+    if shared or hooked or sparse:
+        return False
+    return flushes or (schedule in ("async-1f1b", "2bw") and not (of_gradients or of_model))
 
 
 def refuse_sharding(plan: Plan, corrections: Any, ema: float | None) -> None:
@@ -161,7 +165,7 @@ def refuse_sharding(plan: Plan, corrections: Any, ema: float | None) -> None:
     Raises:
         ConfigError: There is something.
     """
-    if not (plan.shape.shard_optimizer and plan.shape.replicas):
+    if not (plan.shape.shard_optimizer and plan.replicated):
         return
     if ema is not None or corrections:
         what = "ema" if ema is not None else "corrections"
@@ -200,7 +204,7 @@ def correcting(
         if plan.flushes or not overrides(each, "after_backward"):
             continue
         name = type(each).__name__
-        if plan.shape.replicas:
+        if plan.replicated:
             raise ConfigError(
                 f"{name} needs the weights that a gradient is applied to, and replicas add their "
                 "gradients up before these are there; leave it out, or use no replicas"
@@ -471,7 +475,7 @@ def _hooks(
         )
     alone = [each for each in corrections if overrides(each, "after_backward")]
     accumulated = [hook for hook in found if hook.after_sum]
-    if accumulated and plan.shape.replicas:
+    if accumulated and plan.replicated:
         raise ConfigError(
             f"{accumulated[0].parameter} has a hook on its accumulated gradient, and each replica "
             "would call it with what it has summed alone; remove the hook, or use no replicas"

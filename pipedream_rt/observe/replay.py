@@ -35,7 +35,7 @@ class Replay:
                 f"the trace cannot be replayed: its first {trace.dropped} spans were overwritten"
             )
         plan = trace.plan
-        if plan.shape.replicas:
+        if plan.replicated:
             raise TraceError(
                 "the trace cannot be replayed: its stages have replicas, which the schedules "
                 "async-1f1b, 2bw, 1f1b and gpipe alone can have"

@@ -218,7 +218,7 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
 def _title(trace: Trace, view: Window) -> str:
     """Return the title of a drawing."""
     kind, plan = "simulated" if trace.simulated else "measured", trace.plan
-    stages = plan.in_words if plan.shape.replicas else f"{plan.num_stages} stages"
+    stages = plan.in_words if plan.replicated else f"{plan.num_stages} stages"
     title = f"{plan.name}, {stages}, {plan.per_update} micro-batches per update ({kind}; {view})"
     return "".join(c for c in title if c.isprintable())
 

@@ -243,7 +243,7 @@ def _deepened(
     the number of workers. One unit after another goes to the hop where it gains the most.
     """
     best = simulated(costing, stages, slacks)
-    tried, rate = list(slacks), best
+    tried = list(slacks)
     for _ in range(2 * sum(len(stage.workers) for stage in stages)):
         if best >= (1 - _UNSEEN) / period:
             break

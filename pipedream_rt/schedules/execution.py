@@ -152,7 +152,6 @@ class Execution:
         onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
         down = _Progress(((),) * len(plan.addresses))
         reduced = _Progress(((),) * len(plan.addresses))
-        taken = _Progress(((),) * len(plan.addresses))
         alone = not any(map(plan.others, plan.addresses))
         only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
         entries = {a for a in plan.addresses if plan.stage_of(a) in plan.entries}
@@ -174,15 +173,15 @@ class Execution:
                     yield worker, stage, action
                     continue
                 else:
-                    way = {Kind.STEP: down, Kind.REDUCE: reduced}.get(kind, taken)
-                    if way is not reduced:
+                    if kind is not Kind.REDUCE:
                         missing = self._awaited_by_step(reduced, down, stage, action)
                         if missing is not None:
                             held[worker] = action
                             missing.append(worker)
                             break
                     yield worker, stage, action
-                    ready += way.note(stage, m)
+                    if kind is not Kind.TAKE:  # for which nobody waits
+                        ready += (down if kind is Kind.STEP else reduced).note(stage, m)
                     continue
                 done = way.done
                 # An action that is not the next one does not wait; the checker refuses it.

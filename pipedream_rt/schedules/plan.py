@@ -340,8 +340,7 @@ class Plan:
         """Return the first micro-batch from a number on that goes to an address."""
         if not self.replicated:
             return micro_batch
-        count = self.replicas[self.stage_of(address)]
-        return micro_batch + (self.replica_of(address) - micro_batch) % count
+        return self.shape.first_own(address, micro_batch)
 
     def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
         """Return a micro-batch from which on a stage reads versions, when a replica steps.

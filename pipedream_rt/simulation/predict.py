@@ -297,7 +297,7 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     if each is None:
         same = name == plan.name or name not in RECIPES
         each = plan.shape.stages_per_worker if same else RECIPES[name].stages_per_worker
-    stages = changes.get("stages", plan.num_stages if plan.shape.replicas else plan.workers * each)
+    stages = changes.get("stages", plan.num_stages if plan.replicated else plan.workers * each)
     if "slack" in changes:
         slack = parse_slack(changes["slack"])
     else:

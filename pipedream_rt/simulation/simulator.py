@@ -193,7 +193,7 @@ class _Run:
         self._inputs: dict[int, list[int]] = {}
         self._losses: dict[int, int] = {}
         each = micro_batches * (3 if self._splits() else 2)
-        updates = micro_batches // plan.per_update * (3 if plan.shape.replicas else 1)
+        updates = micro_batches // plan.per_update * (3 if plan.replicated else 1)
         coordinators = micro_batches * (len(plan.entries) + len(plan.exits))
         most = each * plan.num_stages + updates * len(plan.addresses)
         self.recorder = Recorder(most + coordinators)

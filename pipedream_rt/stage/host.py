@@ -80,13 +80,18 @@ class StageHost:
         self._own_process = own_process
         self._generation = generation
 
+    @property
+    def plain_name(self) -> str:
+        """The name without spaces, for threads and lists of workers."""
+        return self.name.replace(",", "").replace(" ", "-")
+
     def serve(self) -> None:
         """Build the stages and run them on this thread until the inbox is closed. Raises nothing.
 
         Whoever closes the inbox gives `PipelineClosed` as the reason of a normal end. Every other
         error goes to the coordinator as a `Failed` message and closes the inbox.
         """
-        name_this_thread(self.name.replace(",", "").replace(" ", "-"))
+        name_this_thread(self.plain_name)
         torch.set_num_threads(self._threads)
         try:
             self.inbox.follow(self.run())

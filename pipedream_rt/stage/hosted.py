@@ -320,7 +320,7 @@ class Hosted:
         clipper = self.stage.clipper
         if clipper is None or not clipper.exact or self.index > 0:
             return
-        known = clipper.totals() if self.stage.plan.shape.replicas else clipper.unsent
+        known = clipper.totals() if self.stage.plan.replicated else clipper.unsent
         totals = [[update, total] for update, total in known.items()]
         clipper.unsent.clear()
         for edge in self.stage.plan.edges(EdgeKind.TOTAL):
@@ -331,7 +331,7 @@ class Hosted:
         clipper = self.stage.clipper
         if clipper is None or mode is not Mode.TRAIN:
             return []
-        if self.stage.plan.shape.replicas:  # another forward may be the first that a replica sees
+        if self.stage.plan.replicated:  # another forward may be the first that a replica sees
             clipper.unsent.clear()
             return [[update, total] for update, total in sorted(clipper.totals().items())]
         if self.index > 0:
