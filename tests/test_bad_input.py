@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.models import Raises, Unpicklable, mlp, regression
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipedream_rt import (
     Checkpoints,
@@ -351,3 +352,23 @@ def test_workers_that_never_join_are_counted():
     ) as e:
         make(workers="127.0.0.1:0", timeouts=Timeouts(start=timedelta(seconds=0.2)))
     assert e.value.missing == 3
+
+
+def test_a_model_on_another_device_is_refused():
+    model = mlp()
+    with FakeTensorMode():  # has tensors of a GPU where there is none
+        model[2].register_buffer("scale", torch.empty(3, device="cuda:0"))
+    with pytest.raises(ConfigError, match=r"2\.scale is on the device cuda:0; .*CPUs alone"):
+        make(model)
+
+
+def test_a_batch_on_another_device_is_refused_and_the_run_goes_on():
+    x, y = regression(1)[0]
+    with make() as pipe:
+        with pytest.raises(ConfigError, match=r"a tensor on the device meta; .*CPUs alone"):
+            pipe.submit(x.to("meta"), y)
+        with pytest.raises(ConfigError, match=r"a tensor on the device meta; .*CPUs alone"):
+            pipe.submit(x, y.to("meta"))
+        pending = pipe.submit(x, y)
+        pipe.flush()
+        assert pending.result().step == 0

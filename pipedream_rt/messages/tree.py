@@ -88,6 +88,11 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
                 f"{path} is a tensor of layout {value.layout}, which cannot cross stages; send its "
                 "parts, as indices and values, or a dense tensor"
             )
+        if value.device.type != "cpu":
+            raise ConfigError(
+                f"{path} is a tensor on the device {value.device}; the stages compute on CPUs "
+                "alone, so send a copy in the memory of the host"
+            )
         if value.is_quantized:
             raise ConfigError(
                 f"{path} is a quantized tensor, which cannot cross stages; send its int_repr() and "
