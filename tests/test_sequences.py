@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,8 @@ class Script:
         group = self.pipe._group
         if self.workers == "local":
             _, process = sorted(group.cluster._local.processes.items())[-1]
-            os.kill(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # killed before, and not yet replaced
+                os.kill(process.pid, signal.SIGKILL)
         else:
             error = WorkerLost("worker 'stage-1' is gone", worker="stage-1", stage=1)
             group._reception.fail_of(group.generation)(error)

@@ -12,7 +12,7 @@ import cloudpickle
 import torch
 
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
+from pipedream_rt.errors import CheckpointError, PipelineClosed, PipelineError, TransportError
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
@@ -223,7 +223,12 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
 
 
 def _begun(stage: Stage, start: Start) -> Stage:
-    """Return a stage with the optimizer, the mode and the state that its `Start` describes."""
+    """Return a stage with the optimizer, the mode and the state that its `Start` describes.
+
+    Raises:
+        CheckpointError: The checkpoint has not all versions that the stage will read, so what it
+            computes would differ from what it computed before.
+    """
     if start.optimizer:
         stage.set_optimizer(start.optimizer)
     defined = len(stage.programs)
@@ -231,6 +236,10 @@ def _begun(stage: Stage, start: Start) -> Stage:
         stage.define(number, cloudpickle.loads(pickled)[stage.index])
     if start.training is not None:
         stage.module.train(start.training)
-    if start.restore is not None:
-        restore_stage(stage, **start.restore)
+    if start.restore is not None and not restore_stage(stage, **start.restore):
+        raise CheckpointError(
+            f"{start.restore['folder']} lacks older weight versions that stage {stage.index} read "
+            "before the recovery, so the run cannot go on with the same bits; begin a new run from "
+            "it with resume=True, which reads the newest version in their place"
+        )
     return stage

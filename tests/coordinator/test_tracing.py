@@ -235,7 +235,7 @@ def test_processes(tmp_path):
         assert actions_of(trace, stage) == expected
     assert trace.stage_bytes[0] > 0
     summary = summarize(trace)
-    assert summary.hops[0] > 0
+    assert summary.hops[-1] > 0  # most may be noted as arrived before the end of their action
     prediction = predict(trace)
     assert prediction.predicted > 0
     assert {kind.value for kind in Kind} >= {a[0] for a in actions_of(trace, 0)}

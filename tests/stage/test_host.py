@@ -204,6 +204,19 @@ def test_a_stage_begins_with_the_state_of_a_checkpoint(tmp_path):
     assert all(torch.equal(restored[key], tensor) for key, tensor in state.items())
 
 
+def test_a_checkpoint_without_a_version_that_the_stage_read_is_refused(tmp_path):
+    """It was made by a schedule that keeps none; a recovery would compute other bits."""
+    save = command(CommandName.SAVE, 1, {"folder": str(tmp_path), "step": 1})
+    Host().put(start(), *micro_batch(), save).serve()
+    restore = {
+        "folder": str(tmp_path), "files": os.listdir(tmp_path), "step": 1, "plain": {}, "floor": 0
+    }  # fmt: skip
+    two = plan_named("async-1f1b", num_stages=2)
+    failed = Host().put(start(plan=two, restore=restore)).failure()
+    assert failed.type_name == "CheckpointError"
+    assert "lacks older weight versions that stage 0 read" in failed.text
+
+
 def replies(host):
     return [
         unflatten(payload.structure, tensors)
