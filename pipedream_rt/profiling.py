@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -45,6 +44,7 @@ from pipedream_rt.planning.program import (
     tensor_named,
 )
 from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.software import processor
 from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
 
 Optimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
@@ -132,7 +132,7 @@ def profile(
             "hash": hash_of(unsplit.whole, example, made, loss_fn, autocast),
             "torch": torch.__version__,
             "threads": str(torch.get_num_threads()),
-            "processor": platform.processor() or platform.machine(),
+            "processor": processor(),
             "dtype": ", ".join(sorted({str(p.dtype) for p in unsplit.whole.parameters()})),
             "repeats": str(repeats),
         },
@@ -237,7 +237,7 @@ def hash_of(
     made = (
         "" if optimizer is None else f"{optimizer[0].__qualname__} {sorted(optimizer[1].items())}"
     )
-    here = (torch.__version__, torch.get_num_threads(), platform.processor())
+    here = (torch.__version__, torch.get_num_threads(), processor())
     text = repr((str(model), kinds, code, shapes, made, loss, autocast, here))
     return blake2b(text.encode(), digest_size=16).hexdigest()
 

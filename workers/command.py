@@ -40,6 +40,7 @@ from pipedream_rt.errors import (
     TransportError,
 )
 from pipedream_rt.schema import printable
+from pipedream_rt.software import processor, software
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls
 
@@ -308,7 +309,7 @@ def serve(control: Control, worker: _Worker) -> int:
     from pipedream_rt.workers.process import host_stage
 
     try:
-        control.send({"type": "ready"})
+        control.send({"type": "ready", "processor": processor()})
         welcome = control.receive(Deadline(None))
     except PeerLost:
         _log.info("the job ended before it began")
@@ -357,6 +358,7 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
             "pid": os.getpid(),
             "host": printable(socket.gethostname(), 200),
             "boot": boot_id(),
+            "software": software(),
             "version": VERSION,
             "nonce": nonce,
         }

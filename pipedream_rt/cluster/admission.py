@@ -12,6 +12,7 @@ from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, prove, sessio
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.records import HELLO, Record
 from pipedream_rt.schema import printable, problem_of
+from pipedream_rt.software import software
 
 
 class Refusal(NamedTuple):
@@ -20,10 +21,12 @@ class Refusal(NamedTuple):
     Attributes:
         reason: The reason in words.
         passing: Whether the reason may pass, so that the worker may try again later.
+        proven: Whether the worker has proved that it knows the secret of the job.
     """
 
     reason: str
     passing: bool = False
+    proven: bool = False
 
 
 def refusal_of(
@@ -53,7 +56,13 @@ def refusal_of(
     twin = next((member for member in members if member.name == name), None)
     if twin is not None:
         reason = f"the name {name!r} is taken by {twin.description}; give each worker its own"
-        return Refusal(reason, passing=True)
+        return Refusal(reason, passing=True, proven=True)
+    if hello["software"] != software():
+        reason = (
+            f"it has {hello['software']}, and the script {software()}; its stages might compute "
+            "other bits, so install the same on all machines"
+        )
+        return Refusal(reason, proven=True)
     return None
 
 

@@ -10,10 +10,11 @@ is never sent over a network: only a worker that inherits its connection gets it
 
     coordinator                     worker
     call            ->              a nonce (the worker is light: it has not imported torch yet)
-                    <- hello        name, pid, host, boot, version, a nonce, proof of the secret
+                    <- hello        name, pid, host, boot, version, versions of its software,
+                                    a nonce, proof of the secret
     refused reason  ->              the worker ends, or tries again later; or
     admitted        ->              the worker imports torch
-                    <- ready        the worker has imported torch
+                    <- ready        the worker has imported torch; its kind of processor
     welcome         ->              a nonce for a key, rank, names, ...
     link rank       ->              with it comes a socket, the worker's end of its link to the
                                     member of that rank; one for each, if it was started here; else
@@ -53,7 +54,7 @@ from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.transport.signing import DIGEST, proof
 
-VERSION = 7
+VERSION = 8
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1

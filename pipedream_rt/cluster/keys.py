@@ -30,7 +30,7 @@ def prove(secret: bytes, asked: bytes, answer: bytes, hello: Mapping[str, Any]) 
         answer: The nonce of the worker's hello.
         hello: The worker's hello, whose proof, if it has one, is left out.
     """
-    said = [hello.get(name) for name in ("name", "pid", "host", "boot", "version")]
+    said = [hello.get(name) for name in ("name", "pid", "host", "boot", "software", "version")]
     return proof(secret, b"worker", asked, answer, msgpack.packb(said))
 
 

@@ -28,6 +28,7 @@ class Member:
         same_clock: Whether the worker runs on the coordinator's kernel.
         stages: Addresses of the stages that it hosts; empty until all workers have said hello.
         ready: Whether it has imported torch.
+        processor: Its kind of processor; empty until it is ready.
         stopped: Whether its stages compute no more, or its connection has ended.
         heard: When it last sent anything, in seconds of the monotonic clock.
         doing: Text form of the action that it announced last; empty where a job asks for none.
@@ -42,6 +43,7 @@ class Member:
     same_clock: bool = False
     stages: tuple[int, ...] = ()
     ready: bool = False
+    processor: str = ""
     stopped: bool = False
     heard: float = field(default_factory=time.monotonic)
     doing: str = ""

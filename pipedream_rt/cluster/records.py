@@ -52,7 +52,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "refused": {"reason": text(4096), "passing": truth},
     "admitted": {},
     # What a member has signed.
-    "ready": {},
+    "ready": {"processor": line(255)},
     "welcome": {
         "nonce": exactly(NONCE),
         "beat_s": seconds,
@@ -87,6 +87,7 @@ HELLO: dict[str, Check] = {
     "pid": whole(1, 2**31),
     "host": line(255),
     "boot": line(64),
+    "software": line(255),
     "nonce": exactly(NONCE),
     "proof": exactly(32),
 }

@@ -66,6 +66,7 @@ class Rendezvous:
         self._began = time.monotonic()
         self._most = most_strangers()
         self._said: dict[str, tuple[float, int]] = {}
+        self._refused: dict[str, str] = {}  # those that know the secret, and why
         self._command = command or "pipedream-rt worker HOST:PORT --name NAME"
         self.members: list[Member] = []
         self._plan = plan
@@ -101,6 +102,20 @@ class Rendezvous:
         self.members.sort(key=lambda member: natural(member.name))
         for worker, member in enumerate(self.members):
             member.stages = self._plan.stages_of(worker)
+        self._tell_of_processors()
+
+    def _tell_of_processors(self) -> None:
+        """Log where the workers have several kinds of processor."""
+        by_kind: dict[str, list[str]] = {}
+        for member in self.members:
+            by_kind.setdefault(member.processor, []).append(member.name)
+        if len(by_kind) > 1:
+            _log.warning(
+                "the workers have several kinds of processor: %s; kernels may round differently "
+                "on each, so a run has the same bits again only if every stage lies on the same "
+                "kind as before, which a recovery does not see to",
+                "; ".join(f"{kind} ({', '.join(names)})" for kind, names in by_kind.items()),
+            )
 
     @property
     def _full(self) -> bool:
@@ -251,7 +266,9 @@ class Rendezvous:
                 member.name, member.description, error,
             )  # fmt: skip
             return
-        member.ready = member.ready or any(record["type"] == "ready" for record in records)
+        for record in records:
+            if record["type"] == "ready":
+                member.ready, member.processor = True, record["processor"]
 
     def _note_end(self, control: Control, error: TransportError) -> None:
         """Note that a connection ended without a hello, which only a stranger's may do.
@@ -286,8 +303,11 @@ class Rendezvous:
         level = logging.INFO if self._full else logging.WARNING
         self._note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):
-            control.send({"type": "refused", **refusal._asdict()})
+            reason = {"reason": refusal.reason, "passing": refusal.passing}
+            control.send({"type": "refused", **reason})
         control.close()
+        if refusal.proven and not refusal.passing:
+            self._refused[name] = refusal.reason
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
         """Make the error that says which workers did not join in time."""
@@ -303,7 +323,9 @@ class Rendezvous:
         return RendezvousTimeout(
             f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
-            + f"; joined: {', '.join(joined) or 'none'}; start them with "
+            + f"; joined: {', '.join(joined) or 'none'}"
+            + "".join(f"; {name!r} was refused: {why}" for name, why in self._refused.items())
+            + "; start them with "
             f"`{self._command}`, or give Pipeline "
             "timeouts=Timeouts(start=...) with more time",
             missing=missing,

@@ -165,16 +165,39 @@ def test_workers_elsewhere_join_by_address_also_before_the_coordinator(digest):
         assert worker.returncode == 0
 
 
-def test_two_workers_of_one_name():
-    """The second is refused and told why; the coordinator goes on waiting, then says who came."""
-    address = f"127.0.0.1:{free_port()}"
+def waiting_for_two(address, seconds):
+    """A script that waits for two workers."""
     code = (
         "import torch, sys; from torch import nn; from datetime import timedelta\n"
         "from pipedream_rt import Pipeline, Timeouts\n"
         f"Pipeline([nn.Linear(1, 1)] * 1 + [nn.Linear(1, 1)], stages=2, workers={address!r},\n"
-        "         timeouts=Timeouts(start=timedelta(seconds=8)))"
+        f"         timeouts=Timeouts(start=timedelta(seconds={seconds})))"
     )
-    coordinator = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_worker_with_another_torch_is_refused_before_it_imports_it(tmp_path):
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it was imported')")
+    (package / "version.py").write_text("__version__ = '1.13.0'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    address = f"127.0.0.1:{free_port()}"
+    coordinator = waiting_for_two(address, 6)
+    worker = subprocess.run(
+        [*COMMAND, "worker", address, "--name", "old"], env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE, text=True, timeout=40,
+    )  # fmt: skip
+    message = coordinator.communicate(timeout=30)[1]
+    assert worker.returncode == 1
+    assert "the coordinator refused this worker: it has torch 1.13.0, Python" in worker.stderr
+    assert "'old' was refused: it has torch 1.13.0" in message
+
+
+def test_two_workers_of_one_name():
+    """The second is refused and told why; the coordinator goes on waiting, then says who came."""
+    address = f"127.0.0.1:{free_port()}"
+    coordinator = waiting_for_two(address, 8)
     workers = [
         subprocess.Popen(
             [*COMMAND, "worker", address, "--name", "w"], stderr=subprocess.PIPE, text=True

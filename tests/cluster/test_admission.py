@@ -9,6 +9,7 @@ from pipedream_rt.cluster.control import VERSION, Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.software import software
 
 SECRET, ASKED = b"the secret of the job".ljust(NONCE), secrets.token_bytes(NONCE)
 
@@ -16,7 +17,10 @@ SECRET, ASKED = b"the secret of the job".ljust(NONCE), secrets.token_bytes(NONCE
 def hello(secret=SECRET, asked=ASKED, **changes):
     """What a worker says that was called with the nonce ``asked``."""
     nonce = secrets.token_bytes(NONCE)
-    said = {"name": "w", "pid": 7, "host": "here", "boot": "b", "version": VERSION, **changes}
+    said = {
+        "name": "w", "pid": 7, "host": "here", "boot": "b", "version": VERSION,
+        "software": software(), **changes,
+    }  # fmt: skip
     return {"type": "hello", **said, "nonce": nonce, "proof": prove(secret, asked, nonce, said)}
 
 
@@ -32,18 +36,18 @@ def test_a_worker_that_knows_the_secret_is_not_refused():
 
 
 def test_another_version_of_the_protocol():
-    reason, passing = refusal_of(hello(version=1), ASKED, SECRET, [])
+    reason, passing, _ = refusal_of(hello(version=1), ASKED, SECRET, [])
     assert not passing
     assert reason == f"it speaks protocol 1, the coordinator {VERSION}"
 
 
-@pytest.mark.parametrize("field", ["name", "pid", "host", "boot", "nonce", "proof"])
+@pytest.mark.parametrize("field", ["name", "pid", "host", "boot", "software", "nonce", "proof"])
 @pytest.mark.parametrize(
     "value", [None, "", "x\x1b[2J", "x" * 300, b"", b"x" * 33, -1, 2**40, True, 1.5, [], {}]
 )
 def test_a_field_of_another_type_or_length(field, value):
     """The boot of a machine that does not say it is empty."""
-    if (field, value) in (("host", ""), ("boot", "")):
+    if value == "" and field in ("host", "boot", "software"):
         return
     refusal = refusal_of({**hello(), field: value}, ASKED, SECRET, [])
     assert refusal.reason.startswith(f"its hello makes no sense: its {field!r} is ")
@@ -67,10 +71,18 @@ def test_a_proof_of_something_else(said):
 
 def test_a_name_that_is_taken(pair):
     members = [Member("w", "pid 1 on there", pair[0])]
-    reason, passing = refusal_of(hello(), ASKED, SECRET, members)
+    reason, passing, _ = refusal_of(hello(), ASKED, SECRET, members)
     assert passing
     assert reason == "the name 'w' is taken by pid 1 on there; give each worker its own"
     assert refusal_of(hello(name="v"), ASKED, SECRET, members) is None
+
+
+def test_other_software_would_compute_other_bits():
+    reason, passing, proven = refusal_of(hello(software="torch 1.13.0"), ASKED, SECRET, [])
+    assert reason.startswith(f"it has torch 1.13.0, and the script {software()}; its stages might")
+    assert (passing, proven) == (False, True)
+    changed = {**hello(), "software": "torch 1.13.0"}
+    assert "does not know the job's secret" in refusal_of(changed, ASKED, SECRET, []).reason
 
 
 def test_the_connection_of_a_member_is_signed_from_then_on(pair):
@@ -82,13 +94,14 @@ def test_the_connection_of_a_member_is_signed_from_then_on(pair):
     assert left.peer == "worker 'w'"
     assert right.receive(Deadline(None)) == {"type": "admitted"}
     right.secure(session_key(SECRET, ASKED, said["nonce"]), WORKER_END, COORDINATOR_END)
-    right.send({"type": "ready"})
-    assert left.receive(Deadline(None)) == {"type": "ready"}
+    ready = {"type": "ready", "processor": "a kind"}
+    right.send(ready)
+    assert left.receive(Deadline(None)) == ready
 
 
 @pytest.mark.parametrize("version", [None, 1, "6", b"x", 1 << 60, "\n" * 100])
 def test_another_version_of_whatever_type(version):
-    reason, passing = refusal_of(hello(version=version), ASKED, SECRET, [])
+    reason, passing, _ = refusal_of(hello(version=version), ASKED, SECRET, [])
     assert not passing
     assert reason.startswith("it speaks protocol ")
     assert reason.isprintable()

@@ -21,6 +21,7 @@ from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, WorkerLost
 from pipedream_rt.schedules import Plan, Shape
+from pipedream_rt.software import software
 
 SECRET = b"the secret of the job".ljust(NONCE)
 
@@ -32,19 +33,34 @@ def soon(seconds=20):
     return Deadline(timedelta(seconds=seconds))
 
 
-def answer(control, name, secret=SECRET, ready=True):
+def answer(control, name, secret=SECRET, ready=True, processor="a kind", versions=None):
     """Answer the coordinator's call as a worker does."""
     call = control.receive(soon())
     nonce = secrets.token_bytes(NONCE)
-    said = {"name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION}
+    said = {
+        "name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION,
+        "software": versions or software(),
+    }  # fmt: skip
     shown = prove(secret, call["nonce"], nonce, said)
     control.send({"type": "hello", **said, "nonce": nonce, "proof": shown})
     reply = control.receive(soon())
     if reply["type"] == "admitted":
         control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
         if ready:
-            control.send({"type": "ready"})
+            control.send({"type": "ready", "processor": processor})
     return reply
+
+
+@contextlib.contextmanager
+def connections(address):
+    """Makes connections to a rendezvous, each with its socket."""
+    with contextlib.ExitStack() as sockets:
+
+        def connect():
+            connection = sockets.enter_context(socket.create_connection(address, timeout=10))
+            return connection, Control(connection, "the coordinator")
+
+        yield connect
 
 
 @contextlib.contextmanager
@@ -125,11 +141,7 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
     replies = []
 
     def workers():
-        def connect():
-            connection = sockets.enter_context(socket.create_connection(address, timeout=10))
-            return connection, Control(connection, "the coordinator")
-
-        with contextlib.ExitStack() as sockets:
+        with connections(address) as connect:
             first, control = connect()
             answer(control, "w0")
             replies.append(answer(connect()[1], "w0"))
@@ -153,6 +165,54 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
     assert [reply["passing"] for reply in replies] == [True, True]
     assert "'w0' is taken by pid 7 on here" in replies[0]["reason"]
     assert "the job has its 2 workers" in replies[1]["reason"]
+
+
+def test_a_worker_with_another_torch_is_refused_and_named_in_the_end():
+    replies = []
+
+    def workers():
+        with connections(address) as connect:
+            replies.append(answer(connect()[1], "w0", versions="torch 1.13.0"))
+            answer(connect()[1], "w1")
+            done.wait(20)
+
+    done = threading.Event()
+    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
+        with meanwhile(workers):
+            with pytest.raises(
+                RendezvousTimeout,
+                match=r"joined: w1; 'w0' was refused: it has torch 1\.13\.0, and the",
+            ):
+                rendezvous.gather(listener, soon(1))
+            done.set()
+        for member in rendezvous.members:
+            member.control.close()
+    assert not replies[0]["passing"]
+    assert "install the same on all machines" in replies[0]["reason"]
+
+
+@pytest.mark.parametrize("other", ["a kind", "another"])
+def test_several_kinds_of_processor_are_told_of(other, caplog):
+    def workers():
+        with connections(address) as connect:
+            for name, kind in (("w0", "a kind"), ("w1", other)):
+                answer(connect()[1], name, processor=kind)
+            done.wait(20)
+
+    done = threading.Event()
+    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
+        with meanwhile(workers):
+            rendezvous.gather(listener, soon())
+            done.set()
+        for member in rendezvous.members:
+            member.control.close()
+    told = [r.message for r in caplog.records if "several kinds of processor" in r.message]
+    assert bool(told) == (other != "a kind")
+    assert all("a kind (w0); another (w1)" in text for text in told)
 
 
 def test_workers_that_do_not_answer_are_named():
