@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.cluster.base import Reference
 from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.planning.code import code_of
 from pipedream_rt.schedules.plan import EVERY_STAGE
 from pipedream_rt.stage.optimizer import (
     GroupSpec,
@@ -160,6 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for references, options in zip(self.params_rref, self._options, strict=True)
             ),
             attributes=self.attributes,
+            code=code_of([self._class]),
         )
 
     def names(self) -> list[list[str]]:

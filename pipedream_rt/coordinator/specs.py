@@ -357,6 +357,7 @@ def pickled_specs(
             aliases=_aliases(parts, plan, tied, stage),
             settings=settings,
         )
+        spec = dataclasses.replace(spec, code=spec.own_code())
         pieces = [
             *((f"layer {name}", module) for name, module in modules.items()),
             *(

@@ -16,6 +16,7 @@ from pipedream_rt.errors import CheckpointError, PipelineClosed, PipelineError, 
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
+from pipedream_rt.planning.code import refuse_other_code
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.plan import name_of, name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
@@ -207,6 +208,7 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
 
     Raises:
         TransportError: The specification is not the one that the coordinator sent.
+        ConfigError: This process has other code of the layers than the script.
     """
     start, (data, *buffers) = message.payload, message.tensors
     assert isinstance(start, Start)
@@ -219,6 +221,8 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
     spec: StageSpec = cloudpickle.loads(
         data.numpy().data, buffers=[buffer.numpy().data for buffer in buffers]
     )
+    if own_process and spec.code is not None:
+        refuse_other_code(spec.own_code(), spec.code)
     return start, spec
 
 

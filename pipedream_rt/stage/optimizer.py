@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.code import Code
 from pipedream_rt.schedules.plan import EVERY_STAGE
 
 Around: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[object]]
@@ -48,6 +49,7 @@ class OptimizerSpec:
         groups: The parameter groups of the whole model.
         attributes: Attributes that the optimizer gets after it was built.
         average: The decay of the average of weights that is kept; None for no average.
+        code: The code of the class, as the user's process has it; None to compare none.
     """
 
     optimizer_class: type[torch.optim.Optimizer]
@@ -56,6 +58,7 @@ class OptimizerSpec:
     groups: tuple[GroupSpec, ...] = ()
     attributes: Hyper = field(default_factory=dict)
     average: float | None = None
+    code: Code | None = None
 
 
 def pack_hyper(value: Any, name: str) -> Any:

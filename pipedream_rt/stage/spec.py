@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.corrections import Correction
+from pipedream_rt.planning.code import Code, code_of
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.planning.pretrained import Pretrained
@@ -86,6 +87,7 @@ class StageSpec:
         aliases: The keys of state dicts under which other stages have weights that this one owns,
             by their names on this stage.
         settings: The settings of torch in the user's process.
+        code: The code of all that, as the user's process has it; None to compare none.
     """
 
     stage: int
@@ -110,6 +112,14 @@ class StageSpec:
     tied: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Settings = field(default_factory=settings_now)
+    code: Code | None = None
+
+    def own_code(self) -> Code:
+        """Return the code of the layers and of all functions, as this process has it."""
+        steps = (step.target for program in self.programs for step in program.steps)
+        hooks = (hook.call for hook in self.hooks)
+        things = (self.layers, self.loss_fn, *self.corrections, *hooks, *steps)
+        return code_of(thing for thing in things if thing is not None)
 
     def build(self) -> None:
         """Build layers, read weights, and compile, so that the layers are as the stage needs them.

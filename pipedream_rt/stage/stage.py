@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
+from pipedream_rt.planning.code import code_of, refuse_other_code
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.program import (
     NONE_CARRIED,
@@ -1195,8 +1196,14 @@ class Stage:
         return fingerprint({**weights, **dict(self.module.named_buffers())})
 
     def set_optimizer(self, pickled: bytes) -> None:
-        """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""
+        """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty.
+
+        Raises:
+            ConfigError: This process has other code of the optimizer than the script.
+        """
         spec: OptimizerSpec = cloudpickle.loads(pickled)
+        if spec.code is not None:
+            refuse_other_code(code_of([spec.optimizer_class]), spec.code)
         before = self.optimizer
         # Own values of optimizers stand under this number, which no other one may have.
         number = self.address if self.plan.shape.shard_optimizer else self.index
