@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ def choose_stages(
     schedule: object,
     micro_batches: int,
     threads: int,
-    workers: int | None,
+    workers: Sequence[int],
     replicas: bool,
     folder: Path | None,
 ) -> Chosen:
@@ -93,7 +93,7 @@ def choose_stages(
         schedule: The schedule.
         micro_batches: The number of micro-batches per update.
         threads: The number of threads that a worker has.
-        workers: The number of workers that there are; None if it is not known.
+        workers: The numbers of workers that the plan may use; none if they are not known.
         replicas: Whether stages may have replicas.
         folder: The folder of the run's checkpoints; None if it makes none.
 
@@ -104,10 +104,10 @@ def choose_stages(
         raise ConfigError(
             f'stages="auto" is for the schedules {", ".join(_COSTED)}; give a number or a list'
         )
-    if workers is None:
+    if not workers:
         raise ConfigError(
-            'stages="auto" is for workers of this machine, as their number is not known '
-            "otherwise; give a number or a list"
+            'stages="auto" is for workers of this machine, as their number and their links are '
+            "not known otherwise; plan with `pipedream-rt plan`, and give a number or a list"
         )
     if example is None:
         raise ConfigError(
@@ -117,20 +117,21 @@ def choose_stages(
     batch = first_micro_batch(example_of(example), micro_batches)
     made = optimizer_choice(optimizer)
     of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made, loss_fn, autocast)
-    key = f"{of_model}-{schedule}-{micro_batches}-{workers}{'-r' * replicas}"
+    key = f"{of_model}-{schedule}-{micro_batches}-{_span(workers)}{'-r' * replicas}"
     kept = None if folder is None else folder / PLAN_FILE
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
         return found
     with _threads(threads):
         item = (batch.args, batch.kwargs, batch.target)
         measured = profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast)
-    machines = Machines(workers=(Worker(),) * workers, latency_within=HOP_S)
+    machines = Machines(workers=(Worker(),) * workers[-1], latency_within=HOP_S)
     best = partitions(
         cuts_of(measured, branches=False),
         machines,
         choices=[_COSTED[schedule]],
         per_update=micro_batches,
         replicas=None if replicas else 1,
+        workers=workers,
     )[0]
     chosen = Chosen(
         key=key,
@@ -144,6 +145,11 @@ def choose_stages(
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(kept, (json.dumps(asdict(chosen), indent=1) + "\n").encode())
     return chosen
+
+
+def _span(workers: Sequence[int]) -> str:
+    """Return numbers of workers as a text: the greatest, unless there is a least one too."""
+    return f"{workers[-1]}" if workers[0] == 1 else f"{workers[0]}..{workers[-1]}"
 
 
 def _read(path: Path) -> Chosen | None:

@@ -22,7 +22,13 @@ from pipedream_rt.auto_split import choose_stages
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Cluster, Fail, Reference
 from pipedream_rt.cluster.fork_server import ForkServer, installed_modules
-from pipedream_rt.cluster.launch import Workers, number_of_workers, start_cluster, starts_here
+from pipedream_rt.cluster.launch import (
+    Workers,
+    leave_to_rank_0,
+    numbers_of_workers,
+    start_cluster,
+    starts_here,
+)
 from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.distributed_optimizer import (
@@ -266,6 +272,7 @@ class Pipeline:
                     'with stages="auto" the number of stages is not known yet: replicas is "auto", '
                     f"or left out, not {replicas!r}"
                 )
+            leave_to_rank_0(workers, threads)
             chosen = choose_stages(
                 model,
                 example,
@@ -275,7 +282,7 @@ class Pipeline:
                 schedule=schedule,
                 micro_batches=micro_batches,
                 threads=threads,
-                workers=number_of_workers(workers),
+                workers=numbers_of_workers(workers),
                 replicas=replicas == "auto"
                 and may_replicate(self._model.whole, schedule, clip, loss_scale, corrections),
                 folder=None if kept is None else kept.path,

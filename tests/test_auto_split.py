@@ -1,6 +1,8 @@
 """``Pipeline(stages="auto")``, with layers that move a clock of the tests."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 import pipedream_rt.cluster.launch
 from pipedream_rt import Checkpoints, Clip, ConfigError, Pipeline
 from pipedream_rt.auto_split import PLAN_FILE
+from pipedream_rt.cluster.launch import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation
 
 BATCH = torch.ones(6, 4), torch.zeros(6, 4)
@@ -123,8 +126,8 @@ def test_the_number_of_threads_is_that_of_a_worker_for_a_while(monkeypatch):
     [
         ({"example": None}, "give example="),
         ({"schedule": "interleaved-1f1b"}, "is for the schedules async-1f1b, 2bw"),
-        ({"workers": "127.0.0.1:1"}, "their number is not known"),
-        ({"workers": lambda plan, **options: None}, "their number is not known"),
+        ({"workers": "127.0.0.1:1"}, "number and their links are not known"),
+        ({"workers": lambda plan, **options: None}, "number and their links are not known"),
         ({"stages": "automatic"}, "stages must be a number or a list"),
     ],
 )
@@ -136,8 +139,55 @@ def test_what_is_missing_to_choose_is_said(options, message):
 def test_run_says_how_many_workers_there_are(monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_NPROC", "7")
     monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
-    assert pipedream_rt.cluster.launch.number_of_workers(None) == 7
-    assert pipedream_rt.cluster.launch.number_of_workers("local") == 3
+    assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(numbers_of_workers("local")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "numbers"), [(1, 1, [1]), (2, 2, [1, 2]), (5, 5, [4, 5]), (4, 2, [])]
+)
+def test_torchrun_says_how_many_workers_there_must_be(monkeypatch, ranks, local, numbers):
+    """Rank 0 starts one besides or none; of several machines the links are not known."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert list(numbers_of_workers(None)) == numbers
+    assert list(numbers_of_workers("serial")) == [1, 2, 3]
+
+
+def test_more_ranks_than_stages_are_refused(monkeypatch):
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 9), ("LOCAL_WORLD_SIZE", 9)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ConfigError, match="there is no plan for 8 or 9 workers, but for 1, 2"):
+        pipeline(1, 1, workers=None)
+
+
+SCRIPT = """
+import torch, os
+from torch import nn
+from pipedream_rt import Pipeline
+
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+batch = torch.ones(4, 8), torch.ones(4, 8)
+with Pipeline(model, stages="auto", example=batch, loss_fn=nn.functional.mse_loss,
+              optimizer=(torch.optim.SGD, {"lr": 0.1})) as pipe:
+    print("rank", os.environ["RANK"], "workers", pipe.plan.workers)
+    print("losses", [round(r.loss, 3) for r in pipe.train_epoch([batch] * 3)])
+"""
+
+
+@pytest.mark.processes
+def test_under_torchrun_rank_0_chooses(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*torchrun, "--standalone", "script.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 0 workers") == done.stdout.count("rank") == 1
+    assert done.stdout.split()[3] in "23"
 
 
 def test_the_planner_may_choose_replicas(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +25,14 @@ from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.cluster.keys import NONCE
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.serial import SerialCluster
-from pipedream_rt.cluster.torchrun import start_under_torchrun, under_torchrun
+from pipedream_rt.cluster.torchrun import (
+    become_worker,
+    is_one_machine,
+    is_other_rank,
+    start_under_torchrun,
+    under_torchrun,
+    world_size,
+)
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.base import Receive
@@ -105,21 +112,48 @@ def starts_here(workers: Workers) -> bool:
     return workers == "local" or (workers is None and not elsewhere)
 
 
-def number_of_workers(workers: Workers) -> int | None:
-    """Return how many workers there are or would be, before a plan says how many are needed.
+_CHOOSING = timedelta(hours=1)
+"""How long other ranks of torchrun wait for rank 0 to choose stages; they end if it does."""
+
+
+def leave_to_rank_0(workers: Workers, threads: int) -> None:
+    """Return where the plan is to be chosen; on another rank of torchrun become a worker already.
+
+    Args:
+        workers: See `Pipeline`.
+        threads: Number of threads for torch's own parallel loops in each worker.
+
+    Raises:
+        ConfigError: The ranks have become workers before.
+        RendezvousTimeout: Rank 0 opened no pipeline in time.
+    """
+    if _are_ranks_here(workers) and is_other_rank():
+        become_worker(threads, _CHOOSING)
+
+
+def _are_ranks_here(workers: Workers) -> bool:
+    """Whether the workers are ranks of torchrun, all on this machine."""
+    given = workers is not None or LISTEN_FD in os.environ
+    return not given and under_torchrun() and is_one_machine()
+
+
+def numbers_of_workers(workers: Workers) -> Sequence[int]:
+    """Return how many workers a plan may use, where the plan is still to be chosen.
 
     Args:
         workers: See `Pipeline`.
 
     Returns:
-        Those that `pipedream-rt run` has started, or one for each core of this machine; None where
-        it is not known.
+        From 1 to those that `pipedream-rt run` has started, or one for each core of this machine;
+        under torchrun as many as ranks, or one less; nothing where it is not known.
     """
     if workers in ("in-process", "serial") or starts_here(workers):
-        return len(os.sched_getaffinity(0))
+        return range(1, len(os.sched_getaffinity(0)) + 1)
     if workers is None and NPROC in os.environ:
-        return int(os.environ[NPROC])
-    return None
+        return range(1, int(os.environ[NPROC]) + 1)
+    if _are_ranks_here(workers):
+        return range(max(world_size() - 1, 1), world_size() + 1)
+    return ()
 
 
 def _start_local(plan: Plan, common: dict[str, Any]) -> Cluster:

@@ -14,7 +14,8 @@ import socket
 import struct
 import sys
 from contextlib import ExitStack
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -62,29 +63,60 @@ def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
         ConfigError: The number of ranks does not fit, or the script has opened a pipeline before.
         RendezvousTimeout: Some ranks did not come in time.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = _workers_of_rank_0(plan, world)
-    _use_ranks_once()
-    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world))
-    store.set_timeout(common["start_timeout"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"pipedream-rt/{attempt}/{common['generation']}"
+    own = _workers_of_rank_0(plan, world_size())
+    if is_other_rank():
+        become_worker(common["threads"], common["start_timeout"])
+    store, key = _store_of_job(common["start_timeout"])
     deadline = Deadline(common["start_timeout"])
-    if rank == 0:
-        with listening(_own_host(), 0) as listener:
-            port = listener.getsockname()[1]
-            secret = (
-                _hand_over(store, key, world - 1, deadline)
-                if _agrees_by_itself()
-                else secret_of_environment()
-            )
-            store.set(key, str(port))
-            tls = tls_of_environment()
-            return ProcessCluster(
-                plan, listener=listener, own=own, secret=secret, tls=tls, **common
-            )
-    _join_rank_0(store, key, rank, common["threads"], deadline)
-    raise AssertionError("execv does not return")
+    with listening(_own_host(), 0) as listener:
+        port = listener.getsockname()[1]
+        secret = (
+            _hand_over(store, key, world_size() - 1, deadline)
+            if _agrees_by_itself()
+            else secret_of_environment()
+        )
+        store.set(key, str(port))
+        tls = tls_of_environment()
+        return ProcessCluster(plan, listener=listener, own=own, secret=secret, tls=tls, **common)
+
+
+def world_size() -> int:
+    """Return the number of ranks of the job."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def is_other_rank() -> bool:
+    """Whether torchrun has started this process as another rank than 0."""
+    return under_torchrun() and int(os.environ["RANK"]) != 0
+
+
+def become_worker(threads: int, timeout: timedelta) -> NoReturn:
+    """Become a worker of rank 0, which opens the pipeline.
+
+    Args:
+        threads: Number of threads for torch's own parallel loops.
+        timeout: How long to wait for rank 0.
+
+    Raises:
+        ConfigError: The ranks have become workers before.
+        RendezvousTimeout: Rank 0 opened no pipeline in time.
+    """
+    store, key = _store_of_job(timeout)
+    _join_rank_0(store, key, int(os.environ["RANK"]), threads, Deadline(timeout))
+
+
+def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
+    """Return torchrun's store, and what names the one pipeline of this job in it.
+
+    Raises:
+        ConfigError: The ranks have become workers before.
+    """
+    _use_ranks_once()
+    rank = int(os.environ["RANK"])
+    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world_size()))
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store, f"pipedream-rt/{attempt}"
 
 
 def _workers_of_rank_0(plan: Plan, world: int) -> int:
@@ -118,14 +150,14 @@ def _use_ranks_once() -> None:
     _ranks_used = True
 
 
-def _is_one_machine() -> bool:
+def is_one_machine() -> bool:
     """Whether all ranks of the job run on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
 def _agrees_by_itself() -> bool:
     """Whether rank 0 makes the secret: all ranks run here, and the user has given none."""
-    return _is_one_machine() and read_secret(None) is None
+    return is_one_machine() and read_secret(None) is None
 
 
 def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> bytes:
@@ -203,7 +235,7 @@ def _own_host() -> str:
     here, as Debian has it, while other machines are to come, every address of this machine.
     """
     host = _host_of_rank_0()
-    if _is_one_machine() or not ipaddress.ip_address(host).is_loopback:
+    if is_one_machine() or not ipaddress.ip_address(host).is_loopback:
         return host
     return "::" if ":" in host else "0.0.0.0"
 
@@ -224,7 +256,9 @@ def _host_of_rank_0() -> str:
         ) from error
 
 
-def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int, deadline: Deadline) -> None:
+def _join_rank_0(
+    store: dist.Store, key: str, rank: int, threads: int, deadline: Deadline
+) -> NoReturn:
     """Learn the secret and the address from rank 0, and become its worker; does not return.
 
     Raises:
@@ -236,15 +270,15 @@ def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int, deadline:
         address = joined(_host_of_rank_0(), int(store.get(key)))
     except (dist.DistStoreError, ValueError) as error:
         raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
-    _become_worker(address, rank, threads, secret)
+    _run_worker(address, rank, threads, secret)
 
 
-def _become_worker(address: str, rank: int, threads: int, secret: bytes) -> None:
+def _run_worker(address: str, rank: int, threads: int, secret: bytes) -> NoReturn:
     """Replace this rank's process by a worker; only rank 0 runs the rest of the script."""
     sys.stdout.flush()
     sys.stderr.flush()
     command = ["-m", "pipedream_rt.workers", address, "--name", f"rank-{rank}"]
     command += ["--secret-fd", str(secret_pipe(secret))]
-    if not _is_one_machine():
+    if not is_one_machine():
         command += ["--bind", interface_towards(address)]
     os.execv(sys.executable, [sys.executable, *command, "--threads", str(threads)])

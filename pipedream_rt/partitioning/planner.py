@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
@@ -31,6 +31,7 @@ def partitions(
     choices: Sequence[str] = CHOICES,
     per_update: int | None = None,
     replicas: int | None = None,
+    workers: Collection[int] | None = None,
     slowdown: Slowdown = SLOWDOWNS["corrected"],
     copies: float = 0.0,
 ) -> list[Partition]:
@@ -47,6 +48,7 @@ def partitions(
         per_update: The micro-batches per update; None for as many as there are workers, with which
             the staleness is 1 at most.
         replicas: The most replicas of a stage; None for any number.
+        workers: The numbers of workers that a plan may use; None for any number.
         slowdown: The curve of the slowdown over the mean staleness.
         copies: The copies of the weights that corrections for staleness keep.
 
@@ -64,7 +66,7 @@ def partitions(
             if choice == DATA_PARALLEL:
                 found.append(_data_parallel(costing, replicas or len(machines), slowdown))
             else:
-                found.append(_best(costing, Limits(replicas), slowdown))
+                found.append(_best(costing, Limits(replicas), workers, slowdown))
         except ConfigError as error:
             reasons.append(f"{choice}: {error}")
     if not found:
@@ -72,7 +74,9 @@ def partitions(
     return sorted(found, key=lambda each: -each.worth)
 
 
-def _best(costing: Costing, limits: Limits, slowdown: Slowdown) -> Partition:
+def _best(
+    costing: Costing, limits: Limits, numbers: Collection[int] | None, slowdown: Slowdown
+) -> Partition:
     """Return the best partition for one schedule.
 
     Raises:
@@ -82,7 +86,13 @@ def _best(costing: Costing, limits: Limits, slowdown: Slowdown) -> Partition:
     rough = {
         used: partition_of(costing, stages, slowdown, rough=True)
         for used, stages in by_workers.items()
+        if numbers is None or used in numbers
     }
+    if not rough:
+        raise ConfigError(
+            f"there is no plan for {' or '.join(map(str, sorted(numbers or ())))} workers, but for "
+            f"{', '.join(map(str, by_workers))}"
+        )
     used = max(rough, key=lambda each: rough[each].worth)
     _, even = best_stages(costing, replace(limits, workers=used))
     both = [partition_of(costing, stages, slowdown) for stages in (even, by_workers[used])]
