@@ -15,6 +15,7 @@ LAYERS = [
         "pipedream_rt.deadline",
         "pipedream_rt.lifecycle",
         "pipedream_rt.schema",
+        "pipedream_rt.software",
         "pipedream_rt.threads",
     },
     {"pipedream_rt.schedules"},

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import cloudpickle
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 
 _UNSEEN = {*sys.stdlib_module_names, "pipedream_rt"}
 """Packages whose code is the same wherever a worker is admitted."""
+
+_COMPUTES = ("forward", "step")
+"""The methods of torch's classes that somebody may replace."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -153,29 +157,31 @@ class _Collector:
         self._files: dict[str, str] = {}
 
     def add_class(self, cls: type) -> None:
-        """Add the methods of a class and of its bases, and the plain values that it has.
-
-        Of a class of torch only what computes is added, which is what somebody may replace.
-        """
+        """Add the methods and the plain values of a class and of each of its bases."""
         for base in cls.__mro__:
-            top = _package(base.__module__)
-            if id(base) in self._seen or top in _UNSEEN:
-                continue
-            self._seen.add(id(base))
-            for name, value in list(vars(base).items()):
-                if top == "torch" and name not in ("forward", "step"):
-                    continue
-                if type(value) in _PLAIN and not name.startswith("__"):
-                    self.code.constants[f"{base.__module__}.{base.__qualname__}.{name}"] = repr(
-                        value
-                    )
-                for function in _functions_in(value):
-                    self._add(f"{base.__module__}.{base.__qualname__}.{name}", function, top)
+            if id(base) not in self._seen and _package(base.__module__) not in _UNSEEN:
+                self._seen.add(id(base))
+                if _is_by_name(base):
+                    self._add_methods(base)
+
+    def _add_methods(self, cls: type) -> None:
+        """Add the methods of a class itself and its plain values; of torch only what computes."""
+        own = {} if _package(cls.__module__) == "torch" else dict(vars(cls))
+        for name in _COMPUTES:  # own or not: an optimizer of torch gets its own when one is made
+            holder = next((base for base in cls.__mro__ if name in vars(base)), None)
+            if holder is not None:
+                own[name] = vars(holder)[name]
+        for name, value in own.items():
+            full = f"{cls.__module__}.{cls.__qualname__}.{name}"
+            if type(value) in _PLAIN and not name.startswith("__"):
+                self.code.constants[full] = repr(value)
+            for function in _functions_in(value):
+                self._add(full, function, _package(cls.__module__))
 
     def add_function(self, function: FunctionType) -> None:
         """Add a function, unless its package is one whose code is the same everywhere."""
         own = _package(function.__module__)
-        if own not in (*_UNSEEN, "torch"):
+        if own not in (*_UNSEEN, "torch") and _is_by_name(function):
             self._add(f"{function.__module__}.{function.__qualname__}()", function, own)
 
     def _add(self, name: str, function: FunctionType, package: str) -> None:
@@ -225,6 +231,18 @@ class _Collector:
 def _package(module: str | None) -> str:
     """Return the package at the top of a module's name."""
     return (module or "builtins").partition(".")[0]
+
+
+def _is_by_name(thing: type | FunctionType) -> bool:
+    """Whether a class or a function is pickled by its name; else its code travels with it."""
+    module = thing.__module__ or ""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    if module == "__main__" or any(f"{module}.".startswith(f"{each}.") for each in by_value):
+        return False
+    found: object = sys.modules.get(module)
+    for name in thing.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is thing
 
 
 def _functions_in(value: object) -> Iterator[FunctionType]:
