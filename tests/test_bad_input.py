@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipedream_rt import (
+    CheckpointError,
     Checkpoints,
     ConfigError,
     MessageTimeout,
@@ -370,5 +371,37 @@ def test_a_batch_on_another_device_is_refused_and_the_run_goes_on():
         with pytest.raises(ConfigError, match=r"a tensor on the device meta; .*CPUs alone"):
             pipe.submit(x, y.to("meta"))
         pending = pipe.submit(x, y)
+        pipe.flush()
+        assert pending.result().step == 0
+
+
+@pytest.mark.parametrize("workers", ["serial", "in-process"])
+def test_a_sparse_state_is_refused_where_it_is_asked_for_and_the_run_goes_on(workers, tmp_path):
+    """SGD keeps the gradients of a sparse embedding in its momentum as they are."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    batch = torch.randint(10, (4,)), torch.randint(2, (4,))
+    optimizer = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    options = {"stages": 2, "loss_fn": F.cross_entropy, "optimizer": optimizer}
+    with Pipeline(model, **options, workers=workers) as pipe:
+        pipe.submit(*batch)
+        with pytest.raises(
+            ConfigError, match=r"stage 0: .*'momentum_buffer'.* layout torch.sparse"
+        ):
+            pipe.optimizer.state_dict()
+        with pytest.raises(CheckpointError, match=r"'momentum_buffer'.* cannot be saved"):
+            pipe.save(tmp_path)
+        pending = pipe.submit(*batch)
+        pipe.flush()
+        assert pending.result().step == 1
+
+
+@pytest.mark.parametrize("state", [3, None, {}, {"state": {}}, []])
+def test_what_is_no_state_dict_is_refused(state):
+    with make() as pipe:
+        with pytest.raises(ConfigError, match=r"the state dict of an optimizer is a dict with"):
+            pipe.optimizer.load_state_dict(state)
+        with pytest.raises(ConfigError, match=r"a state dict is a dict of|missing keys: \['"):
+            pipe.load_state_dict(state)
+        pending = pipe.submit(*regression(1)[0])
         pipe.flush()
         assert pending.result().step == 0

@@ -299,9 +299,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             PipelineError: No pipeline uses this optimizer yet.
+            ConfigError: It is no state dict of an optimizer.
             ValueError: The groups of the state dict are not those of this optimizer.
         """
         link = self._linked()
+        if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
+            raise ConfigError(
+                "the state dict of an optimizer is a dict with 'state' and 'param_groups', not "
+                f"{_shown(state_dict)}"
+            )
         state = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
         groups = {f"{EVERY_STAGE}group/{i}/": g for i, g in enumerate(self.groups())}
@@ -319,6 +325,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._link is None:
             raise PipelineError("no pipeline uses this optimizer; assign it to pipe.optimizer")
         return self._link
+
+
+def _shown(value: object) -> str:
+    """Return what was given where something else was expected, in few words."""
+    return (
+        f"one with {sorted(map(str, value))[:5]}" if isinstance(value, dict) else repr(value)[:80]
+    )
 
 
 def _no_hooks() -> ConfigError:

@@ -49,7 +49,7 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, EdgeKind, Plan
-from pipedream_rt.schedules.plan import Address
+from pipedream_rt.schedules.plan import Address, name_of
 from pipedream_rt.transport.base import Receive, sender
 
 T = TypeVar("T")
@@ -231,12 +231,17 @@ class WorkerGroup:
         return [replies[self.plan.address_of(stage)] for stage in range(self.plan.num_stages)]
 
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
-        """Feed a command as `tell` does, and wait for the replies of all addresses."""
+        """Feed a command as `tell` does, and wait for the replies of all addresses.
+
+        Raises:
+            ConfigError: A stage has refused to show what the command asks for.
+        """
         position = self.tell(name, argument, role)
-        replies = self.replies(position)
-        if name.leaves_no_trace:
-            self.log.forget(position)
-        return replies
+        try:
+            return self.replies(position)
+        finally:
+            if name.leaves_no_trace:
+                self.log.forget(position)
 
     def _feed(
         self, role: Role, payload: MicroBatch | Command | Target, tensors: tuple[Tensor, ...]
@@ -335,12 +340,19 @@ class WorkerGroup:
 
         Returns:
             The reply of each address.
+
+        Raises:
+            ConfigError: A stage has refused to show what the command asks for.
         """
-        found = []
+        found, refused = [], []
         for edge in self.plan.edges(kind):
             message = self.take(Key(edge, position))
             assert isinstance(message.payload, Reply | Saved)
             found.append(unflatten(message.payload.structure, message.tensors))
+            if isinstance(message.payload, Reply) and message.payload.refused:
+                refused.append(f"{name_of(edge.source)}: {message.payload.refused}")
+        if refused:
+            raise ConfigError(refused[0])
         return found
 
     def replied(self, position: int, kind: EdgeKind) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,12 @@ class UnsplitModel:
         """Refuse a state dict of another model.
 
         Raises:
-            ConfigError: A key is missing or unknown, or a shape differs.
+            ConfigError: It is none, a key is missing or unknown, or a shape differs.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(
+                f"a state dict is a dict of tensors by name, not a {type(state_dict).__name__}"
+            )
         expected = self.whole.state_dict()
         missing = [k for k in expected if k not in state_dict]
         extra = [k for k in state_dict if k not in expected]

@@ -301,10 +301,12 @@ class Reply:
 
     Attributes:
         structure: The structure of the result whose tensors the message carries.
+        refused: Why there is none, of a command that only looks; empty if there is one.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.REPLY
     structure: Structure
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

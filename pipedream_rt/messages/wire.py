@@ -38,7 +38,7 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
-FORMAT = 6
+FORMAT = 7
 """The first element of every message, by which a peer with another format is refused."""
 
 _PAYLOADS: tuple[type[Payload], ...] = (

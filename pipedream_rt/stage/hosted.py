@@ -340,12 +340,16 @@ class Hosted:
         clipper.unsent.clear()
         return totals
 
-    def reply(self, position: int, result: object) -> None:
-        """Send the result of a command to the coordinator."""
+    def reply(self, position: int, result: object, refused: str = "") -> None:
+        """Send the result of a command to the coordinator, or why there is none.
+
+        Raises:
+            ConfigError: The result cannot be sent.
+        """
         # The tensors are copied, because the next update may change the stage's own.
         structure, copies = flat_copy(result)
         edge = Edge(EdgeKind.REPLY, self.index, COORDINATOR)
-        self._send(edge, position, Reply(structure=structure), copies)
+        self._send(edge, position, Reply(structure=structure, refused=refused), copies)
 
     def _send(
         self,

@@ -25,7 +25,7 @@ import torch
 from typing_extensions import assert_never
 
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ScheduleError
+from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
     Command,
@@ -566,11 +566,23 @@ class Loop:
                 with self._computing.of(hosted):
                     hosted.saver.begin(item.index, **argument)
                 return  # the saver replies when its files are written
+            case name if name.leaves_no_trace:
+                self._look(hosted, item.index, name, argument)
+                return
             case name:
                 with self._computing.of(hosted):
                     result = carry_out(hosted.stage, name, argument)
                 hosted.loads += name is CommandName.LOAD
         hosted.reply(item.index, result)
+
+    def _look(self, hosted: Hosted, position: int, name: CommandName, argument: Any) -> None:
+        """Carry out a command that only looks; what it refuses ends nothing."""
+        try:
+            with self._computing.of(hosted):
+                result = carry_out(hosted.stage, name, argument)
+            hosted.reply(position, result)
+        except ConfigError as error:
+            hosted.reply(position, None, refused=str(error))
 
     # -- reports --------------------------------------------------------------------------------
 

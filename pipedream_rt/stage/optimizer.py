@@ -242,15 +242,15 @@ class StageOptimizer:
         average of a parameter stands beside its state, as `AVERAGE`.
 
         Raises:
-            ConfigError: The optimizer has changed an attribute that cannot be packed, or keeps one
-                tensor in two places.
+            ConfigError: The optimizer has changed an attribute that cannot be packed, keeps one
+                tensor in two places, or one that is not dense.
         """
         if self.torch_optimizer is None:
             return {}
         state = self.torch_optimizer.state
         found = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         attributes = _attributes_of(self.torch_optimizer)
-        _refuse_one_tensor_twice([*found.values(), attributes])
+        _refuse_unfit_tensors([*found.values(), attributes])
         for name, tensor in self._average.items():
             found.setdefault(name, {})[AVERAGE] = tensor
         mine = {id(p) for p in self._parameters.values()}
@@ -434,8 +434,10 @@ def _has_key(value: Any, keys: set[int]) -> bool:
     return isinstance(value, list | tuple) and any(_has_key(v, keys) for v in value)
 
 
-def _refuse_one_tensor_twice(places: Iterable[Hyper]) -> None:
+def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:
     """Refuse a tensor that an optimizer keeps in two places, which would part when they are loaded.
+
+    And one that is not dense, which cannot be saved or sent.
 
     Raises:
         ConfigError: There is one.
@@ -444,6 +446,13 @@ def _refuse_one_tensor_twice(places: Iterable[Hyper]) -> None:
     for place in places:
         for name, value in place.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                if value.layout is not torch.strided:
+                    raise ConfigError(
+                        f"the optimizer keeps {name!r} of a parameter as a tensor of layout "
+                        f"{value.layout}, as its gradient is; that cannot be saved, so use an "
+                        "optimizer whose state is dense (SparseAdam, Adagrad, SGD without "
+                        "momentum), or dense gradients"
+                    )
                 if id(value) in seen:
                     raise ConfigError(
                         f"the optimizer keeps one tensor in two places ({seen[id(value)]!r} and "
