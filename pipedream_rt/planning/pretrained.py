@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,25 @@ _UNREADABLE = (
     OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError,
 )  # fmt: skip
 """Errors of files that make no sense."""
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""The names that dtypes have in files of safetensors."""
+
+_KINDS = ({"F64", "F32", "F16", "BF16"}, {"I64", "I32", "I16", "I8"})
+"""The dtypes whose values may be rounded to one another, or copied."""
+
+
+class _Entry(NamedTuple):
+    """What the list in a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +119,13 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
         ConfigError: The folder has no weights, lacks one of the model's, or has one of another
             shape.
     """
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    files: dict[str, str] = {}
+    entries: dict[str, _Entry] = {}
     headers = {}
     for file in _files_in(folder):
-        entries, headers[file] = _header_of(folder / file)
-        for key, shape in entries.items():
-            shapes[key] = (file, shape)
+        found, headers[file] = _header_of(folder / file)
+        entries.update(found)
+        files.update(dict.fromkeys(found, file))
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model):
@@ -117,7 +137,7 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
     missing: list[str] = []
     wrong: list[str] = []
     for each, all_names in names.items():
-        there = [k for n in all_names for k in _keys_of(n, prefix) if k in shapes]
+        there = [k for n in all_names for k in _keys_of(n, prefix) if k in entries]
         if not there:
             may_lack = any(
                 re.search(pattern, name)
@@ -128,21 +148,35 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
                 missing.append(all_names[0])
             continue
         key = there[0]
-        file, shape = shapes[key]
-        if shape != tuple(tensors[each].shape):
-            wrong.append(f"{key} has the shape {shape}, the model {tuple(tensors[each].shape)}")
-        places.update(dict.fromkeys(all_names, (file, key)))
+        if misfit := _misfit(entries[key], tensors[each]):
+            wrong.append(f"{key} has the {misfit}")
+        places.update(dict.fromkeys(all_names, (files[key], key)))
     if wrong or missing:
         what = [*wrong, *(f"there is no {name}" for name in missing)]
         raise ConfigError(
             f"the weights in {folder} are not those of this model: {'; '.join(what[:5])}"
-            f"{'; ...' if len(what) > 5 else ''}. It has {printable(', '.join([*shapes][:5]))}, ..."
+            f"{'; ...' if len(what) > 5 else ''}. It has {printable(', '.join([*entries][:5]))}, ..."
             + _advice(missing, hidden)
         )
-    unused = shapes.keys() - {key for _, key in places.values()}
+    unused = entries.keys() - {key for _, key in places.values()}
     if unused:
         _log.warning("%s has %d weights that the model does not have", folder, len(unused))
     return Pretrained(str(folder), places, headers)
+
+
+def _misfit(entry: _Entry, tensor: Tensor) -> str:
+    """Say in what a weight in a file cannot be one of the model; nothing if it can.
+
+    Numbers with a point are rounded to the dtype of the model, but quantized ones, which need a
+    scale, are not numbers of that kind.
+    """
+    if entry.shape != tuple(tensor.shape):
+        return f"shape {entry.shape}, the model {tuple(tensor.shape)}"
+    own = _NAMES.get(tensor.dtype, str(tensor.dtype))
+    same_kind = any(own in kind and entry.dtype in kind for kind in _KINDS)
+    if entry.dtype == own or same_kind:
+        return ""
+    return f"dtype {printable(entry.dtype, 20)}, the model {own}"
 
 
 def _advice(missing: Collection[str], hidden: Collection[str]) -> str:
@@ -195,8 +229,8 @@ def _files_in(folder: Path) -> list[str]:
     return files
 
 
-def _header_of(path: Path) -> tuple[dict[str, tuple[int, ...]], tuple[bytes, int]]:
-    """Return the shapes of what is in a file, by key; and what tells the file from another.
+def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
+    """Return what is in a file, by key; and what tells the file from another.
 
     Raises:
         ConfigError: It cannot be read, or is no file of safetensors.
@@ -207,14 +241,14 @@ def _header_of(path: Path) -> tuple[dict[str, tuple[int, ...]], tuple[bytes, int
             if size > _MOST_HEADER:
                 raise ValueError(f"a header of {size} bytes")
             header = file.read(size)
-            entries: dict[str, Any] = json.loads(header)
-            shapes = {
-                key: tuple(map(operator.index, entry["shape"]))
-                for key, entry in entries.items()
+            listed: dict[str, Any] = json.loads(header)
+            entries = {
+                key: _Entry(tuple(map(operator.index, entry["shape"])), str(entry["dtype"]))
+                for key, entry in listed.items()
                 if key != "__metadata__"
             }
             digest = blake2b(header, digest_size=16).digest()
-            return shapes, (digest, path.stat().st_size)
+            return entries, (digest, path.stat().st_size)
     except _UNREADABLE as error:
         raise ConfigError(f"{path} cannot be read: {printable(repr(error))}") from error
 

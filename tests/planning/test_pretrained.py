@@ -118,6 +118,11 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
     cases = {
         "there is no 3.bias": without(state, "3.bias"),
         r"3.bias has the shape \(3,\), the model \(2,\)": {**state, "3.bias": torch.ones(3)},
+        r"3.bias has the dtype I8, the model F32": {**state, "3.bias": torch.ones(2).char()},
+        r"3.bias has the dtype F8_E4M3, the model F32": {
+            **state,
+            "3.bias": torch.ones(2).to(torch.float8_e4m3fn),
+        },
         r"there is no 1.gain": without(state, "1.gain"),
         r"there is no 2.running_mean": without(state, "2.running_mean"),
     }
