@@ -155,8 +155,8 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
         what = [*wrong, *(f"there is no {name}" for name in missing)]
         raise ConfigError(
             f"the weights in {folder} are not those of this model: {'; '.join(what[:5])}"
-            f"{'; ...' if len(what) > 5 else ''}. It has {printable(', '.join([*entries][:5]))}, ..."
-            + _advice(missing, hidden)
+            f"{'; ...' if len(what) > 5 else ''}. "
+            f"It has {printable(', '.join([*entries][:5]))}, ..." + _advice(missing, hidden)
         )
     unused = entries.keys() - {key for _, key in places.values()}
     if unused:
