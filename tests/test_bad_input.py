@@ -405,3 +405,42 @@ def test_what_is_no_state_dict_is_refused(state):
         pending = pipe.submit(*regression(1)[0])
         pipe.flush()
         assert pending.result().step == 0
+
+
+@pytest.mark.parametrize("workers", ["serial", "in-process"])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda pipe: pipe.flush(),
+        lambda pipe: pipe.state_dict(),
+        lambda pipe: pipe.fingerprint(),
+        lambda pipe: pipe.optimizer.state_dict(),
+        lambda pipe: pipe.evaluate(regression(1)),
+    ],
+    ids=["flush", "state", "fingerprint", "optimizer", "evaluate"],
+)
+def test_a_setting_that_would_reach_stages_is_refused_and_ends_nothing(workers, wait):
+    x, y = regression(1)[0]
+
+    def losses(disturb):
+        torch.manual_seed(1)
+        with make(workers=workers) as pipe:
+            pending = [pipe.submit(x, y) for _ in range(3)]
+            if disturb:
+                torch.set_default_dtype(torch.float64)
+                try:
+                    with pytest.raises(
+                        ConfigError, match=r"get_default_dtype\(\) was torch.float32"
+                    ):
+                        wait(pipe)
+                    with pytest.raises(
+                        ConfigError, match=r"get_default_dtype\(\) was torch.float32"
+                    ):
+                        pending[0].result()
+                finally:
+                    torch.set_default_dtype(torch.float32)
+            pending += [pipe.submit(x, y) for _ in range(3)]
+            pipe.flush()
+            return [each.result().loss for each in pending]
+
+    assert losses(disturb=True) == losses(disturb=False)

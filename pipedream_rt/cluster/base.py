@@ -47,6 +47,15 @@ class Cluster(Protocol):
     names: tuple[str, ...]
     transport: Transport
 
+    def may_wait(self) -> None:
+        """Refuse to be waited for where the script has changed what workers here compute with.
+
+        The coordinator asks before it feeds anything for which it will wait, so nothing is lost.
+
+        Raises:
+            ConfigError: The script has; workers of their own processes know nothing of it.
+        """
+
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context that the coordinator enters around every wait for its workers."""
 

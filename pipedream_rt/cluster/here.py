@@ -15,6 +15,7 @@ from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.stage.host import StageHost
+from pipedream_rt.stage.settings import refuse_global_hooks, refuse_other_settings, settings_now
 from pipedream_rt.transport.base import Lost, Receive, Transport, sender
 
 
@@ -78,6 +79,7 @@ class ClusterHere:
     ) -> None:
         """Make a host for each worker, for whose stages `_open` is called then."""
         self._plan = plan
+        self._settings = settings_now()
         self.transport = transport
         transport.open(COORDINATOR, receive, fail)
         self._hosts = [
@@ -93,6 +95,11 @@ class ClusterHere:
             for worker in range(plan.workers)
         ]
         self.names = tuple(host.plain_name for host in self._hosts)
+
+    def may_wait(self) -> None:
+        """See `Cluster.may_wait`; settings of torch and hooks on all modules are the process's."""
+        refuse_other_settings(self._settings)
+        refuse_global_hooks()
 
     def _open(self, host: StageHost, receive: Receive, lost: Lost) -> None:
         """Begin to receive for the stages of a host."""

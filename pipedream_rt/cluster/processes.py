@@ -125,6 +125,9 @@ class ProcessCluster:
         if not self._watch.ending:
             self._fail(once(lambda: self.name_loss(error)))
 
+    def may_wait(self) -> None:
+        """See `Cluster.may_wait`."""
+
     def waiting(self) -> AbstractContextManager[None]:
         """See `Cluster.waiting`; processes compute whether the coordinator waits or not."""
         return nullcontext()

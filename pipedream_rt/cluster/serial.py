@@ -28,11 +28,7 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.stage.settings import (
-    Settings,
     refuse_contexts,
-    refuse_global_hooks,
-    refuse_other_settings,
-    settings_now,
 )
 from pipedream_rt.transport.base import Receive
 from pipedream_rt.transport.memory import DirectTransport
@@ -121,7 +117,7 @@ class SerialCluster(ClusterHere):
     ) -> None:
         """Give no worker a turn yet."""
         self._life = Lifecycle("the cluster")
-        self._threads, self._settings = threads, settings_now()
+        self._threads = threads
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
         super().__init__(
@@ -137,6 +133,15 @@ class SerialCluster(ClusterHere):
         for worker in self._workers:
             self._open(worker.host, worker.receive, worker.lose)
 
+    def may_wait(self) -> None:
+        """See `Cluster.may_wait`; a context of the script is around the stages too.
+
+        Autocast could be turned off, but inside a context of the script's own it would keep its
+        copies of weights from one update to the next.
+        """
+        super().may_wait()
+        refuse_contexts()
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """See `Cluster.waiting`. Before the coordinator waits, workers go on as far as they can.
@@ -148,7 +153,8 @@ class SerialCluster(ClusterHere):
         if not self._takes_turns:
             self._takes_turns = True
             try:
-                with _as_on_a_worker(self._threads, self._settings):
+                self.may_wait()
+                with _as_on_a_worker(self._threads):
                     while self._ready and self._life.is_open:
                         self._ready.popleft().take_turn()
             finally:
@@ -188,18 +194,8 @@ def _is_of_a_handler(error: Exception) -> bool:
 
 
 @contextmanager
-def _as_on_a_worker(threads: int, settings: Settings) -> Iterator[None]:
-    """Let the body compute as on a worker, which knows nothing of what the script is doing.
-
-    Raises:
-        ConfigError: The script is inside a context, or has other settings than at the start, or
-            hooks on all modules, which workers would not have.
-    """
-    # Autocast could be turned off, but inside a context of the script's own it would keep its
-    # copies of weights from one update to the next.
-    refuse_other_settings(settings)
-    refuse_contexts()
-    refuse_global_hooks()
+def _as_on_a_worker(threads: int) -> Iterator[None]:
+    """Let the body compute as on a worker, which knows nothing of what the script is doing."""
     before = torch.get_num_threads()
     with torch.inference_mode(False), torch.enable_grad(), kept_generator_state():
         if threads != before:

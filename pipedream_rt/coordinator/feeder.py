@@ -229,8 +229,12 @@ class Feeder:
         return self._group.feed(head, tensors, target, of_target)
 
     def collect_oldest(self) -> None:
-        """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
-        self._group.life.check()
+        """Wait for the losses of the oldest mini-batch on its way, and set its outcome.
+
+        Raises:
+            ConfigError: The script has changed what workers in its own process compute with.
+        """
+        self._group.may_wait()
         pending = self.pending[0]
         with self._group.life.guard():  # an error in between loses the losses taken before it
             asked, taken = time.monotonic_ns(), []
@@ -252,8 +256,12 @@ class Feeder:
         return all(map(self._group.inbox.holds, keys))
 
     def flush(self) -> None:
-        """Wait until nothing is in flight on any stage, and every update is applied."""
-        self._group.life.check()
+        """Wait until nothing is in flight on any stage, and every update is applied.
+
+        Raises:
+            ConfigError: The script has changed what workers in its own process compute with.
+        """
+        self._group.may_wait()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
         self._group.command(CommandName.FLUSH, self._group.next_micro_batch)

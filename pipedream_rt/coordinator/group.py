@@ -230,12 +230,24 @@ class WorkerGroup:
         """Return the replies of replica 0 of each stage, of those of all replicas."""
         return [replies[self.plan.address_of(stage)] for stage in range(self.plan.num_stages)]
 
+    def may_wait(self) -> None:
+        """Refuse to wait for workers, before anything is fed for which they would be waited for.
+
+        Raises:
+            ConfigError: The script has changed what workers in its own process compute with.
+            PipelineClosed: The pipeline is closed.
+        """
+        self.life.check()
+        self.cluster.may_wait()
+
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
         """Feed a command as `tell` does, and wait for the replies of all addresses.
 
         Raises:
-            ConfigError: A stage has refused to show what the command asks for.
+            ConfigError: A stage has refused to show what the command asks for, or the script has
+                changed what workers in its own process compute with.
         """
+        self.may_wait()
         position = self.tell(name, argument, role)
         try:
             return self.replies(position)
