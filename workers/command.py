@@ -5,6 +5,7 @@ It imports torch only once a coordinator calls, so a worker that waits is small 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import re
@@ -29,7 +30,14 @@ from pipedream_rt.cluster.control import (
     Control,
 )
 from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
-from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
+from pipedream_rt.cluster.keys import (
+    COORDINATOR_END,
+    NONCE,
+    WORKER_END,
+    prove,
+    prove_refusal,
+    session_key,
+)
 from pipedream_rt.cluster.records import Record, is_name
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
@@ -233,7 +241,8 @@ def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, fa
             if not persist:
                 raise
             if not failures:
-                _log.info("%s; trying again, now and then", problem)
+                level = logging.WARNING if isinstance(problem, _Unproven) else logging.INFO
+                _log.log(level, "%s; trying again, now and then", problem)
             failures += 1
         finally:
             control.close()
@@ -287,6 +296,10 @@ def _pause(seconds: float) -> None:
 
 class _NoPlace(PipelineError):
     """The coordinator had no place for this worker now, or gave up before the job began."""
+
+
+class _Unproven(_NoPlace):
+    """Who listens there refused this worker, and may be anybody."""
 
 
 def serve(control: Control, worker: _Worker) -> int:
@@ -365,8 +378,15 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
         control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
         answer = control.receive(Deadline(_ANSWER_TIMEOUT))
         if answer["type"] == "refused":
+            reason = printable(answer["reason"])
+            right = prove_refusal(secret, call["nonce"], nonce, answer)
+            if not hmac.compare_digest(right, answer.get("proof") or b""):
+                raise _Unproven(
+                    "the coordinator refused this worker, and does not show that it knows the "
+                    f"secret that the worker has: {reason}"
+                )
             kind = _NoPlace if answer["passing"] else PipelineError
-            raise kind(f"the coordinator refused this worker: {printable(answer['reason'])}")
+            raise kind(f"the coordinator refused this worker: {reason}")
         _expect(answer, "admitted")
     except PeerLost as error:
         raise _NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error

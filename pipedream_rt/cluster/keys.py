@@ -34,6 +34,19 @@ def prove(secret: bytes, asked: bytes, answer: bytes, hello: Mapping[str, Any]) 
     return proof(secret, b"worker", asked, answer, msgpack.packb(said))
 
 
+def prove_refusal(secret: bytes, asked: bytes, answer: bytes, refused: Mapping[str, Any]) -> bytes:
+    """Return what a coordinator shows with a refusal, to prove that it knows the secret.
+
+    Args:
+        secret: The secret of the job.
+        asked: The nonce of the coordinator's call.
+        answer: The nonce of the worker's hello.
+        refused: The refusal, whose proof, if it has one, is left out.
+    """
+    said = [refused.get(name) for name in ("reason", "passing")]
+    return proof(secret, b"refused", asked, answer, msgpack.packb(said))
+
+
 def session_key(secret: bytes, asked: bytes, answer: bytes) -> bytes:
     """Return the key that signs every record of a control connection after the hello.
 

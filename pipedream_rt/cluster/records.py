@@ -49,7 +49,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     # What anybody may have sent. The fields of a hello depend on its version: see `HELLO`.
     "call": {"nonce": exactly(NONCE), "secret": maybe(exactly(NONCE))},
     "hello": {"version": anything},
-    "refused": {"reason": text(4096), "passing": truth},
+    "refused": {"reason": text(4096), "passing": truth, "proof": maybe(exactly(32))},
     "admitted": {},
     # What a member has signed.
     "ready": {"processor": line(255)},

@@ -14,7 +14,7 @@ from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.admission import Refusal, admit, process_of, refusal_of
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.crowd import accept, most_strangers
-from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.keys import NONCE, prove_refusal
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, natural
 from pipedream_rt.cluster.records import Record
@@ -236,7 +236,7 @@ class Rendezvous:
         if refusal is None and self._full:
             refusal = Refusal(f"the job has its {self._plan.workers} workers", passing=True)
         if refusal is not None:
-            self._refuse(control, hello, refusal)
+            self._refuse(control, nonce, hello, refusal)
             return
         try:
             member = admit(control, hello, nonce, self._secret)
@@ -297,14 +297,24 @@ class Rendezvous:
         _log.log(level, text + more, *arguments)
         self._said[text] = (now, 0)
 
-    def _refuse(self, control: Control, hello: Record, refusal: Refusal) -> None:
-        """Tell a worker why it cannot become a member, and close its connection."""
+    def _refuse(self, control: Control, asked: bytes, hello: Record, refusal: Refusal) -> None:
+        """Tell a worker why it cannot become a member, and close its connection.
+
+        Args:
+            control: The connection.
+            asked: The nonce of the call that the worker has answered.
+            hello: What the worker has said of itself; anybody may have sent it.
+            refusal: Why.
+        """
         name, process = printable(str(hello.get("name")), 100), process_of(hello)
         level = logging.INFO if self._full else logging.WARNING
         self._note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):
             reason = {"reason": refusal.reason, "passing": refusal.passing}
-            control.send({"type": "refused", **reason})
+            answer = hello.get("nonce")
+            answer = answer if isinstance(answer, bytes) else b""
+            shown = prove_refusal(self._secret, asked, answer, reason)
+            control.send({"type": "refused", **reason, "proof": shown})
         control.close()
         if refusal.proven and not refusal.passing:
             self._refused[name] = refusal.reason

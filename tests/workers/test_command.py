@@ -1,10 +1,16 @@
 """How a worker waits for a coordinator; the lives of whole workers are in tests/cluster."""
 
+import secrets
 import socket
+import threading
+from datetime import timedelta
 
 import pytest
 from pipedream_rt.workers import command
 
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.keys import NONCE, prove_refusal
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 
 
@@ -64,6 +70,44 @@ def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
     with pytest.raises(PipelineError, match="refused"):
         serve_at(persist=True)
     assert pauses == []
+
+
+SECRET = b"the secret of the job".ljust(NONCE)
+
+
+@pytest.mark.parametrize("shown", ["right", "none", "of another secret", "of other words"])
+@pytest.mark.parametrize("passing", [True, False])
+def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
+    """Anybody may listen where a persistent worker tries again, and send it away."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        coordinator = Control(ours, "the worker")
+        asked = secrets.token_bytes(NONCE)
+        coordinator.send({"type": "call", "nonce": asked})
+        said = []
+
+        def refuse():
+            hello = coordinator.receive(Deadline(timedelta(seconds=20)))
+            refused = {"reason": "the job is full", "passing": passing}
+            secret = b"another".ljust(NONCE) if shown == "of another secret" else SECRET
+            words = {**refused, "reason": "else"} if shown == "of other words" else refused
+            proof = prove_refusal(secret, asked, hello["nonce"], words)
+            proof = None if shown == "none" else proof
+            coordinator.send({"type": "refused", **refused, "proof": proof})
+            said.append(hello["name"])
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        control = Control(theirs, "the coordinator", "127.0.0.1")
+        with pytest.raises(
+            PipelineError, match=r"refused this worker.*: the job is full"
+        ) as raised:
+            command._be_admitted(control, command._Worker("w", 1, SECRET))
+        thread.join()
+    assert said == ["w"]
+    final = shown == "right" and not passing
+    assert isinstance(raised.value, command._NoPlace) == (not final)
+    assert ("does not show that it knows the secret" in str(raised.value)) == (shown != "right")
 
 
 def test_the_arguments_of_a_new_process_image(monkeypatch):
