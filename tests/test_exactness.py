@@ -77,6 +77,30 @@ class Lazy(nn.Module):
         return self.linear(x) + (0 if self.mean is None else self.mean)
 
 
+class Drops(nn.Module):
+    """A buffer that the fourth forward drops, and the first of two names of another one."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("gain", torch.full((8,), 4.0), persistent=persistent)
+        self.register_buffer("first", torch.ones(8), persistent=persistent)
+        self.register_buffer("second", self.first, persistent=persistent)
+
+    def forward(self, x):
+        if self.gain is not None:
+            x = x * self.gain
+            self.gain = self.gain - 1
+            if self.gain[0] < 1:
+                self.gain = self.first = None
+        return self.linear(x) + self.second + (0 if self.first is None else self.first)
+
+
+class DropsHidden(Drops):
+    def __init__(self):
+        super().__init__(persistent=False)
+
+
 class LazyHidden(Lazy):
     def __init__(self):
         super().__init__(persistent=False)
@@ -177,6 +201,8 @@ CASES = {
     "a hidden buffer": (Counts, FUSED, torch.float32),
     "a lazy buffer": (Lazy, FUSED, torch.float32),
     "a lazy hidden buffer": (LazyHidden, FUSED, torch.float32),
+    "a buffer that is dropped": (Drops, FUSED, torch.float32),
+    "a hidden buffer that is dropped": (DropsHidden, FUSED, torch.float32),
     "a shared hidden buffer": (Shares, FUSED, torch.float32),
     "buffers of a backward": (Recomputes, FUSED, torch.float32),
     "channels last, fused": (Convolves, FUSED, torch.float32),

@@ -128,7 +128,7 @@ class StageSaver:
             if n in names or id(t) in buffers or n.endswith(_EXTRA_STATE_KEY_SUFFIX)
         }
         try:
-            extra = packed_extra(rest)
+            extra = packed_extra({**rest, **dict.fromkeys(self._stage.emptied())})
         except ConfigError as error:
             self._tell(position, str(error))
             return
@@ -312,17 +312,20 @@ def restore_stage(
     own_name = replica_name(replica, plan.replicas[stage.index]) if replica else ""
     state = _read(Path(folder), files, keys, names, list(slots), plain, own_name)
     whole, older = True, {}
-    for owner, weights in [(stage.index, stage.parameters), *stage.borrowed.items()]:
-        read, of_owner = max(floor, plan.reads(owner, first)), list(weights.named)
+    for index, weights in [(stage.index, stage.parameters), *stage.borrowed.items()]:
+        read, of_owner = max(floor, plan.reads(index, first)), list(weights.named)
         versions = state.versions
-        if owner != stage.index:
+        if index != stage.index:
             versions = _read(Path(folder), files, (), of_owner, (), plain).versions
         needed = range(read, step) if of_owner else range(0)
         if all(version in versions for version in needed):
-            older[owner] = {version: versions[version] for version in needed}
+            older[index] = {version: versions[version] for version in needed}
         else:
-            whole, older[owner] = False, {}
-    extra = {key: value for key, value in state.extra.items() if key in there}
+            whole, older[index] = False, {}
+    extra = {key: value for key, value in state.extra.items() if key in there and key not in slots}
+    for name in slots.keys() & state.extra.keys():  # a forward has put None there
+        owner, _, short = name.rpartition(".")
+        stage.module.get_submodule(owner)._buffers[short] = None
     own = older.pop(stage.index)
     stage.restore(step, {**state.weights, **extra}, own, state.hidden, older)
     if with_optimizer:

@@ -232,6 +232,7 @@ class Stage:
         self.kept = KeptVersions(self.module)
         self.caches: dict[int, dict[str, Any]] = {}
         self._buffers = ForwardBuffers(self.module)
+        self._filled = _names_of_buffers(self.module)
         self._kinds = _kinds(self.module)
         self.at: tuple[Step, Any] | None = None
         self.optimizer: StageOptimizer | None = None
@@ -1167,6 +1168,10 @@ class Stage:
         self.next_forward = self.ended = self._next_own(step * self.plan.per_update)
         self.steps = self.taken = step
 
+    def emptied(self) -> list[str]:
+        """Return the names of the buffers in whose places a forward has put None."""
+        return sorted(self._filled - _names_of_buffers(self.module))
+
     @torch.no_grad()
     def fingerprints(self) -> dict[str, Any]:
         """Return the fingerprints of the stage; see `fingerprints_of`."""
@@ -1178,7 +1183,7 @@ class Stage:
             self.step_state(),
             parameters.older(),
             parameters.ledger.newest,
-            packed_extra(self.module.state_dict()),
+            packed_extra({**self.module.state_dict(), **dict.fromkeys(self.emptied())}),
         )
 
     @torch.no_grad()
@@ -1384,3 +1389,8 @@ def _to_derive(
 def _found(flight: _InFlight) -> list[Gradients]:
     """Return the gradients that were caught at the entrance of the stage, for each input."""
     return [[own(c[0]) if c else None for c in caught] for caught in flight.caught]
+
+
+def _names_of_buffers(module: nn.Module) -> set[str]:
+    """Return the names of all places of a module that hold a buffer which is not None."""
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
