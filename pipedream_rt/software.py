@@ -28,7 +28,11 @@ def _version_of_torch() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "is missing"
-    return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
+    try:
+        found = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    except OSError:  # it is in an archive, say
+        return "of no known version"
+    return str(found.get("__version__"))
 
 
 def processor() -> str:

@@ -112,8 +112,8 @@ def starts_here(workers: Workers) -> bool:
     return workers == "local" or (workers is None and not elsewhere)
 
 
-_CHOOSING = timedelta(hours=1)
-"""How long other ranks of torchrun wait for rank 0 to choose stages; they end if it does."""
+_CHOOSING = timedelta(minutes=30)
+"""How long other ranks of torchrun wait for rank 0 to choose; torchrun ends them if it fails."""
 
 
 def leave_to_rank_0(workers: Workers, threads: int) -> None:

@@ -2,35 +2,59 @@
 
 A class or a function that can be imported is pickled by its name, so a worker runs its own copy of
 it. That copy is another one where the script has replaced a method (``Layer.forward = faster``), or
-where the worker's machine has another file of that name. Plain PyTorch would run the script's.
+where the worker has read another file of that name. Plain PyTorch would run the script's.
+
+Only what a worker calls is compared: the forward of a layer, the step of an optimizer, and whatever
+functions, classes and attributes their code reads by name, and theirs.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import sysconfig
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_BEGAN = time.time()
+
 _UNSEEN = {*sys.stdlib_module_names, "pipedream_rt"}
 """Packages whose code is the same wherever a worker is admitted."""
 
-_COMPUTES = ("forward", "step")
-"""The methods of torch's classes that somebody may replace."""
+_TOOLS = ("beartype", "jaxtyping", "typeguard")
+"""Packages that wrap what a script imports, to check types."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_COMPUTES = frozenset({"forward", "step"})
+"""The methods by which layers and optimizers compute, their own or of a base, also of torch's."""
+
+_CALLED = frozenset({
+    "__init__", "__new__", "__post_init__", "__call__", "__getattr__", "__getitem__", "__enter__",
+    "__exit__", "forward", "backward", "setup_context", "step", "zero_grad",
+})  # fmt: skip
+"""The methods of other classes that are called without their names."""
+
+_OWN = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+
+_DEEPEST = 5
+_MOST_ITEMS = 1000
 
 
 class Piece(NamedTuple):
@@ -38,23 +62,19 @@ class Piece(NamedTuple):
 
     Attributes:
         digest: A digest of what it does.
-        module: The name of the module in which it says it was defined.
-        file: A digest of that module's file; empty if it cannot be read.
+        origin: Where it was written, with a digest of that file; empty if that is not known.
     """
 
     digest: str
-    module: str
-    file: str
+    origin: str
 
     def is_same(self, other: Piece) -> bool:
         """Whether two processes run the same.
 
-        Code may also differ because a tool of the script rewrites what is imported, as pytest does
-        with assertions and checkers of types with functions; then the files are the same.
+        Code may also differ because a tool rewrites what the script imports, as pytest does with
+        assertions; then both were written in the same place.
         """
-        if self.digest == other.digest:
-            return True
-        return self.module == other.module and self.file == other.file != ""
+        return self.digest == other.digest or self.origin == other.origin != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,56 +83,53 @@ class Code:
 
     Attributes:
         pieces: The functions, by their names.
-        constants: What prints for each plain global variable that they read, by its name.
+        constants: What prints for each plain value of a module or a class of the user's own that
+            they read, by its name.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
 
 
-def code_of(things: Iterable[object]) -> Code:
+def code_of(things: Iterable[object], *, built: bool = False) -> Code:
     """Return the code of things that are pickled.
 
     Args:
         things: Modules, whose modules inside them count too; classes; functions; other objects, of
             which their classes count.
+        built: Whether the worker builds the modules, rather than unpickles them.
     """
     collector = _Collector()
     for thing in things:
         while isinstance(thing, functools.partial):
             thing = thing.func
-        if isinstance(thing, MethodType):
-            collector.add_class(type(thing.__self__))
-        elif isinstance(thing, nn.Module):
-            for module in thing.modules():
-                collector.add_class(type(module))
+        if isinstance(thing, nn.Module):
+            collector.add_module(thing, built)
         elif isinstance(thing, type):
-            collector.add_class(thing)
+            collector.add_class(thing, _CALLED)
         elif isinstance(thing, FunctionType):
-            collector.add_function(thing)
-        else:
-            collector.add_class(type(thing))
-    return collector.code
+            collector.add(f"{thing.__module__}.{thing.__qualname__}()", thing, _is_by_name(thing))
+        elif isinstance(thing, MethodType):
+            collector.add_class(type(thing.__self__), {thing.__name__})
+        else:  # a correction, say, whose methods the runtime calls
+            collector.add_class(
+                type(thing), {name for b in type(thing).__mro__ for name in vars(b)}
+            )
+    return collector.run()
 
 
 def replaced(here: Code, there: Code) -> list[str]:
     """Return the names of the functions that two processes have otherwise.
 
-    A method that one of them lacks counts; another function does not, since who calls it counts.
+    One that only one of them has does not count: who calls it does.
     """
-    names = []
-    for name in sorted(here.pieces.keys() | there.pieces.keys()):
-        one, other = here.pieces.get(name), there.pieces.get(name)
-        if one is None or other is None:
-            if "()" not in name:
-                names.append(name)
-        elif not one.is_same(other):
-            names.append(name)
+    both = sorted(here.pieces.keys() & there.pieces.keys())
+    names = [name for name in both if not here.pieces[name].is_same(there.pieces[name])]
     return [name.removesuffix("()") for name in names]
 
 
 def changed(here: Code, there: Code) -> list[str]:
-    """Return the global variables that have other values in another process, each in words."""
+    """Return the plain values that are others in another process, each in words."""
     return [
         f"{name} is {value} here and {there.constants[name]} there"
         for name, value in sorted(here.constants.items())
@@ -128,120 +145,255 @@ def refuse_other_code(here: Code, sent: Code) -> None:
         sent: The code that the script has.
 
     Raises:
-        ConfigError: Functions differ. Where only global variables do, that is logged.
+        ConfigError: Functions differ. Where only plain values do, that is logged.
     """
     if names := replaced(here, sent):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ConfigError(
             f"this worker has other code than the script of {', '.join(names[:5])}{more}: the "
-            "script has replaced it when it ran, or this machine has another file of that name. "
-            "Replace it in the module that defines it, or define a class of your own with the "
-            "replacement; give all machines the same files"
+            "script has replaced it when it ran, or the file was edited since the script read it, "
+            "or this machine has another file of that name. Make replacements in the module that "
+            "defines what is replaced, or in a class of your own; give all machines the same "
+            "files, and leave them as they are while the run goes on"
         )
     if values := changed(here, sent):
         _log.warning(
-            "global variables that layers read have another value here, in a worker, than there, "
-            "in the script, which has changed them since they were imported: %s; make them "
+            "values that layers read from modules and classes are others here, in a worker, than "
+            "there, in the script, which has changed them since they were imported: %s; make them "
             "attributes of the layers",
             "; ".join(values[:5]),
         )
 
 
 class _Collector:
-    """Collects the code of classes and functions, and of the functions that those call by name."""
+    """Collects functions, and what the code of these reads by name, until nothing new is found."""
 
     def __init__(self) -> None:
         """Collect nothing yet."""
-        self.code = Code()
-        self._seen: set[int] = set()
+        self._code = Code()
+        self._waiting: list[tuple[str, FunctionType, bool, str]] = []
+        self._names: set[str] = set()
+        self._classes: dict[int, tuple[type, set[str]]] = {}  # a class need not be hashable
+        self._taken: set[tuple[int, str]] = set()
+        self._followed: set[int] = set()
         self._files: dict[str, str] = {}
 
-    def add_class(self, cls: type) -> None:
-        """Add the methods and the plain values of a class and of each of its bases."""
-        for base in cls.__mro__:
-            if id(base) not in self._seen and _package(base.__module__) not in _UNSEEN:
-                self._seen.add(id(base))
-                if _is_by_name(base):
-                    self._add_methods(base)
+    def run(self) -> Code:
+        """Take everything that waits, and what that reads; return all of it."""
+        while self._waiting:
+            while self._waiting:
+                self._take(*self._waiting.pop())
+            for cls, always in list(self._classes.values()):
+                self._take_methods(cls, always)
+        return self._code
 
-    def _add_methods(self, cls: type) -> None:
-        """Add the methods of a class itself and its plain values; of torch only what computes."""
-        own = {} if _package(cls.__module__) == "torch" else dict(vars(cls))
-        for name in _COMPUTES:  # own or not: an optimizer of torch gets its own when one is made
+    def add_module(self, module: nn.Module, built: bool) -> None:
+        """Add the forwards of a module and of the modules in it, and functions that they hold."""
+        for each in module.modules():
+            self.add_class(type(each), {*_COMPUTES, "__call__", *(["__init__"] if built else [])})
+            for name, value in vars(each).items():
+                plain = issubclass(type(value), torch.Tensor) or _text_of_value(value) is not None
+                if name not in _OWN and not plain:  # what is plain travels with the module
+                    self._note(f"{_name_of(type(each))}.{name}", value, _package_of(type(each)), 0)
+
+    def add_class(self, cls: type, always: Collection[str]) -> None:
+        """Add methods of a class: some, and those whose names are read anywhere."""
+        if _package_of(cls) not in _UNSEEN:
+            known = self._classes.setdefault(id(cls), (cls, set()))[1]
+            if not known.issuperset(always):
+                known.update(always)
+                self._take_methods(cls, known)
+
+    def add(self, name: str, function: FunctionType, by_name: bool, package: str = "") -> None:
+        """Add a function.
+
+        Args:
+            name: The name under which it is found.
+            function: The function.
+            by_name: Whether it is compared; else only what it reads is.
+            package: The package of who reads it; empty for nobody.
+        """
+        self._waiting.append((name, function, by_name, package or _package_of(function)))
+
+    def _take_methods(self, cls: type, always: Collection[str]) -> None:
+        """Add those methods of a class and its bases whose names are read, and plain values."""
+        package = _package_of(cls)
+        for name in _COMPUTES & set(always):
             holder = next((base for base in cls.__mro__ if name in vars(base)), None)
-            if holder is not None:
-                own[name] = vars(holder)[name]
-        for name, value in own.items():
-            full = f"{cls.__module__}.{cls.__qualname__}.{name}"
-            if type(value) in _PLAIN and not name.startswith("__"):
-                self.code.constants[full] = repr(value)
-            for function in _functions_in(value):
-                self._add(full, function, _package(cls.__module__))
+            if holder is not None and (id(cls), name) not in self._taken:
+                self._taken.add((id(cls), name))
+                for function in _functions_in(vars(holder)[name]):
+                    by_name = _is_by_name(cls) or _is_by_name(function)
+                    self.add(f"{_name_of(cls)}.{name}", function, by_name, package)
+        for base in cls.__mro__:
+            if _package_of(base) in (*_UNSEEN, "torch"):
+                continue
+            own = vars(base)
+            for name in own.keys() & (self._names | set(always)):
+                if (id(base), name) in self._taken:
+                    continue
+                self._taken.add((id(base), name))
+                full, functions = f"{_name_of(base)}.{name}", list(_functions_in(own[name]))
+                for function in functions:
+                    self.add(full, function, _is_by_name(base), package)
+                if not functions and not name.startswith("__"):
+                    self._note(full, own[name], package, 0)
 
-    def add_function(self, function: FunctionType) -> None:
-        """Add a function, unless its package is one whose code is the same everywhere."""
-        own = _package(function.__module__)
-        if own not in (*_UNSEEN, "torch") and _is_by_name(function):
-            self._add(f"{function.__module__}.{function.__qualname__}()", function, own)
-
-    def _add(self, name: str, function: FunctionType, package: str) -> None:
-        """Add a function under a name, and what it reads by global names in its own package."""
+    def _take(self, name: str, function: FunctionType, by_name: bool, package: str) -> None:
+        """Take a function, and what its code reads by global names."""
         chain = list(_unwrapped(function))
-        digest = blake2b("|".join(_text_of(each) for each in chain).encode(), digest_size=8)
-        before = self.code.pieces.get(name)  # of a property: its getter, and now its setter
-        text = digest.hexdigest() + ("" if before is None else before.digest)
-        module = function.__module__ or ""
-        self.code.pieces[name] = Piece(text, module, self._file_of(module))
-        if _package(module) == package != "torch":
-            for each in chain:
-                self._follow(each, package)
+        if by_name:
+            text = "|".join(_text_of(each) for each in chain)
+            digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+            before = self._code.pieces.get(name)  # of a property: its getter, and now its setter
+            piece = Piece(digest + (before.digest if before else ""), self._origin_of(function))
+            self._code.pieces[name] = piece
+        for each in chain:
+            own = _package_of(each)
+            if id(each.__code__) in self._followed or own in _UNSEEN:
+                continue
+            self._followed.add(id(each.__code__))
+            if own in (package, "torch") or not _is_installed(each.__globals__.get("__name__")):
+                names = set(_names_in(each.__code__))
+                if own != "torch":
+                    self._names |= names
+                self._read(each.__globals__, names, package, own == "torch")
 
-    def _follow(self, function: FunctionType, package: str) -> None:
-        """Add the functions and the plain values that a function reads by global names."""
-        names = set(_names_in(function.__code__))
-        for name in names:
-            value = function.__globals__.get(name)
-            if isinstance(value, ModuleType):
-                if _package(value.__name__) not in (*_UNSEEN, "torch"):
-                    for inner in names & vars(value).keys():
-                        self._note(f"{value.__name__}.{inner}", vars(value)[inner], package)
-            elif name in function.__globals__:
-                self._note(f"{function.__globals__.get('__name__')}.{name}", value, package)
+    def _read(
+        self,
+        variables: Mapping[str, Any],
+        names: set[str],
+        package: str,
+        torchs: bool,
+        depth: int = 0,
+    ) -> None:
+        """Note what code reads of a module, and of the modules that it reads there.
 
-    def _note(self, name: str, value: object, package: str) -> None:
-        """Add a function that is called, or a plain value that is read."""
-        if isinstance(value, FunctionType):
-            if f"{name}()" not in self.code.pieces and _package(name) not in (*_UNSEEN, "torch"):
-                self._add(f"{name}()", value, package)
-        elif type(value) in _PLAIN and not name.rpartition(".")[2].startswith("__"):
-            self.code.constants[name] = repr(value)
+        Args:
+            variables: What the module holds.
+            names: The names that are read.
+            package: The package of who reads.
+            torchs: Whether the code is torch's, of which no more than what it calls is noted.
+            depth: The number of modules around this one.
+        """
+        where = variables.get("__name__")
+        for name in names & variables.keys():
+            value = variables[name]
+            if issubclass(type(value), ModuleType):
+                inner = ModuleType.__getattribute__(value, "__dict__")
+                if depth < _DEEPEST and _package(inner.get("__name__")) not in _UNSEEN:
+                    self._read(inner, names, package, torchs, depth + 1)
+            elif not torchs or type(value) in (FunctionType, BuiltinFunctionType):
+                self._note(f"{where}.{name}", value, package, depth)
 
-    def _file_of(self, module: str) -> str:
-        """Return a digest of a module's file; empty if it cannot be read."""
-        if module not in self._files:
-            path = getattr(sys.modules.get(module), "__file__", None)
+    def _note(self, name: str, value: Any, package: str, depth: int) -> None:
+        """Note a function that is called, a class that is used, or a plain value that is read."""
+        kind = type(value)
+        if issubclass(kind, FunctionType):
+            # Of torch what is called counts, not what that calls.
+            if f"{name}()" not in self._code.pieces and _package_of(value) not in _UNSEEN:
+                by_name = _is_by_name(value) or _package(name) != "__main__"
+                if _package_of(value) == "torch":
+                    self._followed.add(id(value.__code__))
+                self.add(f"{name}()", value, by_name, package)
+        elif kind is BuiltinFunctionType:
+            if _package(name) not in _UNSEEN:
+                self._code.pieces[f"{name}()"] = Piece("built in", "")
+        elif issubclass(kind, type):
+            if _package_of(value) not in (*_UNSEEN, "torch"):
+                self._code.pieces[name] = Piece(_name_of(value), "")
+                self.add_class(value, _CALLED)
+        elif (text := _text_of_value(value)) is not None:
+            if not _is_installed(name.rpartition(".")[0]):
+                self._code.constants[name] = text
+        elif kind in (dict, list, tuple):
+            items = value.items() if kind is dict else enumerate(value)
+            if len(value) < _MOST_ITEMS and depth < _DEEPEST:
+                for key, item in items:
+                    self._note(f"{name}[{key!r}]", item, package, depth + 1)
+        elif issubclass(kind, functools.partial):
+            self._note(name, value.func, package, depth + 1)
+        elif type(inner := _attribute(value, "__wrapped__")) is FunctionType:
+            self._note(name, inner, package, depth + 1)
+        elif _package_of(kind) not in (*_UNSEEN, "torch"):
+            self.add_class(kind, _CALLED - {"__init__", "__new__", "__post_init__"})
+
+    def _origin_of(self, function: FunctionType) -> str:
+        """Return where a function, and what wraps it but tools, was written; empty if not known."""
+        found = []
+        each: object = function
+        while isinstance(each, FunctionType):
+            by_tool = _package(each.__globals__.get("__name__")) in _TOOLS
+            if not by_tool and not each.__code__.co_filename.startswith("<@beartype"):
+                place = self._place_of(each)
+                if not place:
+                    return ""
+                found.append(place)
+            each = getattr(each, "__wrapped__", None)
+        return "; ".join(found)
+
+    def _place_of(self, function: FunctionType) -> str:
+        """Return where a function itself was written; empty if its file was edited of late."""
+        code, module = function.__code__, function.__globals__.get("__name__")
+        path = str(_attribute(sys.modules.get(module or ""), "__file__") or "")
+        if code.co_filename != path:
+            return ""
+        if path not in self._files:
             try:
-                found = blake2b(Path(path or "").read_bytes(), digest_size=8).hexdigest()
+                old = os.stat(path).st_mtime < _BEGAN
+                found = blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if old else ""
             except OSError:
                 found = ""
-            self._files[module] = found
-        return self._files[module]
+            self._files[path] = found
+        if not self._files[path]:
+            return ""
+        return f"{module} {function.__qualname__} {code.co_firstlineno} {self._files[path]}"
 
 
-def _package(module: str | None) -> str:
-    """Return the package at the top of a module's name."""
-    return (module or "builtins").partition(".")[0]
+def _package(module: object) -> str:
+    """Return the package at the top of a module's name; that of Python's own for no name."""
+    return module.partition(".")[0] if isinstance(module, str) else "builtins"
+
+
+def _package_of(thing: object) -> str:
+    """Return the package at the top of the module of a class or a function."""
+    return _package(_attribute(thing, "__module__"))
+
+
+def _name_of(cls: type) -> str:
+    """Return the full name of a class."""
+    return f"{_attribute(cls, '__module__')}.{cls.__qualname__}"
+
+
+def _attribute(value: object, name: str) -> object:
+    """Return an attribute; None if there is none, or its owner raises something."""
+    try:
+        return getattr(value, name, None)
+    except Exception:  # a foreign object may raise anything
+        return None
+
+
+@functools.cache
+def _is_installed(module: object) -> bool:
+    """Whether a module is an installed one, rather than one of the user's own."""
+    roots = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
+    name = module if isinstance(module, str) else ""
+    while name and name not in sys.modules:  # it may be the name of a class in a module
+        name = name.rpartition(".")[0]
+    return str(_attribute(sys.modules.get(name), "__file__") or "").startswith(roots)
 
 
 def _is_by_name(thing: type | FunctionType) -> bool:
     """Whether a class or a function is pickled by its name; else its code travels with it."""
-    module = thing.__module__ or ""
+    module = _attribute(thing, "__module__")
     by_value = cloudpickle.list_registry_pickle_by_value()
-    if module == "__main__" or any(f"{module}.".startswith(f"{each}.") for each in by_value):
+    if not isinstance(module, str) or module == "__main__":
+        return False
+    if any(f"{module}.".startswith(f"{each}.") for each in by_value):
         return False
     found: object = sys.modules.get(module)
     for name in thing.__qualname__.split("."):
-        found = getattr(found, name, None)
+        found = _attribute(found, name)
     return found is thing
 
 
@@ -252,7 +404,13 @@ def _functions_in(value: object) -> Iterator[FunctionType]:
         parts = (value.__func__,)
     elif isinstance(value, property):
         parts = (value.fget, value.fset, value.fdel)
-    yield from (part for part in parts if isinstance(part, FunctionType))
+    elif isinstance(value, functools.cached_property):
+        parts = (value.func,)
+    for part in parts:
+        if isinstance(part, FunctionType):
+            # What torch puts around the step of every optimizer that is made.
+            inner = getattr(part, "__wrapped__", None) if getattr(part, "hooked", 0) else None
+            yield inner if isinstance(inner, FunctionType) else part
 
 
 def _unwrapped(function: FunctionType) -> Iterator[FunctionType]:
@@ -265,35 +423,54 @@ def _unwrapped(function: FunctionType) -> Iterator[FunctionType]:
         seen.add(id(each))
         yield each
         inner: list[Callable[..., Any] | None] = [getattr(each, "__wrapped__", None)]
-        for cell in each.__closure__ or ():
-            try:
-                inner.append(cell.cell_contents)
-            except ValueError:  # nothing in it yet
-                continue
+        inner += list(_cells_of(each))
         waiting += [f for f in inner if isinstance(f, FunctionType)]
+
+
+def _cells_of(function: FunctionType) -> Iterator[Any]:
+    """Yield what the closure of a function holds."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing in it yet
+            continue
 
 
 def _text_of(function: FunctionType) -> str:
     """Return a text that is another one for code that does something else."""
-    values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return f"{_code_text(function.__code__)} {[v for v in values if type(v) in _PLAIN]}"
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    values = [_text_of_value(value) for value in (*defaults, *_cells_of(function))]
+    return f"{_text_of_code(function.__code__)} {values}"
 
 
-def _code_text(code: CodeType) -> str:
-    """Return a text of compiled code that does not depend on the process."""
-    constants = [_constant_text(value) for value in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+def _text_of_value(value: object) -> str | None:
+    """Return a text of a plain value, or of a container of these; None of anything else."""
+    kind = type(value)
+    if kind in (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device):
+        return repr(value)
+    if issubclass(kind, Enum):
+        return f"{kind.__qualname__}.{value.name}"  # type: ignore[attr-defined]
+    if kind in (tuple, list, dict, set, frozenset, torch.Size):
+        flat: list[object] = [*value.items()] if kind is dict else [*value]  # type: ignore
+        texts = [_text_of_value(each) for each in flat] if len(flat) < _MOST_ITEMS else [None]
+        if None not in texts:
+            ordered = sorted(map(str, texts)) if kind in (set, frozenset) else map(str, texts)
+            return f"{kind.__name__}({', '.join(ordered)})"
+    return None
 
 
-def _constant_text(value: Any) -> str:
-    """Return a text of a constant of compiled code."""
-    if isinstance(value, CodeType):
-        return _code_text(value)
-    if isinstance(value, frozenset):  # whose order differs from process to process
-        return str(sorted(map(_constant_text, value)))
-    if isinstance(value, tuple):
-        return str([_constant_text(each) for each in value])
-    return repr(value)
+@functools.lru_cache(maxsize=1 << 14)
+def _text_of_code(code: CodeType) -> str:
+    """Return a text of compiled code that depends on no line, no comment and no process."""
+    parts = [str((code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_varnames))]
+    for each in dis.get_instructions(code):
+        value = each.argval
+        if isinstance(value, CodeType):
+            value = _text_of_code(value)
+        elif each.opcode in dis.hasconst:
+            value = _text_of_value(value) or repr(value)
+        parts.append(f"{each.opname} {value}")
+    return "\n".join(parts)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

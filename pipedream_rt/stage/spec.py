@@ -119,7 +119,8 @@ class StageSpec:
         steps = (step.target for program in self.programs for step in program.steps)
         hooks = (hook.call for hook in self.hooks)
         things = (self.layers, self.loss_fn, *self.corrections, *hooks, *steps)
-        return code_of(thing for thing in things if thing is not None)
+        built = bool(self.blueprint.specs)
+        return code_of((thing for thing in things if thing is not None), built=built)
 
     def build(self) -> None:
         """Build layers, read weights, and compile, so that the layers are as the stage needs them.

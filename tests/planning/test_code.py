@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -15,18 +16,54 @@ from pipedream_rt import ConfigError, Pipeline, StageFailed
 from pipedream_rt.planning.code import Code, changed, code_of, refuse_other_code, replaced
 
 SOURCE = """
+    import functools
     import math
     import torch
+    import torch.nn.functional as F
     from torch import nn
     from torch.nn.functional import relu
 
     SCALE = 2.0
+    SIZES = (1, 2)
 
     def scaled(x):
-        return inner(x) * SCALE
+        return inner(x) * SCALE + sum(SIZES)
 
     def inner(x):
-        return relu(x)
+        return F.gelu(relu(x))
+
+    def squared(x):
+        return x * x
+
+    TABLE = {"squared": squared}
+
+    @functools.lru_cache
+    def cached(n):
+        return n + 1
+
+    def times(factor):
+        def decorate(function):
+            @functools.wraps(function)
+            def multiplied(*args):
+                return function(*args) * factor
+            return multiplied
+        return decorate
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x ** 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Helper:
+        def __init__(self, n):
+            self.n = n
+
+        def add(self, x):
+            return x + self.n
 
     class Base(nn.Module):
         width = 4
@@ -42,13 +79,24 @@ SOURCE = """
         def half(self):
             return self.width // 2
 
+        @times(2.0)
+        def doubled(self, x):
+            return x
+
     class Layer(Base):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 4)
+            self.act = squared
 
         def forward(self, x):
-            return self.finish(scaled(self.linear(self.start(x))))
+            '''The forward.'''
+            x = self.finish(scaled(self.linear(self.start(x)))) * self.half
+            x = 1e-3 * Cube.apply(Helper(cached(1)).add(TABLE["squared"](self.act(x))))
+            return self.doubled(x)
+
+        def unused(self):
+            return 1
 
     def loss(y, target):
         return (y - target).square().mean() * math.pi
@@ -80,71 +128,159 @@ def test_equal_code_is_equal_in_another_process(module):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     there = pickle.loads(done.stdout)
     here = code_of([module.Layer(), module.loss])
-    assert here == there
+    assert {k: p.digest for k, p in here.pieces.items()} == {
+        k: p.digest for k, p in there.pieces.items()
+    }
+    assert here.constants == there.constants
     names = {name.removeprefix(f"{module.__name__}.") for name in here.pieces}
     assert {
-        "Layer.forward", "Layer.__init__", "Base.finish", "Base.start", "Base.half", "scaled()",
-        "inner()", "relu()", "loss()", "torch.nn.modules.linear.Linear.forward",
+        "Layer.forward", "Base.finish", "Base.start", "Base.half", "scaled()", "inner()", "relu()",
+        "loss()", "Layer.act()", "TABLE['squared']()", "cached()", "Cube.forward",
+        "Cube.backward", "Helper.__init__",
+        "Helper.add", "Base.doubled", "torch.nn.modules.linear.Linear.forward",
+        "torch.nn.functional.gelu()",
     } <= names  # fmt: skip
+    assert not names & {"Layer.unused", "Layer.__init__", "times()"}
     constants = {name.removeprefix(f"{module.__name__}.") for name in here.constants}
-    assert constants == {"SCALE", "Base.width"}
+    assert constants == {"SCALE", "SIZES", "Base.width"}
     refuse_other_code(here, there)
 
 
+def wrapped(function):
+    @functools.wraps(function)
+    def new(*args):
+        return function(*args) * 2
+
+    return new
+
+
+class Other:
+    def __init__(self, n):
+        pass
+
+    def add(self, x):
+        return x
+
+
+REPLACED = {
+    "forward": lambda m, set_: set_(m.Layer, "forward", other),
+    "a method of a base": lambda m, set_: set_(m.Base, "finish", other),
+    "a static method": lambda m, set_: set_(m.Base, "start", staticmethod(other)),
+    "a property": lambda m, set_: set_(m.Base, "half", property(other)),
+    "a method, by a wrapper": lambda m, set_: set_(m.Layer, "forward", wrapped(m.Layer.forward)),
+    "a method, by another one": lambda m, set_: set_(m.Base, "finish", m.Layer.unused),
+    "what a decorator keeps": lambda m, set_: set_(
+        m.Base, "doubled", m.times(3.0)(m.Base.doubled.__wrapped__)
+    ),
+    "a function": lambda m, set_: set_(m, "scaled", other),
+    "a function of a function": lambda m, set_: set_(m, "inner", other),
+    "an imported function": lambda m, set_: set_(m, "relu", other),
+    "a function in a table": lambda m, set_: set_(m, "TABLE", {"squared": m.inner}),
+    "a cached function": lambda m, set_: set_(m, "cached", functools.lru_cache(lambda n: 7)),
+    "a function of torch": lambda m, set_: set_(torch.nn.functional, "gelu", other),
+    "a method of torch": lambda m, set_: set_(nn.Linear, "forward", other),
+    "an autograd function": lambda m, set_: set_(m.Cube, "backward", staticmethod(other)),
+    "a class that is used": lambda m, set_: set_(m, "Helper", Other),
+    "a method of a class that is used": lambda m, set_: set_(m.Helper, "add", other),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_is_found(module, monkeypatch, name):
+    layer = module.Layer()
+    before = code_of([layer, module.loss])
+    REPLACED[name](module, monkeypatch.setattr)
+    found = replaced(before, code_of([layer, module.loss]))
+    assert len(found) == 1, found
+    with pytest.raises(ConfigError, match=r"other code than the script of .*: the script has re"):
+        refuse_other_code(before, code_of([layer, module.loss]))
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
-        ("Layer", "forward", other),
-        ("Layer", "train", other),
-        ("Base", "finish", other),
-        ("Base", "start", staticmethod(other)),
-        ("Base", "half", property(other)),
-        ("", "scaled", other),
-        ("", "inner", other),
-        ("", "relu", other),
-        ("", "loss", other),
-    ],
+    "name", ["unused", "train", "__repr__", "reset_parameters", "__init__", "__sizeof__"]
 )
-def test_what_is_replaced_is_named(module, monkeypatch, owner, name, value):
-    before = code_of([module.Layer(), module.loss])
-    layer, loss = module.Layer(), module.loss
-    monkeypatch.setattr(getattr(module, owner) if owner else module, name, value, raising=False)
-    after = code_of([layer, module.loss if name == "loss" else loss])
-    names = replaced(before, after)
-    full = ".".join(filter(None, (module.__name__, owner, name)))
-    if name == "loss":
-        assert any("loss" in each for each in before.pieces.keys() - after.pieces.keys())
-    else:
-        assert names == [full]
-        with pytest.raises(ConfigError, match=f"other code than the script of {full}: the script"):
-            refuse_other_code(before, after)
+def test_what_no_worker_calls_may_be_replaced(module, monkeypatch, name):
+    layer = module.Layer()
+    before = code_of([layer])
+    monkeypatch.setattr(module.Layer, name, other, raising=False)
+    assert replaced(before, code_of([layer])) == []
+    assert (f"{module.__name__}.Layer.__init__" in replaced(
+        code_of([layer], built=True), before
+    )) is False  # fmt: skip
 
 
-def test_a_method_of_torch_that_computes(monkeypatch):
-    before = code_of([nn.Linear(1, 1), torch.optim.SGD])
-    monkeypatch.setattr(nn.Linear, "forward", other)
-    monkeypatch.setattr(torch.optim.SGD, "step", other)
-    names = replaced(before, code_of([nn.Linear(1, 1), torch.optim.SGD]))
-    assert names == ["torch.nn.modules.linear.Linear.forward", "torch.optim.sgd.SGD.step"]
+def test_layers_that_workers_build_are_built_by_the_same_code(module, monkeypatch):
+    layer = module.Layer()
+    before = code_of([layer], built=True)
+    monkeypatch.setattr(module.Layer, "__init__", other)
+    assert replaced(before, code_of([layer], built=True)) == [f"{module.__name__}.Layer.__init__"]
+
+
+def test_the_step_of_an_optimizer(monkeypatch):
+    """To which torch adds a hook when one is made."""
+    before = code_of([torch.optim.AdamW])
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert code_of([torch.optim.AdamW]) == before
+    monkeypatch.setattr(torch.optim.AdamW, "step", other)
+    assert replaced(before, code_of([torch.optim.AdamW])) == ["torch.optim.adamw.AdamW.step"]
 
 
 def test_a_tool_that_wraps_what_is_imported_changes_nothing(module, monkeypatch):
-    """As a checker of types does, and an optimizer of torch with its own step."""
-    before = code_of([module.Layer(), torch.optim.SGD])
-
-    def wrap(function):
-        @functools.wraps(function)
-        def checked(*args):
-            return function(*args)
-
-        return checked
-
-    monkeypatch.setattr(module.Layer, "forward", wrap(module.Layer.forward))
-    monkeypatch.setattr(module, "scaled", wrap(module.scaled))
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    after = code_of([module.Layer(), torch.optim.SGD])
+    """As a checker of types does."""
+    monkeypatch.setattr("pipedream_rt.planning.code._BEGAN", 2e9)
+    before = code_of([module.Layer()])
+    tool = {"__name__": "typeguard._decorators"}
+    exec(
+        "import functools\n"
+        "def wrap(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def checked(*args):\n"
+        "        return function(*args)\n"
+        "    return checked\n",
+        tool,
+    )
+    monkeypatch.setattr(module.Layer, "forward", tool["wrap"](module.Layer.forward))
+    monkeypatch.setattr(module, "scaled", tool["wrap"](module.scaled))
+    after = code_of([module.Layer()])
     assert before != after
     assert replaced(before, after) == []
+
+
+def test_what_a_layer_of_the_script_reads_is_compared_and_the_layer_is_not(module, monkeypatch):
+    """The layer travels with its code."""
+    variables = {"__name__": "__main__", "nn": nn, "scaled": module.scaled}
+    source = "class Mine(nn.Module):\n    def forward(self, x):\n        return scaled(x)\n"
+    exec(source, variables)
+    before = code_of([variables["Mine"]()])
+    assert "__main__.Mine.forward" not in before.pieces
+    monkeypatch.setattr(module, "inner", other)
+    assert replaced(before, code_of([variables["Mine"]()])) == [f"{module.__name__}.inner"]
+
+
+class Bare:
+    """A proxy without anything behind it."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("nothing is bound")
+
+    def __getattr__(self, name):
+        raise RuntimeError("nothing is bound")
+
+
+def test_odd_things_that_code_reads(module, monkeypatch):
+    for name, value in {"proxy": Bare(), "lazy": type("Lazy", (types.ModuleType,), {
+        "__getattribute__": lambda self, name: 1 // 0
+    })("lazy")}.items():  # fmt: skip
+        monkeypatch.setattr(module, name, value, raising=False)
+    code = compile("def forward(self, x): return proxy(lazy.thing(x))", module.__file__, "exec")
+    exec(code, vars(module))
+    monkeypatch.setattr(module.Layer, "forward", module.forward)
+    many = {"__name__": module.__name__}
+    exec("\n".join(f"def f{i}(x): return f{i + 1}(x)" for i in range(3000)), many)
+    module.deep = many["f0"]
+    code = code_of([module.Layer(), many["f0"]])
+    assert f"{module.__name__}.f2999()" in code.pieces
 
 
 def test_another_file_of_the_same_name(module, tmp_path):
@@ -158,19 +294,28 @@ def test_another_file_of_the_same_name(module, tmp_path):
     assert replaced(before, code_of([newer.Layer()])) == [f"{module.__name__}.Base.finish"]
 
 
-def test_a_file_that_was_edited_since_it_was_imported_is_not_other_code(module, tmp_path):
+def test_edits_that_change_nothing_that_is_computed(module, tmp_path):
     before = code_of([module.Layer()])
-    (tmp_path / f"{module.__name__}.py").write_text("")
-    assert replaced(before, code_of([module.Layer()])) == []
+    path = tmp_path / f"{module.__name__}.py"
+    edited = (
+        path.read_text().replace("return 1", "return 2").replace("The forward.", "It computes.")
+    )
+    path.write_text("# a comment\n\n" + edited)
+    importlib.invalidate_caches()
+    del sys.modules[module.__name__]
+    newer = importlib.import_module(module.__name__)
+    assert replaced(before, code_of([newer.Layer()])) == []
 
 
 def test_variables(module, monkeypatch):
     before = code_of([module.Layer()])
     monkeypatch.setattr(module, "SCALE", 3.0)
+    monkeypatch.setattr(module, "SIZES", (1, 3))
     monkeypatch.setattr(module.Base, "width", 5)
     name = module.__name__
     assert changed(before, code_of([module.Layer()])) == [
-        f"{name}.Base.width is 4 here and 5 there", f"{name}.SCALE is 2.0 here and 3.0 there"
+        f"{name}.Base.width is 4 here and 5 there", f"{name}.SCALE is 2.0 here and 3.0 there",
+        f"{name}.SIZES is tuple(1, 2) here and tuple(1, 3) there",
     ]  # fmt: skip
     assert changed(before, Code()) == []
 
@@ -179,7 +324,7 @@ def test_partials_methods_and_objects(module):
     layer = module.Layer()
     for thing in (functools.partial(module.loss, target=1), layer.forward, module.Layer):
         assert code_of([thing]).pieces
-    assert code_of(["a name", torch.relu, len, None]).pieces == {}
+    assert code_of([torch.relu, len, None]).pieces == {}
 
 
 @pytest.mark.processes
@@ -187,7 +332,7 @@ def test_workers_refuse_to_compute_with_another_method(module, monkeypatch, shar
     def opened():
         return Pipeline(
             [module.Layer(), module.Layer()], stages=2, loss_fn=nn.functional.mse_loss,
-            optimizer=(torch.optim.SGD, {"lr": 0.1}),
+            optimizer=(torch.optim.SGD, {"lr": 1e-9}), on_nan="ignore",
         )  # fmt: skip
 
     with opened() as pipe:
