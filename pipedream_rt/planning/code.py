@@ -108,7 +108,7 @@ def code_of(things: Iterable[object], *, built: bool = False) -> Code:
         elif isinstance(thing, type):
             collector.add_class(thing, _CALLED)
         elif isinstance(thing, FunctionType):
-            collector.add(f"{thing.__module__}.{thing.__qualname__}()", thing, _is_by_name(thing))
+            collector.add(_full_name(thing), thing, _is_by_name(thing))
         elif isinstance(thing, MethodType):
             collector.add_class(type(thing.__self__), {thing.__name__})
         else:  # a correction, say, whose methods the runtime calls
@@ -173,7 +173,9 @@ class _Collector:
         self._code = Code()
         self._waiting: list[tuple[str, FunctionType, bool, str]] = []
         self._names: set[str] = set()
-        self._classes: dict[int, tuple[type, set[str]]] = {}  # a class need not be hashable
+        # A class, which need not be hashable, the methods that are added anyway, and the package of
+        # who reads it.
+        self._classes: dict[int, tuple[type, set[str], str]] = {}
         self._taken: set[tuple[int, str]] = set()
         self._followed: set[int] = set()
         self._files: dict[str, str] = {}
@@ -183,8 +185,8 @@ class _Collector:
         while self._waiting:
             while self._waiting:
                 self._take(*self._waiting.pop())
-            for cls, always in list(self._classes.values()):
-                self._take_methods(cls, always)
+            for each in list(self._classes.values()):
+                self._take_methods(*each)
         return self._code
 
     def add_module(self, module: nn.Module, built: bool) -> None:
@@ -193,16 +195,27 @@ class _Collector:
             self.add_class(type(each), {*_COMPUTES, "__call__", *(["__init__"] if built else [])})
             for name, value in vars(each).items():
                 plain = issubclass(type(value), torch.Tensor) or _text_of_value(value) is not None
-                if name not in _OWN and not plain:  # what is plain travels with the module
+                if name in _OWN or plain:  # which travels with the module
+                    continue
+                if type(value) is FunctionType:
+                    self.add(_full_name(value), value, _is_by_name(value))
+                else:
                     self._note(f"{_name_of(type(each))}.{name}", value, _package_of(type(each)), 0)
 
-    def add_class(self, cls: type, always: Collection[str]) -> None:
-        """Add methods of a class: some, and those whose names are read anywhere."""
+    def add_class(self, cls: type, always: Collection[str], package: str = "") -> None:
+        """Add methods of a class.
+
+        Args:
+            cls: The class.
+            always: The names of methods to add; others are if their names are read anywhere.
+            package: The package of who reads the class; empty for nobody.
+        """
         if _package_of(cls) not in _UNSEEN:
-            known = self._classes.setdefault(id(cls), (cls, set()))[1]
-            if not known.issuperset(always):
-                known.update(always)
-                self._take_methods(cls, known)
+            new = (cls, set[str](), package or _package_of(cls))
+            found = self._classes.setdefault(id(cls), new)
+            if not found[1].issuperset(always):
+                found[1].update(always)
+                self._take_methods(*found)
 
     def add(self, name: str, function: FunctionType, by_name: bool, package: str = "") -> None:
         """Add a function.
@@ -215,9 +228,8 @@ class _Collector:
         """
         self._waiting.append((name, function, by_name, package or _package_of(function)))
 
-    def _take_methods(self, cls: type, always: Collection[str]) -> None:
+    def _take_methods(self, cls: type, always: Collection[str], package: str) -> None:
         """Add those methods of a class and its bases whose names are read, and plain values."""
-        package = _package_of(cls)
         for name in _COMPUTES & set(always):
             holder = next((base for base in cls.__mro__ if name in vars(base)), None)
             if holder is not None and (id(cls), name) not in self._taken:
@@ -234,20 +246,18 @@ class _Collector:
                     continue
                 self._taken.add((id(base), name))
                 full, functions = f"{_name_of(base)}.{name}", list(_functions_in(own[name]))
-                for function in functions:
-                    self.add(full, function, _is_by_name(base), package)
+                for i, function in enumerate(functions):  # of a property there are several
+                    self.add(f"{full}{'.' * i}", function, _is_by_name(base), package)
                 if not functions and not name.startswith("__"):
                     self._note(full, own[name], package, 0)
 
     def _take(self, name: str, function: FunctionType, by_name: bool, package: str) -> None:
         """Take a function, and what its code reads by global names."""
         chain = list(_unwrapped(function))
-        if by_name:
+        if by_name and name not in self._code.pieces:
             text = "|".join(_text_of(each) for each in chain)
             digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
-            before = self._code.pieces.get(name)  # of a property: its getter, and now its setter
-            piece = Piece(digest + (before.digest if before else ""), self._origin_of(function))
-            self._code.pieces[name] = piece
+            self._code.pieces[name] = Piece(digest, self._origin_of(function))
         for each in chain:
             own = _package_of(each)
             if id(each.__code__) in self._followed or own in _UNSEEN:
@@ -302,7 +312,7 @@ class _Collector:
         elif issubclass(kind, type):
             if _package_of(value) not in (*_UNSEEN, "torch"):
                 self._code.pieces[name] = Piece(_name_of(value), "")
-                self.add_class(value, _CALLED)
+                self.add_class(value, _CALLED, package)
         elif (text := _text_of_value(value)) is not None:
             if not _is_installed(name.rpartition(".")[0]):
                 self._code.constants[name] = text
@@ -316,7 +326,7 @@ class _Collector:
         elif type(inner := _attribute(value, "__wrapped__")) is FunctionType:
             self._note(name, inner, package, depth + 1)
         elif _package_of(kind) not in (*_UNSEEN, "torch"):
-            self.add_class(kind, _CALLED - {"__init__", "__new__", "__post_init__"})
+            self.add_class(kind, _CALLED - {"__init__", "__new__", "__post_init__"}, package)
 
     def _origin_of(self, function: FunctionType) -> str:
         """Return where a function, and what wraps it but tools, was written; empty if not known."""
@@ -358,6 +368,11 @@ def _package(module: object) -> str:
 def _package_of(thing: object) -> str:
     """Return the package at the top of the module of a class or a function."""
     return _package(_attribute(thing, "__module__"))
+
+
+def _full_name(function: FunctionType) -> str:
+    """Return the name of a function that stands in no class."""
+    return f"{function.__module__}.{function.__qualname__}()"
 
 
 def _name_of(cls: type) -> str:
