@@ -255,9 +255,14 @@ class _Collector:
         """Take a function, and what its code reads by global names."""
         chain = list(_unwrapped(function))
         if by_name and name not in self._code.pieces:
-            text = "|".join(_text_of(each) for each in chain)
-            digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
-            self._code.pieces[name] = Piece(digest, self._origin_of(function))
+            if all(_package(f.__globals__.get("__name__")) == "torch" for f in _wrapping(function)):
+                # Of the same version everywhere; torch wraps some anew when they are called.
+                piece = Piece(f"torch's {function.__qualname__}", "")
+            else:
+                text = "|".join(_text_of(each) for each in chain)
+                digest = blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+                piece = Piece(digest, self._origin_of(function))
+            self._code.pieces[name] = piece
         for each in chain:
             own = _package_of(each)
             if id(each.__code__) in self._followed or own in _UNSEEN:
@@ -331,15 +336,13 @@ class _Collector:
     def _origin_of(self, function: FunctionType) -> str:
         """Return where a function, and what wraps it but tools, was written; empty if not known."""
         found = []
-        each: object = function
-        while isinstance(each, FunctionType):
+        for each in _wrapping(function):
             by_tool = _package(each.__globals__.get("__name__")) in _TOOLS
             if not by_tool and not each.__code__.co_filename.startswith("<@beartype"):
                 place = self._place_of(each)
                 if not place:
                     return ""
                 found.append(place)
-            each = getattr(each, "__wrapped__", None)
         return "; ".join(found)
 
     def _place_of(self, function: FunctionType) -> str:
@@ -440,6 +443,16 @@ def _unwrapped(function: FunctionType) -> Iterator[FunctionType]:
         inner: list[Callable[..., Any] | None] = [getattr(each, "__wrapped__", None)]
         inner += list(_cells_of(each))
         waiting += [f for f in inner if isinstance(f, FunctionType)]
+
+
+def _wrapping(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield a function, what it says that it wraps, what that wraps, and so on."""
+    each: object = function
+    for _ in range(_MOST_ITEMS):  # somebody may have made a circle
+        if not isinstance(each, FunctionType):
+            return
+        yield each
+        each = getattr(each, "__wrapped__", None)
 
 
 def _cells_of(function: FunctionType) -> Iterator[Any]:

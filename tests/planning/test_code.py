@@ -225,6 +225,18 @@ def test_the_step_of_an_optimizer(monkeypatch):
     assert replaced(before, code_of([torch.optim.AdamW])) == ["torch.optim.adamw.AdamW.step"]
 
 
+def test_what_torch_wraps_anew_when_it_is_called(module, monkeypatch):
+    """Its own functions are those of its version; one of the user's that it wraps is not."""
+    before = code_of([torch.optim.AdamW])
+    adam = sys.modules["torch.optim.adam"]
+    monkeypatch.setattr(adam, "_fused_adam", torch.no_grad()(adam._fused_adam))
+    assert replaced(before, code_of([torch.optim.AdamW])) == []
+    monkeypatch.setattr(module.Layer, "forward", torch.no_grad()(module.Layer.forward))
+    before = code_of([module.Layer])
+    monkeypatch.setattr(module.Layer, "forward", torch.no_grad()(module.Base.finish))
+    assert replaced(before, code_of([module.Layer])) == [f"{module.__name__}.Layer.forward"]
+
+
 def test_a_tool_that_wraps_what_is_imported_changes_nothing(module, monkeypatch):
     """As a checker of types does."""
     monkeypatch.setattr("pipedream_rt.planning.code._BEGAN", 2e9)
