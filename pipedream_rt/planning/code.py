@@ -54,7 +54,10 @@ _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 
 _DEEPEST = 5
+"""The number of dots, or of containers in one another, behind which nothing is looked for."""
+
 _MOST_ITEMS = 1000
+"""The number of items from which on a container is not looked into."""
 
 
 class Piece(NamedTuple):
@@ -304,19 +307,20 @@ class _Collector:
     def _note(self, name: str, value: Any, package: str, depth: int) -> None:
         """Note a function that is called, a class that is used, or a plain value that is read."""
         kind = type(value)
-        if issubclass(kind, FunctionType):
-            # Of torch what is called counts, not what that calls.
+        # What the script itself defines travels with its code.
+        travels = _package(name) == "__main__"
+        if kind is FunctionType:
             if f"{name}()" not in self._code.pieces and _package_of(value) not in _UNSEEN:
-                by_name = _is_by_name(value) or _package(name) != "__main__"
-                if _package_of(value) == "torch":
+                if _package_of(value) == "torch":  # what it calls does not count
                     self._followed.add(id(value.__code__))
-                self.add(f"{name}()", value, by_name, package)
+                self.add(f"{name}()", value, _is_by_name(value) or not travels, package)
         elif kind is BuiltinFunctionType:
             if _package(name) not in _UNSEEN:
                 self._code.pieces[f"{name}()"] = Piece("built in", "")
         elif issubclass(kind, type):
             if _package_of(value) not in (*_UNSEEN, "torch"):
-                self._code.pieces[name] = Piece(_name_of(value), "")
+                if _is_by_name(value) or not travels:
+                    self._code.pieces[name] = Piece(_name_of(value), "")
                 self.add_class(value, _CALLED, package)
         elif (text := _text_of_value(value)) is not None:
             if not _is_installed(name.rpartition(".")[0]):
@@ -324,7 +328,7 @@ class _Collector:
         elif kind in (dict, list, tuple):
             items = value.items() if kind is dict else enumerate(value)
             if len(value) < _MOST_ITEMS and depth < _DEEPEST:
-                for key, item in items:
+                for key, item in ((k, v) for k, v in items if type(k) in (str, int)):
                     self._note(f"{name}[{key!r}]", item, package, depth + 1)
         elif issubclass(kind, functools.partial):
             self._note(name, value.func, package, depth + 1)
