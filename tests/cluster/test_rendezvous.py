@@ -106,30 +106,42 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
         assert all(member.ready for member in rendezvous.members)
 
 
+@contextlib.contextmanager
+def forming(count, workers):
+    """A rendezvous and where it listens, while ``workers(connect)`` runs beside it.
+
+    Workers stay connected until the body ends; then what has been gathered is closed.
+    """
+    done = threading.Event()
+
+    def beside():
+        with connections(address) as connect:
+            workers(connect)
+            done.wait(20)
+
+    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
+        address = listener.getsockname()
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=count)), local, SECRET, BEAT)
+        with meanwhile(beside):
+            try:
+                yield rendezvous, listener
+            finally:
+                done.set()
+        for member in rendezvous.members:
+            member.control.close()
+
+
 @pytest.mark.threads
 def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
     refused = []
 
-    def workers():
-        for name, secret in (("rogue", b"another".ljust(NONCE)), ("right", SECRET)):
-            with socket.create_connection(address, timeout=10) as connection:
-                control = Control(connection, "the coordinator")
-                reply = answer(control, name, secret)
-                if name == "rogue":
-                    refused.append(reply)
-                else:
-                    done.wait(20)
+    def workers(connect):
+        refused.append(answer(connect()[1], "rogue", b"another".ljust(NONCE)))
+        answer(connect()[1], "right")
 
-    done = threading.Event()
-    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
-        address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET, BEAT)
-        with meanwhile(workers):
-            rendezvous.gather(listener, soon())
-            done.set()
-        assert [member.name for member in rendezvous.members] == ["right"]
-        for member in rendezvous.members:
-            member.control.close()
+    with forming(1, workers) as (rendezvous, listener):
+        rendezvous.gather(listener, soon())
+    assert [member.name for member in rendezvous.members] == ["right"]
     assert refused[0]["type"] == "refused"
     assert not refused[0]["passing"]
     assert "does not know the job's secret" in refused[0]["reason"]
@@ -140,76 +152,48 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
     """As after a restart. A second one of a name, and one too many, may try again later."""
     replies = []
 
-    def workers():
-        with connections(address) as connect:
-            first, control = connect()
-            answer(control, "w0")
-            replies.append(answer(connect()[1], "w0"))
-            first.close()
-            answer(connect()[1], "w0", ready=False)  # so that the rendezvous does not end yet
-            last = connect()[1]
-            answer(last, "w1")
-            replies.append(answer(connect()[1], "w2"))
-            done.wait(20)
+    def workers(connect):
+        first, control = connect()
+        answer(control, "w0")
+        replies.append(answer(connect()[1], "w0"))
+        first.close()
+        answer(connect()[1], "w0", ready=False)  # so that the rendezvous does not end yet
+        answer(connect()[1], "w1")
+        replies.append(answer(connect()[1], "w2"))
 
-    done = threading.Event()
-    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
-        address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
-        with meanwhile(workers):
-            with pytest.raises(RendezvousTimeout, match=r"1 of 2 .* w0; joined: w1"):
-                rendezvous.gather(listener, soon(1))
-            done.set()
-        for member in rendezvous.members:
-            member.control.close()
+    timeout = pytest.raises(RendezvousTimeout, match=r"1 of 2 .* w0; joined: w1")
+    with forming(2, workers) as (rendezvous, listener), timeout:
+        rendezvous.gather(listener, soon(1))
     assert [reply["passing"] for reply in replies] == [True, True]
     assert "'w0' is taken by pid 7 on here" in replies[0]["reason"]
     assert "the job has its 2 workers" in replies[1]["reason"]
 
 
+@pytest.mark.threads
 def test_a_worker_with_another_torch_is_refused_and_named_in_the_end():
     replies = []
 
-    def workers():
-        with connections(address) as connect:
-            replies.append(answer(connect()[1], "w0", versions="torch 1.13.0"))
-            answer(connect()[1], "w1")
-            done.wait(20)
+    def workers(connect):
+        replies.append(answer(connect()[1], "w0", versions="torch 1.13.0"))
+        answer(connect()[1], "w1")
 
-    done = threading.Event()
-    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
-        address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
-        with meanwhile(workers):
-            with pytest.raises(
-                RendezvousTimeout,
-                match=r"joined: w1; 'w0' was refused: it has torch 1\.13\.0, and the",
-            ):
-                rendezvous.gather(listener, soon(1))
-            done.set()
-        for member in rendezvous.members:
-            member.control.close()
+    words = r"joined: w1; 'w0' was refused: it has torch 1\.13\.0, and the"
+    timeout = pytest.raises(RendezvousTimeout, match=words)
+    with forming(2, workers) as (rendezvous, listener), timeout:
+        rendezvous.gather(listener, soon(1))
     assert not replies[0]["passing"]
     assert "install the same on all machines" in replies[0]["reason"]
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("other", ["a kind", "another"])
 def test_several_kinds_of_processor_are_told_of(other, caplog):
-    def workers():
-        with connections(address) as connect:
-            for name, kind in (("w0", "a kind"), ("w1", other)):
-                answer(connect()[1], name, processor=kind)
-            done.wait(20)
+    def workers(connect):
+        for name, kind in (("w0", "a kind"), ("w1", other)):
+            answer(connect()[1], name, processor=kind)
 
-    done = threading.Event()
-    with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
-        address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
-        with meanwhile(workers):
-            rendezvous.gather(listener, soon())
-            done.set()
-        for member in rendezvous.members:
-            member.control.close()
+    with forming(2, workers) as (rendezvous, listener):
+        rendezvous.gather(listener, soon())
     told = [r.message for r in caplog.records if "several kinds of processor" in r.message]
     assert bool(told) == (other != "a kind")
     assert all("a kind (w0); another (w1)" in text for text in told)
