@@ -53,6 +53,9 @@ def resident_bytes() -> int:
 _LAST_ACTION_S = 10.0
 """Seconds for the stages to end the action at hand; after that the process ends without them."""
 
+_AT_THE_END_S = 1.0
+"""Seconds for the stages to begin nothing more, where the coordinator is dead."""
+
 
 _PATIENCE = 1.5
 """How much longer than the coordinator a stage waits, so that in a stall it is the coordinator that
@@ -240,11 +243,15 @@ def _until_exit(
         try:
             record = control.receive(Deadline(beat))  # breaks when the coordinator dies
         except MessageTimeout:
-            control.send({"type": "beat", "doing": inbox.story(), "rss": resident_bytes()})
+            with suppress(PeerLost):  # which is noticed when the next record does not come
+                control.send({"type": "beat", "doing": inbox.story(), "rss": resident_bytes()})
             continue
         except PeerLost:
             _log.error("the coordinator is gone; this worker ends")
             if control.is_local:  # it is dead: not only out of reach
+                # Else a stage would begin a checkpoint behind the removal, as it was told before.
+                inbox.close(PipelineClosed("the coordinator is gone"))
+                thread.join(_AT_THE_END_S)
                 host.remove_parts()
             return EXIT_COORDINATOR_LOST
         match record["type"]:

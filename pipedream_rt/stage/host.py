@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -22,7 +23,7 @@ from pipedream_rt.schedules.plan import name_of, name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of
-from pipedream_rt.stage.saving import restore_stage
+from pipedream_rt.stage.saving import remove_part, restore_stage
 from pipedream_rt.stage.settings import apply_settings
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
@@ -71,6 +72,7 @@ class StageHost:
         self.inbox = Inbox(self.name, generation, waiter)
         self._stages: dict[int, Stage] = {}
         self._loop: Loop | None = None
+        self._parts: list[Path] = []
         self._doing = Doing(stages[0])
         self._indices = stages
         self._send_of = send_of
@@ -107,6 +109,7 @@ class StageHost:
         """Wait until no checkpoint is being written, and let go of the stages."""
         if self._loop is not None:
             self._loop.close()
+            self._parts = self._loop.parts()
         # A module may hold threads or files of its own, and its tensors are large.
         self._stages, self._loop = {}, None
 
@@ -130,9 +133,13 @@ class StageHost:
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def remove_parts(self) -> None:
-        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
-        if self._loop is not None:
-            self._loop.remove_parts()
+        """Remove what was written of a checkpoint that nobody can finish. Any thread.
+
+        Also once the stages have ended, which they do by themselves where their links break.
+        """
+        loop = self._loop
+        for part in self._parts if loop is None else loop.parts():
+            remove_part(part)
 
     def run(self) -> Steps[None]:
         """Build each stage from its `Start` message, reply `Ready`, and run all of them.

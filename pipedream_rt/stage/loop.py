@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -188,10 +189,9 @@ class Loop:
         for hosted in self._hosted.values():
             hosted.saver.close()
 
-    def remove_parts(self) -> None:
-        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
-        for hosted in self._hosted.values():
-            hosted.saver.remove_part()
+    def parts(self) -> list[Path]:
+        """Return the folders of the checkpoints that the stages began last. Any thread."""
+        return [part for h in self._hosted.values() if (part := h.saver.part) is not None]
 
     def _run_until_flush(self) -> Steps[None]:
         """Follow the order from a point where nothing is in flight to the end of the next flush."""

@@ -93,6 +93,9 @@ class StageSaver:
         tell: Called with the result of every command to save: what `write_stage` returns, as a
             list with the fingerprints of the stage behind it; or the reason why the part could not
             be written, as a text. Training goes on either way.
+
+    Attributes:
+        part: The folder of the checkpoint that was begun last; None if none was.
     """
 
     def __init__(self, stage: Stage, num_stages: int, tell: Tell) -> None:
@@ -104,7 +107,7 @@ class StageSaver:
         self._count = plan.replicas[stage.index]
         self._replica = plan.replica_of(address)
         self._saving: _Saving | None = None
-        self._part: Path | None = None
+        self.part: Path | None = None
         self._writer: ThreadPoolExecutor | None = None
 
     @torch.no_grad()
@@ -118,7 +121,7 @@ class StageSaver:
             folder: Folder of the checkpoint.
             step: Number of updates after which the checkpoint is made.
         """
-        module, self._part = self._stage.module, Path(folder)
+        module, self.part = self._stage.module, Path(folder)
         # All other entries are those of weights, or made of them by a layer's own state dict.
         buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
         state = module.state_dict(keep_vars=True)
@@ -255,23 +258,24 @@ class StageSaver:
             state.extra,
         )
 
-    def remove_part(self) -> None:
-        """Remove the unfinished checkpoint that was begun last, as its run is dead. Any thread.
-
-        A checkpoint that is whole has another name by now.
-        """
-        part = self._part
-        if part is None or not part.name.endswith(".part"):
-            return
-        for _ in range(_ATTEMPTS):  # a writer may add a file while the folder is emptied
-            shutil.rmtree(part, ignore_errors=True)
-            if not part.exists():
-                return
-
     def close(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._writer is not None:
             self._writer.shutdown()
+
+
+def remove_part(part: Path) -> None:
+    """Remove an unfinished checkpoint, as its run is dead.
+
+    Args:
+        part: Its folder. A checkpoint that is whole has another name by now.
+    """
+    if not part.name.endswith(".part"):
+        return
+    for _ in range(_ATTEMPTS):  # a writer may add a file while the folder is emptied
+        shutil.rmtree(part, ignore_errors=True)
+        if not part.exists():
+            return
 
 
 @torch.no_grad()
