@@ -354,6 +354,7 @@ class Pipeline:
                 corrections=self._corrections,
                 pretrained=pretrained,
                 programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
+                compared=workers not in ("serial", "in-process"),
             )
             undo.pop_all()
         # From here on there are workers, which an error ends.

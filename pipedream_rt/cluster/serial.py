@@ -27,9 +27,7 @@ from pipedream_rt.messages.message import Message
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
-from pipedream_rt.stage.settings import (
-    refuse_contexts,
-)
+from pipedream_rt.stage.settings import refuse_contexts
 from pipedream_rt.transport.base import Receive
 from pipedream_rt.transport.memory import DirectTransport
 

@@ -292,6 +292,7 @@ def pickled_specs(
     corrections: tuple[Correction, ...],
     pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
+    compared: bool,
 ) -> list[tuple[Tensor, ...]]:
     """Pickle the `StageSpec` of every stage.
 
@@ -311,6 +312,7 @@ def pickled_specs(
         corrections: The corrections for staleness.
         pretrained: Where the workers read weights; None for nowhere.
         programs: By stage, what a forward does, as in `StageSpec`.
+        compared: Whether workers are other processes, which compare their code with the script's.
 
     Returns:
         For each stage a tensor of bytes, and one for the memory of each of its tensors. They share
@@ -357,7 +359,8 @@ def pickled_specs(
             aliases=_aliases(parts, plan, tied, stage),
             settings=settings,
         )
-        spec = dataclasses.replace(spec, code=spec.own_code())
+        if compared:
+            spec = dataclasses.replace(spec, code=spec.own_code())
         pieces = [
             *((f"layer {name}", module) for name, module in modules.items()),
             *(

@@ -53,6 +53,9 @@ _CALLED = frozenset({
 _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 
+_INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
+"""The folders of installed modules."""
+
 _DEEPEST = 5
 """The number of dots, or of containers in one another, behind which nothing is looked for."""
 
@@ -398,11 +401,10 @@ def _attribute(value: object, name: str) -> object:
 @functools.cache
 def _is_installed(module: object) -> bool:
     """Whether a module is an installed one, rather than one of the user's own."""
-    roots = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
     name = module if isinstance(module, str) else ""
     while name and name not in sys.modules:  # it may be the name of a class in a module
         name = name.rpartition(".")[0]
-    return str(_attribute(sys.modules.get(name), "__file__") or "").startswith(roots)
+    return str(_attribute(sys.modules.get(name), "__file__") or "").startswith(_INSTALLED)
 
 
 def _is_by_name(thing: type | FunctionType) -> bool:
