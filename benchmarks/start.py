@@ -1,62 +1,90 @@
-"""How long it takes to open a pipeline on local workers: the first, and a group of workers alone.
+"""How long it takes to open a pipeline on local workers, beside what cannot be avoided.
 
-The first pipeline of a script starts the process that forks workers, which imports torch. In every
-later group, as in a recovery, workers are forked, meet, and build their stages.
+Each line is a fresh process, in which ``import torch`` is timed, and then the opening of three
+pipelines of linear layers, one after another. The program either imports `Pipeline` at its top, as
+people do, so that the process that forks workers is started there, or has it imported by another
+module, so that it starts with the first pipeline. With ``--model gpt2``, the pipeline is of GPT-2
+(124 million parameters, from its config), whose build is timed too.
 
-Prints a table, or with --json one JSON line.
+Prints a table, or with --json one JSON line for each.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import time
+import subprocess
+import sys
 
 import click
+
+PROGRAM = '''
+import json, sys, time
+start = time.perf_counter()
 import torch
+found = {"import_torch_s": time.perf_counter() - start}
+%s
 import torch.nn.functional as F
 from torch import nn
-
-import pipedream_rt.pipeline as face
-from pipedream_rt import Pipeline
-from pipedream_rt.cluster.fork_server import ForkServer
-
-
-class _Kept(ForkServer):
-    """A fork server that outlives the pipelines that use it."""
-
-    def close(self) -> None:
-        """Stay; `main` ends it."""
-
-
-def opened_in(workers: int) -> float:
-    """Open and close a pipeline; the seconds until it was open."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(workers)))
+def opened(model, workers, **given):
     start = time.perf_counter()
-    with Pipeline(
-        model, stages=workers, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1})
-    ):
+    with Pipeline(model, stages=workers, optimizer=(torch.optim.AdamW, {"lr": 0.1}), **given):
         return time.perf_counter() - start
+if sys.argv[1] == "gpt2":
+    from transformers import GPT2Config, GPT2LMHeadModel
+    start = time.perf_counter()
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    found["build_s"] = time.perf_counter() - start
+    ids = torch.randint(50257, (4, 64))
+    given = {"example": {"input_ids": ids, "labels": ids}}
+else:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    given = {"loss_fn": F.mse_loss}
+found["openings_s"] = [opened(model, int(sys.argv[2]), **given) for _ in range(3)]
+print(json.dumps(found))
+'''
+
+IMPORTS = {
+    "at the top": "from pipedream_rt import Pipeline",
+    "in a module": "from pipedream_rt.pipeline import Pipeline",
+}
 
 
 @click.command()
 @click.option("--workers", default=4, show_default=True)
-@click.option("--groups", default=30, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
-def main(workers: int, groups: int, as_json: bool) -> None:
-    """Open pipelines one after another."""
-    forks = _Kept(())
-    face.ForkServer = lambda modules: forks  # type: ignore[assignment, misc]
-    try:
-        first = opened_in(workers)
-        later = [opened_in(workers) for _ in range(groups)]
-    finally:
-        ForkServer.close(forks)
-    found = {"workers": workers, "first_s": first, "group_ms": 1e3 * statistics.median(later)}
-    if as_json:
-        print(json.dumps(found))
-    else:
-        print(f"{workers} workers: the first {first:.2f} s, a group {found['group_ms']:.0f} ms")
+@click.option("--model", type=click.Choice(["linear", "gpt2"]), default="linear")
+@click.option("--repeats", default=5, show_default=True)
+@click.option("--run", "under_run", is_flag=True, help="Under `pipedream-rt run`.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+def main(workers: int, model: str, repeats: int, under_run: bool, as_json: bool) -> None:
+    """Open pipelines in programs, one after another."""
+    for where, line in IMPORTS.items():
+        command = [sys.executable, "-c", PROGRAM % line, model, str(workers)]
+        if under_run:
+            run = ["-m", "pipedream_rt.cli", "run", "--nproc-per-node", str(workers)]
+            command = [sys.executable, *run, "/dev/stdin", model, str(workers)]
+        lines = [
+            json.loads(
+                subprocess.run(
+                    command, check=True, capture_output=True, text=True,
+                    input=PROGRAM % line if under_run else None,
+                ).stdout
+            )
+            for _ in range(repeats)
+        ]  # fmt: skip
+        opened = [statistics.median(each["openings_s"][i] for each in lines) for i in range(3)]
+        found = {
+            "imported": where,
+            "import_torch_s": statistics.median(each["import_torch_s"] for each in lines),
+            **({"build_s": statistics.median(e["build_s"] for e in lines)} if "build_s" in lines[0] else {}),
+            "openings_s": opened,
+        }
+        if as_json:
+            print(json.dumps(found))
+        else:
+            shown = {k: v for k, v in found.items() if k.endswith("_s") and not isinstance(v, list)}
+            text = ", ".join(f"{name} {value:.2f}" for name, value in shown.items())
+            print(f"Pipeline imported {where}: {text}, openings {', '.join(f'{s:.2f}' for s in opened)} s")
 
 
 if __name__ == "__main__":

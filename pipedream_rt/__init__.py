@@ -6,6 +6,7 @@ command line and a waiting worker need not spend.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,19 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Pipeline" and _is_asked_by_program():
+        from pipedream_rt.cluster.fork_server import start_with_program
+
+        start_with_program()
     return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)
+
+
+def _is_asked_by_program() -> bool:
+    """Whether the file that Python was started with asks for a name, and no module does."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "__main__"
 
 
 def __dir__() -> list[str]:

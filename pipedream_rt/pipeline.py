@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from pipedream_rt.auto_split import choose_stages
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Cluster, Fail, Reference
-from pipedream_rt.cluster.fork_server import ForkServer, installed_modules
+from pipedream_rt.cluster.fork_server import ForkServer, fork_server, installed_modules
 from pipedream_rt.cluster.launch import (
     Workers,
     leave_to_rank_0,
@@ -92,6 +91,7 @@ from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollectio
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
 from pipedream_rt.corrections import Correction
+from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
@@ -207,6 +207,7 @@ class Pipeline:
         RendezvousTimeout: Some workers did not join in time; all were ended.
     """
 
+    @dynamo_spared()
     def __init__(
         self,
         model: nn.Module | Iterable[nn.Module],
@@ -289,6 +290,9 @@ class Pipeline:
             )
             stages, slack, self._why = chosen.stages, slack or chosen.slack, chosen.why
             counts = chosen.replicas
+        forks = fork_server()
+        if starts_here(workers):  # it imports while the model is recorded and pickled
+            forks.prepare(installed_modules([*self._model.whole.modules(), loss_fn]))
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(
             self._model,
@@ -333,36 +337,30 @@ class Pipeline:
                 threads=threads,
             )
         spans = SPANS_KEPT if traced else 0
-        forks = ForkServer(installed_modules([*self._model.whole.modules(), loss_fn]))
-        with ExitStack() as undo:
-            undo.callback(forks.close)
-            if starts_here(workers):
-                forks.prepare()  # it imports while the stages are pickled
-            specs = pickled_specs(
-                self._model,
-                self.plan,
-                parts,
-                loss_fn=loss_fn,
-                seed=seed,
-                on_nan=on_nan,
-                trace_spans=spans,
-                autocast=autocast,
-                recompute=again,
-                compile=compiled,
-                clip=clip,
-                scale=scale,
-                corrections=self._corrections,
-                pretrained=pretrained,
-                programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
-                compared=workers not in ("serial", "in-process"),
-            )
-            undo.pop_all()
+        specs = pickled_specs(
+            self._model,
+            self.plan,
+            parts,
+            loss_fn=loss_fn,
+            seed=seed,
+            on_nan=on_nan,
+            trace_spans=spans,
+            autocast=autocast,
+            recompute=again,
+            compile=compiled,
+            clip=clip,
+            scale=scale,
+            corrections=self._corrections,
+            pretrained=pretrained,
+            programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
+            compared=workers not in ("serial", "in-process"),
+        )
         # From here on there are workers, which an error ends.
         start = functools.partial(
             _start, workers=workers, plan=self.plan, timeouts=timeouts, threads=threads, forks=forks
         )
         self._group = WorkerGroup(
-            self.plan, start, specs, split.forwards, timeouts.answer, failures, forks.close
+            self.plan, start, specs, split.forwards, timeouts.answer, failures
         )
         self._lease = Lease(self._group)
         with self._group.life.guard():

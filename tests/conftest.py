@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.ticking import Clock
 
+from pipedream_rt.cluster.fork_server import fork_server
+
 
 def children() -> set[int]:
     """Process ids of all children of this process, zombies included."""
@@ -19,6 +21,11 @@ def children() -> set[int]:
         except OSError:
             continue  # the thread has ended meanwhile
     return found
+
+
+def own_children() -> set[int]:
+    """Those of them that a test may have left behind: the fork server ends with this process."""
+    return children() - {fork_server().pid}
 
 
 def stack_of(thread: threading.Thread) -> str:
@@ -32,7 +39,7 @@ def stack_of(thread: threading.Thread) -> str:
 def nothing_left_behind():
     """Fail a test that leaks a thread or a child process, and say where the thread is."""
     torch.set_num_threads(1)
-    threads_before, children_before = set(threading.enumerate()), children()
+    threads_before, children_before = set(threading.enumerate()), own_children()
     yield
     leaked = [t for t in threading.enumerate() if t not in threads_before and t.is_alive()]
     # A pipeline's threads are joined by close; only the thread that pytest-timeout owns may come.
@@ -40,7 +47,7 @@ def nothing_left_behind():
         t for t in leaked if "timeout" not in t.name.lower() and not t.name.startswith("pytest")
     ]
     assert not leaked, "leaked threads:\n" + "\n".join(f"{t.name}\n{stack_of(t)}" for t in leaked)
-    assert not children() - children_before, f"leaked processes of {os.getpid()}"
+    assert not own_children() - children_before, f"leaked processes of {os.getpid()}"
 
 
 @pytest.fixture
@@ -49,24 +56,6 @@ def environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PIPEDREAM_RT_LISTEN_FD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", "a secret of these tests alone")
-
-
-@pytest.fixture(scope="module")
-def shared_fork_server():
-    """One fork server for all pipelines of a module of tests, since it takes seconds to start."""
-    import pipedream_rt.pipeline
-    from pipedream_rt.cluster.fork_server import ForkServer
-
-    class Shared(ForkServer):
-        def close(self):
-            """Stay, for the next pipeline."""
-
-    server = Shared()
-    server._start()  # before the first test, which would count it as left behind
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream_rt.pipeline, "ForkServer", lambda imports=(): server)
-        yield
-    ForkServer.close(server)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_given_whole(row):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_on_processes(row, shared_fork_server):
+def test_on_processes(row):
     judge(row, "local")
 
 

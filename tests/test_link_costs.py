@@ -6,7 +6,7 @@ from pipedream_rt import ConfigError, measure_links
 
 
 @pytest.mark.processes
-def test_links_between_processes_of_this_machine(shared_fork_server):
+def test_links_between_processes_of_this_machine():
     found = measure_links("local", count=3, size=1 << 20, repeats=3)
     assert 0 < found.latency < 0.5
     assert found.bandwidth > 1e6

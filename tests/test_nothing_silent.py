@@ -36,7 +36,7 @@ DATA = batches(12)
 
 
 @pytest.fixture(params=["in-process", "local"])
-def workers(request, shared_fork_server):
+def workers(request):
     return request.param
 
 
@@ -551,7 +551,7 @@ def test_a_forked_child_cannot_use_the_pipeline(workers):
         assert len(losses(pipe, regression(2))) == 2
 
 
-def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first(shared_fork_server):
+def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first():
     with small("local"), pytest.raises(ConfigError, match=r"the line pipe\.close\(\) does"):
         small("local")
 

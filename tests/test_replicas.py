@@ -303,7 +303,7 @@ def test_replicas_that_differ_are_told(tmp_path):
     ],
 )
 def test_killed_workers_leave_no_trace(
-    tmp_path, shared_fork_server, points, replicas, schedule, reads, k, divided
+    tmp_path, points, replicas, schedule, reads, k, divided
 ):
     data = batches(12)
     weights, losses = expected(points, replicas, data, k, reads)
@@ -325,7 +325,7 @@ def test_killed_workers_leave_no_trace(
 
 
 @pytest.mark.processes
-def test_what_people_see_names_the_replica(tmp_path, shared_fork_server):
+def test_what_people_see_names_the_replica(tmp_path):
     class Fails(nn.Module):
         def forward(self, x):
             if x.sum() > 1e6:

@@ -225,7 +225,7 @@ def test_on_threads(schedule):
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_on_processes(shared_fork_server):
+def test_on_processes():
     check_many(6, "local", sorted(PLANS))
 
 
@@ -239,7 +239,7 @@ def test_many_on_threads(schedule):
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
-def test_many_on_processes(shared_fork_server):
+def test_many_on_processes():
     check_many(100, "local", sorted(PLANS))
 
 

@@ -80,7 +80,7 @@ _LONGEST_PAUSE_S = 30.0
 @click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
 @click.option("--failures", default=0, type=int, hidden=True, help="Attempts that have failed.")
 @click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see forkserver.py.")
-@click.option("--import", "imports", multiple=True, hidden=True, help="See forkserver.py.")
+@click.option("--no-imports", is_flag=True, hidden=True, help="See forkserver.py.")
 def main(
     address: str | None,
     name: str | None,
@@ -92,13 +92,13 @@ def main(
     secret_fd: int | None,
     failures: int,
     fork_server_fd: int | None,
-    imports: tuple[str, ...],
+    no_imports: bool,
 ) -> None:
     """Start a worker process that joins the coordinator at HOST:PORT."""
     if fork_server_fd is not None:
         # torch reads it when imported; see `serve`.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        serve_forks(socket.socket(fileno=fork_server_fd), _run_forked, imports)
+        serve_forks(socket.socket(fileno=fork_server_fd), _run_forked, not no_imports)
         os._exit(0)
     name = name or f"{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
     _set_up(name, "INFO")

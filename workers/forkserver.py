@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -28,32 +29,24 @@ RunWorker = Callable[[socket.socket, str, int], int]
 """``run(control, name, threads)`` is the life of a worker and returns its exit code."""
 
 
-def serve_forks(connection: socket.socket, run: RunWorker, imports: Sequence[str] = ()) -> None:
+def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> None:
     """Fork a worker for each request, and report each that ends, until the other end closes.
 
     Args:
         connection: Connection to the coordinator's process.
         run: The life of a worker, which each child runs.
-        imports: Names of installed modules that the workers will need.
+        imports: Whether to import the modules that requests name.
     """
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
-    import_module("torch._dynamo")  # which torch does for the first optimizer that is built
-    threads = _threads()
-    for name in imports:
-        with contextlib.suppress(Exception):  # a foreign module may raise anything
-            import_module(name)
-    if _threads() > threads:
-        # A child of a process with threads may wait for a lock for ever: begin again without them.
-        command = [sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd"]
-        os.execv(sys.executable, [*command, str(connection.fileno())])
-
+    import_module("torch._dynamo")  # which torch does for the first step of an optimizer
     # The threads of NumPy's library of linear algebra only wait, and it handles forks itself.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake.fileno())
+    _report_ends(connection)  # of children that this process had before `_without_threads`
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -63,21 +56,41 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: Sequence[str
                 woken.recv(4096)
                 _report_ends(connection)
                 continue
-            data, fds, _, _ = socket.recv_fds(connection, 1 << 12, 1)
+            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
             if not data:
                 return
             request = msgpack.unpackb(data)
+            if "imports" in request:
+                if imports:
+                    _import(request["imports"], connection)
+                continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for mine in (connection, woken, wake):
                     mine.close()
-                _be_worker(socket.socket(fileno=fds[0]), request["name"], request["threads"], run)
-            os.close(fds[0])
+                _be_worker(request, fds, run)
+            for each in fds:
+                os.close(each)
             pidfd = os.pidfd_open(pid)
             socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
             os.close(pidfd)
+
+
+def _import(names: Sequence[str], connection: socket.socket) -> None:
+    """Import modules; begin again without them if they have started threads.
+
+    A child of a process with threads may wait for a lock for ever.
+    """
+    threads = _threads()
+    for name in names:
+        with contextlib.suppress(Exception):  # a foreign module may raise anything
+            import_module(name)
+    if _threads() > threads:
+        os.set_inheritable(connection.fileno(), True)
+        command = [sys.executable, "-m", "pipedream_rt.workers", "--no-imports"]
+        os.execv(sys.executable, [*command, "--fork-server-fd", str(connection.fileno())])
 
 
 def _threads() -> int:
@@ -96,15 +109,31 @@ def _report_ends(connection: socket.socket) -> None:
             connection.send(msgpack.packb({"ended": pid, "code": code}))
 
 
-def _be_worker(control: socket.socket, name: str, threads: int, run: RunWorker) -> None:
-    """Run the life of a worker in a child; ends the process."""
+def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> None:
+    """Run the life of a worker in a child; ends the process.
+
+    Args:
+        request: Its name and threads, and what has changed since this server was started.
+        fds: Its control connection, and the outputs of the coordinator's process.
+        run: The life.
+    """
     code = 1
     try:
         os.setsid()
+        for fd, number in zip(fds[1:], (1, 2)):
+            if fd != number:
+                os.dup2(fd, number)
+                os.close(fd)
+        os.environ.update(request["set"])
+        for variable in request["unset"]:
+            os.environ.pop(variable, None)
+        if request["cwd"] is not None:
+            os.chdir(request["cwd"])
+        name = request["name"]
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
         random.seed()  # else all children would draw the same numbers
         np.random.seed()
-        code = run(control, name, threads)
+        code = run(socket.socket(fileno=fds[0]), name, request["threads"])
     except BaseException:  # the top of a process
         traceback.print_exc()
     finally:

@@ -1,17 +1,21 @@
 """Local worker processes, forked by a process that has imported torch already.
 
-Importing torch costs each worker more than a second of processor time, and again in every recovery.
-The fork server imports it once, and so it does with the installed modules of which the model is
-made: those of transformers take longer than torch. It computes nothing, so that the state of a
-worker that it forks equals that of a fresh process. It lives as long as the pipeline. Workers are
-its children, so it is the fork server that reports how they ended.
+Importing torch costs more than a second of processor time. The fork server does it once, for all
+workers of all pipelines that a process opens, one after another, and for all recoveries; and so it
+does with the installed modules of which the models are made: those of transformers take longer than
+torch. It computes nothing, so that the state of a worker that it forks equals that of a fresh
+process. It starts with the first pipeline, or already when a program's own file imports `Pipeline`,
+and ends with the process that has started it. Workers are its children, so it is the fork server
+that reports how they ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -22,9 +26,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgpack
 
+from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
@@ -42,6 +48,12 @@ _EXIT_TIMEOUT = timedelta(seconds=5)
 _LARGEST = 1 << 12
 """Bytes that a record of the server may have."""
 
+_LARGEST_REQUEST = 1 << 16
+"""Bytes that a request may have; a longer one would not fit the buffer of a socket."""
+
+_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "TORCH",
+                   "PYTORCH_", "ATEN_", "PYTHON", "LD_", "MALLOC_", "GLIBC_")  # fmt: skip
+"""How the names of environment variables begin that libraries read when they are loaded."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,25 +121,44 @@ class ForkedWorker:
 class ForkServer:
     """Forks workers. Its process starts with the first request, and again if it has died.
 
-    Args:
-        imports: Names of installed modules that the workers will need.
+    A worker has the environment, the folder and the outputs that this process has when it asks for
+    it. Where something else has changed that a process inherits, such as the cores that it may use,
+    or a variable that libraries read when they are loaded, another server is started.
     """
 
-    def __init__(self, imports: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         """Start no process yet."""
-        self._imports = imports
+        self._imports: set[str] = set()
         self._answered = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._environment: dict[str, str] = {}
+        self._inherited: object = None
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
         self._life = Lifecycle("the fork server")
 
-    def prepare(self) -> None:
-        """Start the process before it is needed, so that it imports while the caller goes on."""
+    @property
+    def pid(self) -> int | None:
+        """The number of the server's process; None while none runs."""
+        return None if self._process is None else self._process.pid
+
+    def prepare(self, imports: Iterable[str] = ()) -> None:
+        """Start the process before it is needed, so that it imports while the caller goes on.
+
+        Args:
+            imports: Names of installed modules that the workers will need.
+        """
         with self._lock:
+            if self._connection is not None and self._inherited != _inherited():
+                self._end()
             if self._connection is None:
                 self._start()
+            assert self._connection is not None
+            if missing := sorted(set(imports) - self._imports):
+                self._imports.update(missing)
+                with contextlib.suppress(OSError):  # `fork` will notice
+                    self._connection.sendall(msgpack.packb({"imports": missing}))
 
     def fork(self, name: str, threads: int, control: socket.socket) -> ForkedWorker:
         """Fork a worker.
@@ -144,12 +175,23 @@ class ForkServer:
             PeerLost: The server does not answer, or is gone for the second time.
             PipelineClosed: The server was closed.
         """
-        request = msgpack.packb({"name": name, "threads": threads})
+        return self._fork({"name": name, "threads": threads}, control.fileno())
+
+    def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:
+        """Have a process forked that gets a descriptor.
+
+        Raises:
+            PeerLost: The server does not answer, or is gone for the second time.
+            PipelineClosed: The server was closed.
+        """
         for last in (False, True):
             with self._lock:
                 connection = self._connection or self._start()
                 try:
-                    socket.send_fds(connection, [request], [control.fileno()])
+                    request = msgpack.packb({**wanted, **self._changes()})
+                    if len(request) > _LARGEST_REQUEST:
+                        raise PeerLost("the environment has changed much", peer="fork server")
+                    socket.send_fds(connection, [request], [fd, *_outputs()])
                     return ForkedWorker(self, connection, *self._answer(connection))
                 except (OSError, PeerLost) as error:
                     if last or not self._life.is_open:
@@ -158,24 +200,34 @@ class ForkServer:
                 self._end(at_once=True)
         raise AssertionError("the second attempt returns or raises")
 
+    def _changes(self) -> dict[str, Any]:
+        """Return what has changed in this process since the server was started."""
+        now, then = dict(os.environ), self._environment
+        return {
+            "cwd": _folder(),
+            "set": {name: value for name, value in now.items() if then.get(name) != value},
+            "unset": sorted(then.keys() - now.keys()),
+        }
+
     def _start(self) -> socket.socket:
         """Start the server in a session of its own: Ctrl-C reaches the coordinator alone."""
         if not self._life.is_open:
-            raise PipelineClosed("the pipeline was closed")
+            raise PipelineClosed("the fork server was closed")
+        self._environment, self._inherited = dict(os.environ), _inherited()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd", str(fd)),
-                    *(f"--import={name}" for name in self._imports),
-                ],
+                [sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd", str(fd)],
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(fd,),
                 start_new_session=True,
             )
         close_in_forked_children(ours)
         self._connection, self._codes, self._answered = ours, {}, False
+        if self._imports:  # of the server before this one
+            ours.sendall(msgpack.packb({"imports": sorted(self._imports)}))
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
@@ -226,7 +278,7 @@ class ForkServer:
             return self._codes.get(pid, 1) if self._connection is parent else 1
 
     def close(self) -> None:
-        """End the server; the coordinator tells its workers to end. Idempotent."""
+        """End the server; it ends no workers. Idempotent."""
         self._life.begin_closing()
         self._end(at_once=not self._answered)  # it may still be importing
         self._life.close()
@@ -245,6 +297,57 @@ class ForkServer:
                 self._process.kill()
             end_processes([self._process], Deadline(_EXIT_TIMEOUT))
             self._process = None
+
+
+def _inherited() -> object:
+    """Return what a process inherits, of this one, that a worker cannot be given later."""
+    limits = [
+        resource.getrlimit(number)
+        for name, number in sorted(vars(resource).items())
+        if name.startswith("RLIMIT_")
+    ]
+    variables = {k: v for k, v in os.environ.items() if k.startswith(_READ_AT_IMPORT)}
+    return variables, os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), limits
+
+
+def _folder() -> str | None:
+    """Return the current folder; None if it is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _outputs() -> list[int]:
+    """Return the descriptors of the standard output and of that for errors, if both are open."""
+    try:
+        return [os.fstat(fd) and fd for fd in (1, 2)]
+    except OSError:
+        return []
+
+
+_of_process: tuple[int, ForkServer] | None = None
+"""The fork server of this process, behind the process's number: a forked child has one of its own."""
+
+
+def fork_server() -> ForkServer:
+    """Return the fork server of this process, which ends with it."""
+    global _of_process
+    if _of_process is None or _of_process[0] != os.getpid():
+        _of_process = os.getpid(), ForkServer()
+        atexit.register(_of_process[1].close)
+    return _of_process[1]
+
+
+def start_with_program() -> None:
+    """Start the fork server of this process, so that it imports torch while the program does.
+
+    Nothing is started where a launcher starts the workers.
+    """
+    launched = (LISTEN_FD, PROFILE, "RANK", "SLURM_PROCID")
+    if not any(name in os.environ for name in launched):
+        with contextlib.suppress(OSError):  # a pipeline will say it, if there is one
+            fork_server().prepare()
 
 
 def installed_modules(objects: Iterable[object]) -> list[str]:

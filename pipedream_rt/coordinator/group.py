@@ -107,7 +107,6 @@ class WorkerGroup:
         forwards: What the forwards of the model do.
         timeout: How long to wait for a message that is sure to come.
         failures: Decides whether to recover from a failure.
-        close_forks: Called at the end, after the workers have ended.
 
     Attributes:
         plan: The plan of the present generation.
@@ -131,11 +130,9 @@ class WorkerGroup:
         forwards: Forwards,
         timeout: timedelta,
         failures: Failures,
-        close_forks: Callable[[], object],
     ) -> None:
         """Start the workers and give them their stages."""
         self.plan = plan
-        self._close_forks = close_forks
         self._start_cluster = start
         self._specs = specs
         self._forwards = forwards
@@ -430,7 +427,6 @@ class WorkerGroup:
                 steps.callback(self._status_server.close)
             for at_last in self.at_last:
                 steps.callback(at_last)
-            steps.callback(self._close_forks)
             if self._cluster is not None:
                 steps.callback(self._cluster.close)
             steps.callback(self.inbox.close, PipelineClosed("the pipeline was closed"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -371,7 +372,8 @@ class StageOptimizer:
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> Hyper:
     """Return the attributes of an optimizer that `torch.optim.Optimizer` does not have itself."""
-    return {name: v for name, v in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
+    of_every = _attributes_of_every_optimizer()
+    return {name: v for name, v in vars(optimizer).items() if name not in of_every}
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, like: torch.optim.Optimizer) -> Hyper:
@@ -477,13 +479,19 @@ _OF = "/of"
 """The key, beside the own state of a stage's optimizer, of the names of the stage's parameters."""
 
 
-_OF_EVERY_OPTIMIZER = {
-    *vars(torch.optim.SGD([nn.Parameter(torch.empty(1, device="meta"))])),
-    "_step_supports_amp_scaling",
-    "_need_device_dtype_check_for_fused",
-    "_opt_called",  # which learning-rate schedulers set
-    "step",
-}
+@functools.cache
+def _attributes_of_every_optimizer() -> frozenset[str]:
+    """Return the names of the attributes that torch gives to an optimizer of any class."""
+    some = torch.optim.SGD([nn.Parameter(torch.empty(1, device="meta"))])
+    return frozenset(
+        {
+            *vars(some),
+            "_step_supports_amp_scaling",
+            "_need_device_dtype_check_for_fused",
+            "_opt_called",  # which learning-rate schedulers set
+            "step",
+        }
+    )
 
 
 def like(parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -340,7 +340,7 @@ def test_partials_methods_and_objects(module):
 
 
 @pytest.mark.processes
-def test_workers_refuse_to_compute_with_another_method(module, monkeypatch, shared_fork_server):
+def test_workers_refuse_to_compute_with_another_method(module, monkeypatch):
     def opened():
         return Pipeline(
             [module.Layer(), module.Layer()], stages=2, loss_fn=nn.functional.mse_loss,
@@ -361,7 +361,7 @@ def test_workers_refuse_to_compute_with_another_method(module, monkeypatch, shar
 
 
 @pytest.mark.processes
-def test_workers_refuse_to_step_with_another_method(module, monkeypatch, shared_fork_server):
+def test_workers_refuse_to_step_with_another_method(module, monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
     with pytest.raises(StageFailed, match=r"other code than the script of torch\.optim\.sgd\.SGD"):
         Pipeline(
