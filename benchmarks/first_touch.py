@@ -1,11 +1,12 @@
 """What the defaults of `Pipeline` cost in samples, beside plain PyTorch.
 
 A newcomer gives ``stages=4`` and an optimizer and leaves everything else out. Here two tasks are
-trained so: a transformer on bytes, and a convolutional network with BatchNorm on pictures. The rate
-is constant, and nothing is clipped. Plain training, one process and one micro-batch, is done at
-several rates; the best one by held-out loss is then used with stages too, and half of it, of which
-the better counts. *Slowdown* is the number of updates of plain training after which it has the
-held-out loss that the pipeline ends with, compared with the number that the pipeline took.
+trained so: a transformer on bytes (``text``), with a constant rate, and a convolutional network
+with BatchNorm on pictures (``pictures``), whose rate falls along a cosine, since BatchNorm makes losses
+leap at a constant one. Plain training, one process and one micro-batch, is done at several rates.
+The one with the lowest held-out loss is then used with stages too, and half of it, of which the
+better counts. *Slowdown* is how many times the updates of plain training a pipeline took to the
+held-out loss that it ends with.
 
 All stages run in one thread (``workers="serial"``), which gives the bits of a distributed run. Each
 run is a line of JSON in ``benchmarks/results/first_touch.jsonl``, and is not done again.
@@ -61,8 +62,15 @@ RATES = {
 
 MAIN = ("adamw", "adam", "momentum", "nadam")
 
-PLAIN_LONGER = 1.2
-"""How many times as many updates plain training does, so that a slowdown below 1 can be read."""
+LENGTHS = {"text": (480,), "pictures": (200, 280, 400, 560)}
+"""By task, the numbers of updates that plain training does.
+
+At a constant rate one run has the losses after every number of updates; otherwise each length is a
+run of its own. The longest is beyond what a pipeline does, so that a slowdown below 1 can be read.
+"""
+
+SEEDS = {"text": (0,), "pictures": (0, 1)}
+"""By task, the seeds over which losses are averaged."""
 
 EVALUATIONS = 24
 
@@ -153,8 +161,14 @@ def done(run: Run) -> dict[str, Any]:
         on_nan="ignore",
         **given,
     ) as pipe:
+        last = 0.05 if run.task == "pictures" else 1.0  # of the rate
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            pipe.optimizer,
+            lambda step: last + (1 - last) * (1 + math.cos(math.pi * step / run.updates)) / 2,
+        )
         for number, item in enumerate(task.batches(run.updates, batch, run.seed), 1):
             pipe.submit(*item)
+            scheduler.step()
             if number % (run.updates // EVALUATIONS) == 0 and number >= run.updates // 4:
                 curve.append((number, pipe.evaluate(validation)))
                 if not math.isfinite(curve[-1][1]):
@@ -171,31 +185,46 @@ def done(run: Run) -> dict[str, Any]:
 # -- sets of runs -------------------------------------------------------------------------------
 
 
-def of_plain(task: str, optimizer: str) -> list[Run]:
-    """The runs of plain training, over its rates."""
-    updates = round(Run.updates * PLAIN_LONGER)
-    made = Run(task=task, optimizer=optimizer, schedule="1f1b", updates=updates, k=1)
-    return [replace(made, corrections="none", rate=rate) for rate in RATES[optimizer]]
+def of_plain(run: Run, rates: Sequence[float], updates: int) -> list[Run]:
+    """The runs of plain training for the task and the optimizer of a run."""
+    made = Run(
+        task=run.task, optimizer=run.optimizer, schedule="1f1b", updates=updates, k=1,
+        corrections="none",
+    )  # fmt: skip
+    return [replace(made, rate=rate, seed=seed) for rate in rates for seed in SEEDS[run.task]]
 
 
 def all_sets() -> dict[str, list[Run]]:
     """The runs of every set, with the rate left open."""
 
-    def some(optimizers: Sequence[str], tasks: Sequence[str] = TASKS, **options: Any) -> list[Run]:
+    def some(*optimizers: str, tasks: Sequence[str] = TASKS, **options: Any) -> list[Run]:
         return [
             Run(task=task, optimizer=optimizer, **options)
             for optimizer in optimizers
             for task in tasks
         ]
 
+    def compared(optimizers: Sequence[str], *corrections: str, **options: Any) -> list[Run]:
+        return [run for c in corrections for run in some(*optimizers, corrections=c, **options)]
+
     every = tuple(RATES)
     return {
-        "defaults": [*some(MAIN, stages=4), *some(MAIN, stages=8)],
-        "plain": [],
-        "corrections": [
+        # What the README's ten lines give.
+        "defaults": [*some(*MAIN, stages=4), *some(*MAIN, stages=8)],
+        # What corrections do for each optimizer with as many micro-batches as stages.
+        "corrections": compared(every, "none", "ef+extrapolation", stages=4, k=4),
+        "momentum": compared(
+            ("momentum",), "ef", "extrapolation", "prediction", "ef+prediction", stages=4, k=4
+        ),
+        "deeper": compared((*MAIN, "muon"), "none", "ef+extrapolation", stages=8, k=8),
+        # The same with one micro-batch per update.
+        "stale": compared(every, "none", "ef2+extrapolation+damped", stages=4, k=1),
+        # More micro-batches than stages.
+        "micro-batches": [
             run
+            for k in (8, 12)
             for corrections in ("none", "ef+extrapolation")
-            for run in some(every, stages=4, k=4, corrections=corrections)
+            for run in some("adamw", "momentum", stages=4, k=k, corrections=corrections)
         ],
     }
 
@@ -208,59 +237,87 @@ def smooth(curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
     ]
 
 
-def final(line: dict[str, Any] | None) -> float:
-    """The held-out loss at the end, a mean of three evaluations; infinite if there is none."""
-    if line is None or len(line["curve"]) < 3 or not math.isfinite(line["curve"][-1][1]):
-        return math.inf
-    return smooth(line["curve"])[-1][1]
+Results = dict[str, dict[str, Any]]
 
 
-def at_400(line: dict[str, Any] | None) -> float:
-    """The held-out loss of plain training after as many updates as a pipeline does."""
-    if line is None or not math.isfinite(line["curve"][-1][1]):
-        return math.inf
-    near = [loss for number, loss in smooth(line["curve"]) if number >= Run.updates * 0.95]
-    return near[0]
+def final(results: Results, runs: Sequence[Run]) -> float | None:
+    """The mean over runs of the held-out loss at the end; None if one is not done.
+
+    At a constant rate, the loss at the end is the mean of three evaluations.
+    """
+    losses = []
+    for run in runs:
+        if run.key not in results:
+            return None
+        curve = results[run.key]["curve"]
+        if not math.isfinite(curve[-1][1]):
+            return math.inf
+        losses.append(smooth(curve)[-1][1] if run.task == "text" else curve[-1][1])
+    return mean(losses)
 
 
-def read() -> dict[str, dict[str, Any]]:
+def read() -> Results:
     """All results, by key."""
     if not RESULTS.exists():
         return {}
     return {line["key"]: line for line in map(json.loads, RESULTS.read_text().splitlines())}
 
 
-def best_plain(results: dict[str, dict[str, Any]], run: Run) -> dict[str, Any] | None:
-    """The plain run with the lowest loss, of the task and optimizer of a run; None if not done."""
-    lines = [results.get(each.key) for each in of_plain(run.task, run.optimizer)]
-    if None in lines:
+def best_rate(results: Results, run: Run) -> float | None:
+    """The best rate of plain training; None if not all of its rates are done."""
+    updates = LENGTHS[run.task][0] if run.task == "text" else Run.updates
+    rates = RATES[run.optimizer]
+    losses = [final(results, of_plain(run, [rate], updates)) for rate in rates]
+    if None in losses:
         return None
-    return min((line for line in lines if line), key=at_400)
+    return min(zip(losses, rates, strict=True))[1]  # type: ignore[type-var]
 
 
-def tried(results: dict[str, dict[str, Any]], run: Run) -> list[Run]:
-    """The runs of a method: at the best rate of plain training, and at half of it."""
-    plain = best_plain(results, run)
-    return [replace(run, rate=plain["rate"] / part) for part in (1, 2)] if plain else []
+def seeded(run: Run) -> list[Run]:
+    """A run with each seed."""
+    return [replace(run, seed=seed) for seed in SEEDS[run.task]]
 
 
-def slowdown(plain: dict[str, Any], loss: float) -> float:
+def plain_curve(results: Results, run: Run, rate: float) -> list[tuple[float, float]]:
+    """The losses of plain training by its updates, falling; empty if not all is done."""
+    if run.task == "text":
+        runs = of_plain(run, [rate], LENGTHS["text"][0])
+        points = smooth(results[runs[0].key]["curve"]) if runs[0].key in results else []
+    else:
+        lengths = LENGTHS[run.task]
+        found = [final(results, of_plain(run, [rate], length)) for length in lengths]
+        points = [(n, loss) for n, loss in zip(lengths, found, strict=True) if loss is not None]
+    falling: list[tuple[float, float]] = []
+    for number, loss in points:
+        if not falling or loss < falling[-1][1]:
+            falling.append((number, loss))
+    return falling
+
+
+def slowdown(curve: Sequence[tuple[float, float]], task: str, loss: float) -> float:
     """How many times the updates of plain training a pipeline took to its loss; see above.
 
-    Between two evaluations the loss is taken for linear in the logarithm of the updates, and
-    likewise beyond them.
+    Between two points of the curve the loss is taken for linear in the logarithm of the updates,
+    and likewise beyond them.
     """
-    if not math.isfinite(loss):
+    if not math.isfinite(loss) or len(curve) < 2:
         return math.inf
-    curve, least = [], math.inf
-    for number, value in smooth(plain["curve"]):
-        if value < least:
-            curve.append((number, value))
-            least = value
     pairs = list(pairwise(curve))
     (t0, l0), (t1, l1) = next((p for p in pairs if p[1][1] <= loss), pairs[-1])
     needed = math.exp(math.log(t0) + (loss - l0) / (l1 - l0) * (math.log(t1) - math.log(t0)))
-    return Run.updates * 0.985 / needed
+    # The mean of the last three evaluations is that of the last but one.
+    took = Run.updates - Run.updates // EVALUATIONS if task == "text" else Run.updates
+    return took / needed
+
+
+def wanted(results: Results, run: Run) -> list[Run]:
+    """The runs that can be done now for one of a set: plain ones first."""
+    rates = RATES[run.optimizer]
+    lengths = LENGTHS[run.task]
+    if (rate := best_rate(results, run)) is None:
+        return of_plain(run, rates, lengths[0] if run.task == "text" else Run.updates)
+    plain = [each for length in lengths for each in of_plain(run, [rate], length)]
+    return [*plain, *(each for part in (1, 2) for each in seeded(replace(run, rate=rate / part)))]
 
 
 @click.group(help=__doc__)
@@ -276,16 +333,16 @@ def run(names: tuple[str, ...], jobs: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs) as pool:  # whose workers end with this process
-        for name in names or ("defaults",):
-            runs = all_sets()[name]
-            for wanted in (lambda r: of_plain(r.task, r.optimizer), lambda r: tried(read(), r)):
-                keys = read()
-                todo = {e.key: e for r in runs for e in wanted(r) if e.key not in keys}
+        for runs in [all_sets()[name] for name in names or ("defaults",)]:
+            for _ in range(2):  # plain training first, which says what the other runs are
+                results = read()
+                todo = {e.key: e for r in runs for e in wanted(results, r) if e.key not in results}
                 for line in pool.imap_unordered(done, todo.values()):
                     with RESULTS.open("a") as file:
                         file.write(json.dumps(line) + "\n")
-                    shown = ("task", "optimizer", "stages", "k", "corrections", "rate")
-                    print({k: line[k] for k in shown}, final(line), line["processor_s"], flush=True)
+                    shown = ("task", "optimizer", "stages", "k", "corrections", "rate", "updates")
+                    last = round(line["curve"][-1][1], 4)
+                    print({k: line[k] for k in shown}, last, line["processor_s"], flush=True)
 
 
 @main.command()
@@ -296,17 +353,20 @@ def table(names: tuple[str, ...]) -> None:
     columns = ("set", "task", "optimizer", "stages", "k", "corrections", "plain: rate", "loss")
     shown = Table(*columns, "rate", "loss", "slowdown")
     for name in names or ("defaults",):
-        for each in all_sets()[name]:
-            plain = best_plain(results, each)
-            found = [results[r.key] for r in tried(results, each) if r.key in results]
-            if plain is None or not found:
+        for run in all_sets()[name]:
+            if (rate := best_rate(results, run)) is None:
                 continue
-            best = min(found, key=final)
+            made = [(final(results, seeded(replace(run, rate=rate / p))), rate / p) for p in (1, 2)]
+            found = [(loss, at) for loss, at in made if loss is not None]
+            if not found:
+                continue
+            loss, at = min(found)
+            curve = plain_curve(results, run, rate)
+            plain = next((loss for number, loss in curve if number >= 0.95 * Run.updates), math.nan)
             shown.add_row(
-                *(name, each.task, each.optimizer, str(each.stages), str(each.k or "default")),
-                *(each.corrections, f"{plain['rate']:g}", f"{at_400(plain):.3f}"),
-                *(f"{best['rate']:g}", f"{final(best):.3f}"),
-                f"{slowdown(plain, final(best)):.2f}",
+                *(name, run.task, run.optimizer, str(run.stages), str(run.k or "default")),
+                *(run.corrections, f"{rate:g}", f"{plain:.3f}", f"{at:g}", f"{loss:.3f}"),
+                f"{slowdown(curve, run.task, loss):.2f}",
             )
     Console(width=150).print(shown)
 

@@ -15,10 +15,13 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import click
 
-PROGRAM = '''
+PROGRAM = """
 import json, sys, time
 start = time.perf_counter()
 import torch
@@ -42,7 +45,7 @@ else:
     given = {"loss_fn": F.mse_loss}
 found["openings_s"] = [opened(model, int(sys.argv[2]), **given) for _ in range(3)]
 print(json.dumps(found))
-'''
+"""
 
 IMPORTS = {
     "at the top": "from pipedream_rt import Pipeline",
@@ -59,32 +62,31 @@ IMPORTS = {
 def main(workers: int, model: str, repeats: int, under_run: bool, as_json: bool) -> None:
     """Open pipelines in programs, one after another."""
     for where, line in IMPORTS.items():
-        command = [sys.executable, "-c", PROGRAM % line, model, str(workers)]
+        command, program = [sys.executable, "-", model, str(workers)], PROGRAM % line
         if under_run:
-            run = ["-m", "pipedream_rt.cli", "run", "--nproc-per-node", str(workers)]
-            command = [sys.executable, *run, "/dev/stdin", model, str(workers)]
-        lines = [
-            json.loads(
-                subprocess.run(
-                    command, check=True, capture_output=True, text=True,
-                    input=PROGRAM % line if under_run else None,
-                ).stdout
+            verb = [str(Path(sys.executable).with_name("pipedream-rt")), "run"]
+            with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+                file.write(program)
+            script = [file.name, model, str(workers)]
+            command = [*verb, "--nproc-per-node", str(workers), *script]
+        lines = []
+        for _ in range(repeats):
+            done = subprocess.run(
+                command, check=True, capture_output=True, text=True, input=program
             )
-            for _ in range(repeats)
-        ]  # fmt: skip
-        opened = [statistics.median(each["openings_s"][i] for each in lines) for i in range(3)]
-        found = {
-            "imported": where,
-            "import_torch_s": statistics.median(each["import_torch_s"] for each in lines),
-            **({"build_s": statistics.median(e["build_s"] for e in lines)} if "build_s" in lines[0] else {}),
-            "openings_s": opened,
-        }
+            lines.append(json.loads(done.stdout))
+        found: dict[str, Any] = {"imported": where}
+        for name in lines[0]:
+            if name == "openings_s":
+                found[name] = [statistics.median(e[name][i] for e in lines) for i in range(3)]
+            else:
+                found[name] = statistics.median(each[name] for each in lines)
         if as_json:
             print(json.dumps(found))
-        else:
-            shown = {k: v for k, v in found.items() if k.endswith("_s") and not isinstance(v, list)}
-            text = ", ".join(f"{name} {value:.2f}" for name, value in shown.items())
-            print(f"Pipeline imported {where}: {text}, openings {', '.join(f'{s:.2f}' for s in opened)} s")
+            continue
+        openings = ", ".join(f"{seconds:.2f}" for seconds in found.pop("openings_s"))
+        others = ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "imported")
+        print(f"Pipeline imported {where}: {others}; openings {openings} s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Keeps torch from importing its compiler where nothing is compiled.
 
-Some functions of torch, such as those that build an optimizer, are hidden from torch's compiler,
-dynamo. torch imports dynamo at the first call of each to hide it, which takes as long as to import
-torch itself. While dynamo is not imported nothing can be compiled, so there is nothing to hide from.
+Some methods of torch's optimizers are hidden from torch's compiler, dynamo. torch imports dynamo to
+hide each at its first call, which takes as long as to import torch itself. While dynamo is not
+imported nothing can be compiled, so there is nothing to hide from.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Every test must leave the process as it found it."""
 
+import contextlib
 import os
+import signal
 import threading
 import traceback
 from pathlib import Path
@@ -23,6 +25,27 @@ def children() -> set[int]:
     return found
 
 
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [each for child in task.read_text().split() for each in family(int(child))]
+        except OSError:
+            continue  # it has ended meanwhile
+    return found
+
+
+def end(pids: set[int]) -> None:
+    """Kill children of this process with all that they have started, and reap them."""
+    for pid in [each for child in pids for each in family(child)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
 def own_children() -> set[int]:
     """Those of them that a test may have left behind: the fork server ends with this process."""
     return children() - {fork_server().pid}
@@ -33,6 +56,17 @@ def stack_of(thread: threading.Thread) -> str:
 
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame else "(ended)"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_as_in_a_terminal():
+    """Let programs that tests start react to Ctrl-C, also where the shell has these tests ignore it.
+
+    What is ignored is inherited; what has a handler is as it was at first in a program that starts.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +80,10 @@ def nothing_left_behind():
     leaked = [
         t for t in leaked if "timeout" not in t.name.lower() and not t.name.startswith("pytest")
     ]
+    left = own_children() - children_before
+    end(left)  # else they would disturb the tests that follow
     assert not leaked, "leaked threads:\n" + "\n".join(f"{t.name}\n{stack_of(t)}" for t in leaked)
-    assert not own_children() - children_before, f"leaked processes of {os.getpid()}"
+    assert not left, f"leaked processes of {os.getpid()}: {left}"
 
 
 @pytest.fixture

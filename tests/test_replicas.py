@@ -302,9 +302,7 @@ def test_replicas_that_differ_are_told(tmp_path):
         ((0, 4), (1, 2), "1f1b", "flushed", 3, False),
     ],
 )
-def test_killed_workers_leave_no_trace(
-    tmp_path, points, replicas, schedule, reads, k, divided
-):
+def test_killed_workers_leave_no_trace(tmp_path, points, replicas, schedule, reads, k, divided):
     data = batches(12)
     weights, losses = expected(points, replicas, data, k, reads)
     checkpoint = Checkpoints(tmp_path, every=3)

@@ -5,6 +5,7 @@ It imports torch only once a coordinator calls, so a worker that waits is small 
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import logging
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -60,6 +62,9 @@ listen yet. An attempt costs little, and a recovery waits for its workers."""
 
 _ANSWER_TIMEOUT = timedelta(seconds=60)
 """For a coordinator to answer a hello, which it does at once."""
+
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl."""
 
 _LONGEST_PAUSE_S = 30.0
 """Seconds between two attempts to join a coordinator that has no place for this worker."""
@@ -123,7 +128,7 @@ def main(
     except PipelineError as error:
         _log.error("%s", error)
         code = EXIT_FAILED
-    if persist and code in (0, EXIT_AGAIN, EXIT_COORDINATOR_LOST):
+    if persist and code in _RETURNS:
         # A fresh process image: torch keeps RPC counters for the life of a process.
         again = _again(secret, failures + 1 if code == EXIT_AGAIN else 0)
         os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *again])
@@ -142,23 +147,72 @@ def _set_up(name: str, level: str) -> None:
         signal.signal(number, _end_by_signal)
 
 
-def _run_forked(control: socket.socket, name: str, threads: int) -> int:
+def _run_forked(fd: int, name: str, threads: int, address: str | None) -> int:
     """Be a worker, in a child of the fork server.
 
     Args:
-        control: The worker's end of the control connection.
+        fd: The worker's end of the control connection; with an address, a pipe with the secret.
         name: Name of the worker.
         threads: Number of threads for torch's own parallel loops.
+        address: Where to join one coordinator after another; None for the one connection.
 
     Returns:
         Exit code of the process.
     """
     _set_up(name, "WARNING")
     try:
-        code = serve(Control(control, "the coordinator"), _Worker(name, threads))
+        if address is not None:
+            worker = _Worker(name, threads, read_secret(fd), tls=tls_of_environment())
+            return _join_for_ever(address, worker)
+        control = Control(socket.socket(fileno=fd), "the coordinator")
+        code = serve(control, _Worker(name, threads))
         return EXIT_COORDINATOR_LOST if code == EXIT_AGAIN else code
     except PipelineError as error:
         _log.error("%s", error)
+        return EXIT_FAILED
+    finally:
+        logging.shutdown()
+
+
+_RETURNS = (0, EXIT_AGAIN, EXIT_COORDINATOR_LOST)
+"""The exit codes after which a worker waits for the next coordinator."""
+
+_JOIN_TIMEOUT_S = 5.0
+"""For the coordinators of `pipedream-rt run` to listen: their socket does as long as the job lives.
+The time is for strangers who fill the queue before it."""
+
+
+def _join_for_ever(address: str, worker: _Worker) -> int:
+    """Join one coordinator after another, each in a child of this process, which has torch.
+
+    torch keeps RPC counters for the life of a process, so each job has a process of its own.
+
+    Returns:
+        Exit code of the first child that will not go on.
+    """
+    failures = 0
+    while True:
+        here, pid = os.getpid(), os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() != here:  # it died before the line above
+                os._exit(EXIT_COORDINATOR_LOST)
+            os._exit(_serve_once(address, worker, failures))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code not in _RETURNS:
+            return 128 - code if code < 0 else code
+        failures = failures + 1 if code == EXIT_AGAIN else 0
+
+
+def _serve_once(address: str, worker: _Worker, failures: int) -> int:
+    """Be the worker for one job; return the exit code."""
+    try:
+        return _serve_at(address, _JOIN_TIMEOUT_S, True, worker, failures)
+    except PipelineError as error:
+        _log.error("%s", error)
+        return EXIT_FAILED
+    except BaseException:  # the top of a process
+        traceback.print_exc()
         return EXIT_FAILED
     finally:
         logging.shutdown()

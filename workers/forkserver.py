@@ -25,8 +25,12 @@ import numpy as np
 _SET_NAME = 15
 """PR_SET_NAME of prctl."""
 
-RunWorker = Callable[[socket.socket, str, int], int]
-"""``run(control, name, threads)`` is the life of a worker and returns its exit code."""
+RunWorker = Callable[[int, str, int, "str | None"], int]
+"""``run(fd, name, threads, address)`` is the life of a worker and returns its exit code.
+
+The descriptor is that of its control connection; or, where there is an address at which it is to
+join coordinators, that of a pipe with the secret of the job.
+"""
 
 
 def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> None:
@@ -114,7 +118,7 @@ def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> N
 
     Args:
         request: Its name and threads, and what has changed since this server was started.
-        fds: Its control connection, and the outputs of the coordinator's process.
+        fds: What `RunWorker` takes, and the outputs of the coordinator's process.
         run: The life.
     """
     code = 1
@@ -133,7 +137,7 @@ def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> N
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
         random.seed()  # else all children would draw the same numbers
         np.random.seed()
-        code = run(socket.socket(fileno=fds[0]), name, request["threads"])
+        code = run(fds[0], name, request["threads"], request.get("address"))
     except BaseException:  # the top of a process
         traceback.print_exc()
     finally:

@@ -26,9 +26,11 @@ from pipedream_rt.cluster.environment import (
     TRACE,
     secret_pipe,
 )
+from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import NONCE
-from pipedream_rt.cluster.subprocesses import end_processes, start_worker
+from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PipelineError
 
 _END_TIMEOUT = timedelta(seconds=5)
 """For the workers to end when they are told to; those that still run then are killed."""
@@ -86,7 +88,7 @@ def run(
     }
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         workers = _Workers(nproc_per_node, threads, listener)
-        with workers.running():
+        with workers.ended():
             named = ["-m", script] if module else [script]
             code = _run_script([sys.executable, *named, *arguments], workers, settings)
     sys.exit(code)
@@ -106,33 +108,35 @@ class _Workers:
     """
 
     def __init__(self, count: int, threads: int, listener: socket.socket) -> None:
-        """Start no worker yet."""
+        """Start no worker yet, but what forks them: it imports torch while the script does."""
         self.listener = listener
         self.secret = secrets.token_bytes(NONCE)
         self._count = count
         self._threads = threads
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[ForkedWorker] = []
+        self._forks = ForkServer()
+        self._forks.prepare()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Start the workers; at the end of the block they are told to end, and killed if late."""
+    def ended(self) -> Iterator[None]:
+        """At the end of the block the workers are told to end, and killed if late."""
         try:
-            self._start()
             yield
         finally:
             for child in self._children:
-                child.terminate()
+                child.send_signal(signal.SIGTERM)
                 child.send_signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only then
             end_processes(self._children, Deadline(_END_TIMEOUT))
+            self._forks.close()
 
     def replace(self) -> None:
         """Kill all workers and start others."""
         for child in self._children:
             child.kill()
         end_processes(self._children, Deadline(_END_TIMEOUT))
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Start all workers; after an error ``_children`` has those that were started."""
         self._children = []
         for i in range(self._count):
@@ -141,21 +145,9 @@ class _Workers:
     def _start_one(self, name: str) -> None:
         """Start a worker, which gets the secret by a pipe."""
         host, port = self.listener.getsockname()
-        # The socket listens as long as this job lives. The timeout is for strangers who fill the
-        # queue before it.
-        options = ("--persist", "--timeout", "5")
         fd = secret_pipe(self.secret)
         try:
-            child = start_worker(
-                f"{host}:{port}",
-                *options,
-                "--secret-fd",
-                str(fd),
-                name=name,
-                threads=self._threads,
-                pass_fds=(fd,),
-                environment={"PIPEDREAM_RT_LOG": "WARNING", **os.environ},
-            )
+            child = self._forks.fork_joining(f"{host}:{port}", name, self._threads, fd)
         finally:
             os.close(fd)
         self._children.append(child)
@@ -189,8 +181,14 @@ def _run_script(command: list[str], workers: _Workers, settings: dict[str, str])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, forward)
         theirs.close()
-        _serve_script(process, ours, workers)
-        code = process.wait()
+        try:
+            workers.start()
+            _serve_script(process, ours, workers)
+        except PipelineError as error:
+            process.terminate()
+            raise click.ClickException(f"no workers can be started: {error}") from error
+        finally:
+            code = process.wait()
     return 128 - code if code < 0 else code
 
 

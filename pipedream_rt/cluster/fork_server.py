@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -84,10 +84,14 @@ class ForkedWorker:
         self.returncode: int | None = None
 
     def kill(self) -> None:
-        """Send SIGKILL to this process, and to no later one that has the same number."""
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this process, and to no later one that has the same number."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def poll(self) -> int | None:
         """Return the exit code, None while the process runs."""
@@ -176,6 +180,21 @@ class ForkServer:
             PipelineClosed: The server was closed.
         """
         return self._fork({"name": name, "threads": threads}, control.fileno())
+
+    def fork_joining(self, address: str, name: str, threads: int, secret: int) -> ForkedWorker:
+        """Fork a worker that joins one coordinator after another at an address.
+
+        Args:
+            address: ``HOST:PORT``, where a coordinator listens now and then.
+            name: Name of the worker.
+            threads: Number of threads for torch's own parallel loops.
+            secret: A pipe with the secret of the job; the caller closes its own copy.
+
+        Raises:
+            PeerLost: As `fork`.
+            PipelineClosed: As `fork`.
+        """
+        return self._fork({"name": name, "threads": threads, "address": address}, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:
         """Have a process forked that gets a descriptor.
@@ -327,7 +346,7 @@ def _outputs() -> list[int]:
 
 
 _of_process: tuple[int, ForkServer] | None = None
-"""The fork server of this process, behind the process's number: a forked child has one of its own."""
+"""The number of this process, and its fork server: a forked child has one of its own."""
 
 
 def fork_server() -> ForkServer:

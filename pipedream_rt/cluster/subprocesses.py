@@ -1,10 +1,9 @@
-"""Starts and ends worker processes. Imports no torch: the command line uses this module too."""
+"""Ends worker processes. Imports no torch: the command line uses this module too."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from pipedream_rt.deadline import Deadline
@@ -21,37 +20,6 @@ class Process(Protocol):
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process; raises `subprocess.TimeoutExpired`."""
-
-
-def start_worker(
-    *address: str,
-    name: str,
-    threads: int,
-    pass_fds: tuple[int, ...] = (),
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a worker process with this Python.
-
-    The process has a session of its own, so that Ctrl-C reaches the coordinator alone.
-
-    Args:
-        *address: The address of its coordinator, and further options of the worker command.
-        name: Name of the worker.
-        threads: Number of threads for torch's own parallel loops.
-        pass_fds: Descriptors that the process inherits.
-        environment: Environment of the process; None for that of this process.
-
-    Returns:
-        The process.
-    """
-    command = [sys.executable, "-m", "pipedream_rt.workers", *address]
-    return subprocess.Popen(
-        [*command, "--name", name, "--threads", str(threads)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
 
 
 def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
