@@ -21,6 +21,7 @@ from pipedream_rt.partitioning.explanation import partition_text
 from pipedream_rt.partitioning.machines import Machines, Worker
 from pipedream_rt.partitioning.planner import partitions
 from pipedream_rt.profiling import first_micro_batch, hash_of, optimizer_choice, profile
+from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.schema import list_of, problem_of, read_file, text, whole, write_file
 from pipedream_rt.stage.spec import LossFunction
 
@@ -76,7 +77,7 @@ def choose_stages(
     optimizer: object,
     autocast: torch.dtype | None,
     schedule: object,
-    micro_batches: int,
+    micro_batches: int | None,
     threads: int,
     workers: Sequence[int],
     replicas: bool,
@@ -91,7 +92,8 @@ def choose_stages(
         optimizer: What the script gave to `Pipeline` as the optimizer.
         autocast: The dtype of autocast; None for none.
         schedule: The schedule.
-        micro_batches: The number of micro-batches per update.
+        micro_batches: The number of micro-batches per update; None for the default of `Pipeline`,
+            for which the layers are measured on as small a part of a mini-batch as there could be.
         threads: The number of threads that a worker has.
         workers: The numbers of workers that the plan may use; none if they are not known.
         replicas: Whether stages may have replicas.
@@ -114,6 +116,8 @@ def choose_stages(
             'stages="auto" measures the layers on a mini-batch: give example=, a mini-batch as '
             "the loader yields it, or the DataLoader"
         )
+    if micro_batches is None:
+        micro_batches = 1 if RECIPES[schedule].flushes else workers[-1]
     batch = first_micro_batch(example_of(example), micro_batches)
     made = optimizer_choice(optimizer)
     of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made, loss_fn, autocast)

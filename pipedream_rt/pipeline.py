@@ -148,7 +148,9 @@ class Pipeline:
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
-            updated once for all of them.
+            updated once for all of them. None: in ``async-1f1b`` and ``2bw`` as many as make no
+            gradient more than one update stale, which is the number of stages (and more with slack
+            or replicas); in schedules that flush 1, and the bits are then those of plain PyTorch.
         slack: Extra warm-up forwards before a hop between two stages, which hide its latency: one
             number for all hops, or one for each of the n-1. In schedules that flush it costs
             activations alone; in asynchronous ones it is staleness, so give it to slow links only.
@@ -174,7 +176,8 @@ class Pipeline:
         corrections: What every stage does about stale gradients, in the order in which it is done:
             objects of `pipedream_rt.corrections`, or of classes of your own (`Correction`).
             ``"auto"``: those that were measured to be the best for the optimizer and the staleness
-            (`pipedream_rt.corrections.advice`).
+            (`pipedream_rt.corrections.advice`). None: the same, where nothing speaks against it.
+            ``()``: none.
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
         loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
@@ -218,7 +221,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerArgument = None,
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
-        micro_batches: int = 1,
+        micro_batches: int | None = None,
         slack: int | Sequence[int] = 0,
         replicas: int | Sequence[int] | Literal["auto"] = (),
         shard_optimizer: bool = False,
@@ -228,7 +231,7 @@ class Pipeline:
         threads: int = 1,
         clip: Clip | None = None,
         ema: float | None = None,
-        corrections: Sequence[Correction] | Literal["auto"] = (),
+        corrections: Sequence[Correction] | Literal["auto"] | None = None,
         autocast: torch.dtype | None = None,
         loss_scale: LossScale | None = None,
         recompute: bool | Sequence[int] = False,
@@ -312,14 +315,14 @@ class Pipeline:
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
         refuse_norms(self.plan, clip, scale)
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
-        kind = None if grouped is None else grouped.optimizer_class
         refuse_sharding(self.plan, corrections, ema)
-        self._corrections = correcting(corrections, self.plan, kind, clip, scale)
+        self._corrections = correcting(corrections, self.plan, grouped, clip, scale)
         given = GivenOptimizer(optimizer)
         require_folder(kept)
         makes_checkpoints = kept is not None and kept.every is not None
         failures = Failures(
-            restart_option(max_restarts, default=3 if makes_checkpoints else 0), micro_batches
+            restart_option(max_restarts, default=3 if makes_checkpoints else 0),
+            self.plan.per_update,
         )
         resume = resume_option(kept)
         traced, self._trace_path = trace_option(trace)
@@ -333,7 +336,7 @@ class Pipeline:
                 loss_fn=loss_fn,
                 optimizer=optimizer,
                 autocast=autocast,
-                count=micro_batches,
+                count=self.plan.per_update,
                 threads=threads,
             )
         spans = SPANS_KEPT if traced else 0
@@ -955,7 +958,7 @@ def _plan_of(
     model: UnsplitModel,
     split: Split,
     schedule: ScheduleName | WrittenSchedule,
-    micro_batches: int,
+    micro_batches: int | None,
     slack: int | Sequence[int],
     replicas: int | Sequence[int],
     shard_optimizer: bool,

@@ -24,7 +24,7 @@ LAYERS = [
     {"pipedream_rt.partitioning"},
     {"pipedream_rt.messages"},
     {"pipedream_rt.planning", "pipedream_rt.checkpoint"},
-    {"pipedream_rt.corrections", "pipedream_rt.optimizers"},
+    {"pipedream_rt.corrections", "pipedream_rt.optimizers", "pipedream_rt.dynamo"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},
     {"pipedream_rt.cluster"},

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.coordinator.distributed_optimizer import Parts
 from pipedream_rt.coordinator.options import require_instance
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.corrections import Correction
-from pipedream_rt.corrections.advice import advised, doubt
+from pipedream_rt.corrections.advice import advised
 from pipedream_rt.corrections.base import overrides, refuse_nonsense
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import (
@@ -178,21 +179,24 @@ def refuse_sharding(plan: Plan, corrections: Any, ema: float | None) -> None:
 def correcting(
     corrections: Any,
     plan: Plan,
-    optimizer: type[torch.optim.Optimizer] | None,
+    optimizer: Parts | None,
     clip: Clip | None,
     scale: LossScale | None,
 ) -> tuple[Correction, ...]:
     """Return the corrections, of the argument ``corrections`` of `Pipeline`.
 
-    If gradients are staler than the optimizer was shown to bear, it says so in the log.
-
     Raises:
         ConfigError: It makes no sense; or a correction of gradients needs weights that are not
             there yet, or gradients that are not scaled.
     """
-    stalest = max(map(plan.staleness, range(plan.num_stages)))
-    if corrections == "auto":
-        corrections = advised(optimizer, stalest)
+    if corrections is None or corrections == "auto":
+        stalest = max(map(plan.staleness, range(plan.num_stages)))
+        by_default = corrections is None
+        corrections = []
+        alone = plan.backward_on_newest or (plan.shape.shard_optimizer and plan.replicated)
+        if optimizer is not None and not (by_default and alone):
+            groups = [{**optimizer.kwargs, **options} for _, options in optimizer.groups]
+            corrections = advised(optimizer.optimizer_class, groups, stalest)
     if isinstance(corrections, Correction) or not isinstance(corrections, list | tuple):
         raise ConfigError(
             f'corrections must be "auto" or a list of Correction objects, not {corrections!r}'
@@ -220,8 +224,6 @@ def correcting(
                 "Clip(norm=...) over the model updates wait for the norm of all gradients, so they "
                 'are not there yet; use Clip(..., over="stage"), or another schedule'
             )
-    if optimizer is not None and (warning := doubt(optimizer, stalest, corrections)):
-        _log.warning("%s", warning)
     return tuple(corrections)
 
 

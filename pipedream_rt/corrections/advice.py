@@ -1,22 +1,24 @@
 """Which corrections to use: a table of what was measured, and what follows from it.
 
-The figures are printed by ``python benchmarks/learning.py table``, and the page of results says how
-they were taken.
+An optimizer with a momentum goes on for a while in the direction in which it went, so where its
+weights will be can be told, and what a stale update got wrong can be taken back. Corrections of
+that kind helped every such optimizer but NAdam, which looks ahead by itself. An optimizer without
+momentum steps along each gradient anew; its updates tell little of the next one, and to extrapolate
+them made every one of them learn more slowly. So these have no rows.
+
+The figures are printed by ``python benchmarks/first_touch.py table corrections stale``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipedream_rt.corrections.base import Correction
 from pipedream_rt.corrections.gradients import ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation
 from pipedream_rt.corrections.rates import StalenessDamping
-
-
-def _none() -> list[Correction]:
-    return []
 
 
 def _both() -> list[Correction]:
@@ -29,14 +31,14 @@ def _three() -> list[Correction]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What was measured of an optimizer with stale gradients.
+    """What was measured of an optimizer with stale gradients, on 4 stages.
 
     Attributes:
-        optimizer: The name of its class.
+        optimizer: The name of its class. It must have a momentum.
         most: The largest staleness that this is about.
         make: Makes the corrections that gave the lowest loss.
-        slowdown: How many times the samples of the best synchronous training it took with them to
-            the same loss, in runs of 1,200 updates.
+        slowdown: How many times the updates of plain training it took with them to the same
+            held-out loss.
         plain: The same without corrections.
     """
 
@@ -48,77 +50,50 @@ class Advice:
 
 
 TABLE: tuple[Advice, ...] = (
-    Advice(optimizer="AdamW", most=1, make=_both, slowdown=1.90, plain=3.0),
-    Advice(optimizer="AdamW", most=7, make=_three, slowdown=3.9, plain=6.6),
-    Advice(optimizer="NAdam", most=7, make=_none, slowdown=3.3, plain=3.3),
-    Advice(optimizer="Muon", most=1, make=_both, slowdown=1.03, plain=1.33),
-    Advice(optimizer="Muon", most=7, make=_three, slowdown=1.47, plain=2.7),
-    Advice(optimizer="RotatedAdamW", most=1, make=_both, slowdown=0.98, plain=1.39),
+    Advice(optimizer="Adam", most=1, make=_both, slowdown=1.02, plain=1.30),
+    Advice(optimizer="AdamW", most=1, make=_both, slowdown=1.00, plain=1.19),
+    Advice(optimizer="SGD", most=1, make=_both, slowdown=1.10, plain=1.41),
+    Advice(optimizer="Muon", most=1, make=_both, slowdown=1.01, plain=1.12),
+    Advice(optimizer="RotatedAdamW", most=1, make=_both, slowdown=0.97, plain=1.22),
 )
 """By optimizer and rising staleness."""
-
-BEARABLE = 1.5
-"""The slowdown that a pipe without a bubble makes good, where the bubble of others is large."""
 
 _OF = ("torch.optim", "pipedream_rt.optimizers")
 """Where the optimizers of the table come from; others may have the same names."""
 
-_told: set[tuple[str, int]] = set()
 
-
-def advised(optimizer: type | None, staleness: int) -> list[Correction]:
-    """Return the corrections that are best for an optimizer; none where nothing was measured.
+def advised(
+    optimizer: type | None, groups: Sequence[Mapping[str, Any]], staleness: int
+) -> list[Correction]:
+    """Return the corrections that are best for an optimizer; none where none were shown to help.
 
     Beyond the staleness that was measured, those of the largest measured one are taken.
 
     Args:
         optimizer: The class of the optimizer.
+        groups: The options of each parameter group, of which those that were left out have the
+            defaults of the class.
         staleness: The largest staleness of a stage.
     """
     rows = _rows(optimizer)
-    return _nearest(rows, staleness).make() if staleness and rows else []
+    if not staleness or not rows or not all(_has_momentum(rows[0].optimizer, g) for g in groups):
+        return []
+    return next((row for row in rows if row.most >= staleness), rows[-1]).make()
 
 
-def doubt(optimizer: type, staleness: int, corrections: Sequence[Correction]) -> str:
-    """Return a warning if gradients are staler than an optimizer was shown to bear, else nothing.
-
-    Each warning is returned once in a process; none is about optimizers that were not measured.
-
-    Args:
-        optimizer: The class of the optimizer.
-        staleness: The largest staleness of a stage.
-        corrections: The corrections that are used.
-    """
-    rows = _rows(optimizer)
-    borne = max(
-        (row.most for row in rows if (row.slowdown if corrections else row.plain) <= BEARABLE),
-        default=0,
-    )
-    name = optimizer.__name__
-    if not rows or staleness <= borne or (name, staleness) in _told:
-        return ""
-    _told.add((name, staleness))
-    nearest = _nearest(rows, staleness)
-    factor = nearest.slowdown if corrections else nearest.plain
-    better = sorted({row.optimizer for row in TABLE if row.slowdown <= BEARABLE and row.most == 1})
-    return (
-        f"gradients are up to {staleness} updates stale; with {name} and a staleness of "
-        f"{nearest.most} it took {factor:g} times the samples of the best synchronous training to "
-        "the same loss, in runs of 1,200 updates; over 10,000 it weighed much less. What bore "
-        f"staleness best: at least as many micro-batches as stages, with {' or '.join(better)} and "
-        'corrections="auto". A schedule that flushes has none'
-    )
-
-
-def _nearest(rows: Sequence[Advice], staleness: int) -> Advice:
-    """Return what was measured with at least a staleness, or else with the largest one."""
-    return next((row for row in rows if row.most >= staleness), rows[-1])
+def _has_momentum(optimizer: str, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of the table has a momentum with the options of a group."""
+    if optimizer == "SGD":
+        return bool(group.get("momentum", 0.0))
+    betas = group.get("betas")
+    return betas is None or bool(betas[0])
 
 
 def _rows(optimizer: type | None) -> list[Advice]:
     """Return what was measured of an optimizer, or of the class that it is a kind of."""
     measured = {row.optimizer for row in TABLE}
     for cls in () if optimizer is None else optimizer.__mro__:
-        if cls.__name__ in measured and cls.__module__.startswith(_OF):
-            return [row for row in TABLE if row.optimizer == cls.__name__]
+        if cls.__module__.startswith(_OF):
+            # NAdam and the like are kinds of Optimizer alone, and AdamW is a kind of Adam.
+            return [row for row in TABLE if row.optimizer == cls.__name__ in measured]
     return []

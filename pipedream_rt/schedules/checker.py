@@ -302,7 +302,7 @@ def plan_for(
     schedule: str | Any,
     *,
     num_stages: int,
-    per_update: int = 1,
+    per_update: int | None = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
     versions: str = "stashed",
@@ -318,7 +318,9 @@ def plan_for(
         schedule: The name of a schedule; or an object that a user wrote (see `WrittenSchedule`),
             which is then checked.
         num_stages: Number of stages.
-        per_update: Number of micro-batches per update.
+        per_update: Number of micro-batches per update; None for what `Pipeline` takes by default:
+            in built-in schedules that never flush the least number with which no micro-batch reads
+            weights that are more than one update old, w(0) + 1; in all others 1.
         stages_per_worker: Number of stages on each worker; None for what the schedule says.
         vertical_sync: Whether every stage reads the version that the first one reads, which is an
             option of async-1f1b.
@@ -362,7 +364,7 @@ def plan_for(
     made = plan_written(
         schedule,
         num_stages=num_stages,
-        per_update=per_update,
+        per_update=1 if per_update is None else per_update,
         stages_per_worker=stages_per_worker,
         slack=slack,
     )

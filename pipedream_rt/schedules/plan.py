@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -739,7 +739,7 @@ def plan_named(
     name: str,
     *,
     num_stages: int,
-    per_update: int = 1,
+    per_update: int | None = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
     versions: str = "stashed",
@@ -753,7 +753,7 @@ def plan_named(
     Args:
         name: Name of the schedule, a key of `RECIPES`.
         num_stages: Number of stages, at least 1.
-        per_update: Number of micro-batches per update, at least 1.
+        per_update: Number of micro-batches per update, at least 1; None as in `plan_for`.
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
         vertical_sync: Whether every stage reads the version that the first one reads, which is the
             schedule ``async-1f1b+vertical-sync``.
@@ -799,7 +799,7 @@ def chain(
     name: str,
     recipe: Recipe,
     num_stages: int,
-    per_update: int,
+    per_update: int | None,
     stages_per_worker: int | None,
     slack: int | Sequence[int],
     synchronous: int = 0,
@@ -812,7 +812,7 @@ def chain(
         name: Name of the schedule.
         recipe: The order and the version policy.
         num_stages: Number of stages.
-        per_update: Number of micro-batches per update.
+        per_update: Number of micro-batches per update; None as in `plan_for`.
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         synchronous: The number of updates at the start that flush the pipe.
@@ -835,21 +835,23 @@ def chain(
         )
     # Checks both numbers, under the names that the caller gave them.
     Shape(workers=num_stages, stages_per_worker=each)
-    if shard_optimizer and (recipe.flushes or synchronous) and per_update < max(counts, default=1):
-        raise ConfigError(
-            f"shard_optimizer with {name} needs at least as many micro-batches per update as a "
-            f"stage has replicas: micro_batches is {per_update}, replicas are "
-            f"{'-'.join(map(str, counts))}"
-        )
     shape = Shape(
         workers=sum(counts) or num_stages // each,
-        per_update=per_update,
         stages_per_worker=each,
         slack=slack_of(slack, num_stages),
         synchronous=synchronous,
         replicas=counts,
         shard_optimizer=shard_optimizer,
     )
+    if per_update is None:
+        per_update = 1 if recipe.flushes else shape.longest_lag + 1
+    if shard_optimizer and (recipe.flushes or synchronous) and per_update < max(counts, default=1):
+        raise ConfigError(
+            f"shard_optimizer with {name} needs at least as many micro-batches per update as a "
+            f"stage has replicas: micro_batches is {per_update}, replicas are "
+            f"{'-'.join(map(str, counts))}"
+        )
+    shape = replace(shape, per_update=per_update)
     recipe.order.require(shape)
     recipe.versions.require(shape)
     return Plan(name=name, shape=shape, recipe=recipe)
