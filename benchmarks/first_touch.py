@@ -2,10 +2,10 @@
 
 A newcomer gives ``stages=4`` and an optimizer and leaves everything else out. Here two tasks are
 trained so: a transformer on bytes (``text``), with a constant rate, and a convolutional network
-with BatchNorm on pictures (``pictures``), whose rate falls along a cosine, since BatchNorm makes losses
-leap at a constant one. Plain training, one process and one micro-batch, is done at several rates.
-The one with the lowest held-out loss is then used with stages too, and half of it, of which the
-better counts. *Slowdown* is how many times the updates of plain training a pipeline took to the
+with BatchNorm on pictures (``pictures``), whose rate falls along a cosine, since BatchNorm makes
+losses leap at a constant one. Plain training, one process and one micro-batch, is done at several
+rates. The one with the lowest held-out loss is then used with stages too, and half of it, of which
+the better counts. *Slowdown* is how many times the updates of plain training a pipeline took to the
 held-out loss that it ends with.
 
 All stages run in one thread (``workers="serial"``), which gives the bits of a distributed run. Each

@@ -60,7 +60,7 @@ def stack_of(thread: threading.Thread) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_as_in_a_terminal():
-    """Let programs that tests start react to Ctrl-C, also where the shell has these tests ignore it.
+    """Let programs that tests start react to Ctrl-C, also where the shell ignores it.
 
     What is ignored is inherited; what has a handler is as it was at first in a program that starts.
     """

@@ -1,6 +1,4 @@
-"""Which corrections are chosen, and when the log says that staleness is too large."""
-
-import logging
+"""Which corrections are chosen for an optimizer, and where."""
 
 import pytest
 import torch
@@ -10,11 +8,6 @@ from support.models import mlp, regression
 from pipedream_rt import Pipeline
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation, advice
 from pipedream_rt.optimizers import Muon, hidden_matrices
-
-
-@pytest.fixture(autouse=True)
-def nothing_told(monkeypatch):
-    monkeypatch.setattr(advice, "_told", set())
 
 
 def open_pipe(optimizer, **options):
@@ -60,22 +53,27 @@ def test_a_chosen_correction_gives_the_bits_of_the_same_by_hand():
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_too_much_staleness_is_told_once(caplog):
-    caplog.set_level(logging.WARNING)
-    adamw = (torch.optim.AdamW, {"lr": 0.01})
-    for _ in range(2):
-        with open_pipe(adamw, corrections=[]):
-            pass
-    assert caplog.text.count("gradients are up to 2 updates stale; with AdamW") == 1
-    assert 'corrections="auto"' in caplog.text
-    caplog.clear()
-    with open_pipe(adamw, corrections=[], schedule="1f1b"):
+def test_an_optimizer_without_momentum_gets_none():
+    """Nor one that looks ahead by itself, nor one that is not known, nor where nothing is stale."""
+
+    class Own(torch.optim.SGD):
         pass
-    with open_pipe(MUON, schedule="2bw", micro_batches=4):
-        pass
-    with open_pipe((torch.optim.Adagrad, {"lr": 0.01}), corrections=[]):
-        pass
-    assert "stale" not in caplog.text
+
+    def chosen(optimizer, staleness=1, **group):
+        return [type(each) for each in advice.advised(optimizer, [group], staleness)]
+
+    both = [ErrorFeedback, Extrapolation]
+    assert chosen(torch.optim.SGD, momentum=0.9) == both
+    assert chosen(Own, momentum=0.9) == both
+    assert chosen(torch.optim.AdamW) == chosen(torch.optim.Adam, betas=(0.9, 0.99)) == both
+    assert chosen(torch.optim.SGD) == chosen(torch.optim.Adam, betas=(0.0, 0.99)) == []
+    assert chosen(torch.optim.AdamW, staleness=0) == []
+    groups = [{"momentum": 0.9}, {"momentum": 0.0}]
+    assert advice.advised(torch.optim.SGD, groups, 1) == []
+    for name in ("NAdam", "RMSprop", "Adagrad", "Adafactor", "Adadelta", "RAdam"):
+        assert chosen(getattr(torch.optim, name)) == []
+    assert chosen(type("AdamW", (torch.optim.Optimizer,), {})) == []
+    assert chosen(None) == []
 
 
 def test_any_other_text_is_refused():

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from support import whole
 from support.faults import kill, losses_through_death
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from support.written import RisingSteps
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale, Pipeline, ScheduleOptions
+from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale, ScheduleOptions
 from pipedream_rt.errors import ConfigError
 
 SGD = (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9})

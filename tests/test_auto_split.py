@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pinned import Pipeline
 from support.ticking import Clock, Layer
 from torch import nn
 
 import pipedream_rt.cluster.launch
-from pipedream_rt import Checkpoints, Clip, ConfigError, Pipeline
+from pipedream_rt import Checkpoints, Clip, ConfigError
 from pipedream_rt.auto_split import PLAN_FILE
 from pipedream_rt.cluster.launch import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation

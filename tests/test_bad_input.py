@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import Raises, Unpicklable, mlp, regression
+from support.pinned import Pipeline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +17,6 @@ from pipedream_rt import (
     ConfigError,
     MessageTimeout,
     NonFiniteLoss,
-    Pipeline,
     PipelineClosed,
     RendezvousTimeout,
     ScheduleOptions,

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from support.faults import KINDS, PHASES, Plan, faulty_sink
 from support.models import POINTS, batches, kitchen_sink
 from support.oracle import assert_same, oracle
+from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, Pipeline, ScheduleOptions, Timeouts
+from pipedream_rt import Checkpoints, ScheduleOptions, Timeouts
 from pipedream_rt.cluster.in_process import InProcessCluster
 
 PLANS = [

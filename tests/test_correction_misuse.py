@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
     Checkpoints,
     ConfigError,
     LossScale,
-    Pipeline,
     ScheduleOptions,
     StageFailed,
 )

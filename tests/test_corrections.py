@@ -10,13 +10,13 @@ from support.corrected import corrected
 from support.faults import losses_through_death
 from support.models import POINTS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
 from pipedream_rt import (
     Checkpoints,
     Clip,
     ConfigError,
     LossScale,
-    Pipeline,
     ScheduleOptions,
     StageFailed,
 )

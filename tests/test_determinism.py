@@ -18,10 +18,11 @@ from support.models import (
     regression,
 )
 from support.oracle import assert_same, lags, oracle
+from support.pinned import Pipeline
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Pipeline, ScheduleOptions, StageFailed
+from pipedream_rt import ScheduleOptions, StageFailed
 from pipedream_rt.cluster.in_process import InProcessCluster
 
 pytestmark = pytest.mark.threads

@@ -10,8 +10,9 @@ from support.costs import unit
 from support.faults import kill
 from support.models import OPTIMIZERS, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt import Checkpoints
 from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.observe import describe, timeline
 from pipedream_rt.schedules import Kind, check

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from support.compatibility import OldStyle, ScheduleFreeSGD
 from support.models import Recomputes
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt import Checkpoints
 
 pytestmark = pytest.mark.threads
 

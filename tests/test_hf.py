@@ -9,8 +9,9 @@ import torch
 from support import whole
 from support.faults import kill, losses_through_death
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, Pipeline, without_values
+from pipedream_rt import Checkpoints, without_values
 from pipedream_rt.errors import ConfigError
 
 tqdm = pytest.importorskip("tqdm").tqdm

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from support.compatibility import LearnedLoss, ScheduleFreeSGD
 from support.models import OPTIMIZERS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
     CheckpointError,
     Checkpoints,
     ConfigError,
-    Pipeline,
     PipelineClosed,
     StageFailed,
 )
@@ -559,7 +559,8 @@ def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first():
 SCRIPT = """
 import sys, torch, torch.nn.functional as F
 from datetime import timedelta
-from pipedream_rt import Checkpoints, Pipeline
+from support.pinned import Pipeline
+from pipedream_rt import Checkpoints
 if __name__ == "__main__":
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))

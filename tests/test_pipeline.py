@@ -19,12 +19,12 @@ from support.models import (
     mlp,
     regression,
 )
+from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
     ConfigError,
     DistributedOptimizer,
-    Pipeline,
     PipelineClosed,
     PipelineError,
     Timeouts,

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from support.models import regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import CheckpointError, ConfigError, Pipeline, StageFailed, WorkerLost
+from pipedream_rt import CheckpointError, ConfigError, StageFailed, WorkerLost
 
 pytestmark = pytest.mark.threads
 

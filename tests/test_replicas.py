@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracle import assert_same, oracle
+from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip, LossScale, Pipeline
+from pipedream_rt import Checkpoints, Clip, LossScale
 from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.corrections import (
     DelayCompensation,

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
-from pipedream_rt import Pipeline, Timeouts
+from pipedream_rt import Timeouts
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, session_key
 from pipedream_rt.deadline import Deadline

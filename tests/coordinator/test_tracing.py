@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from support.events import check_trace_events
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
-from pipedream_rt import ConfigError, Pipeline, Replay, StageFailed, Trace, TraceError
+from pipedream_rt import ConfigError, Replay, StageFailed, Trace, TraceError
 from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.observe import timeline
 from pipedream_rt.observe.summary import describe, summarize

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from support.models import mlp, regression
 from support.oracle import assert_same
+from support.pinned import Pipeline
 
-from pipedream_rt import CheckpointError, Checkpoints, Pipeline
+from pipedream_rt import CheckpointError, Checkpoints
 from pipedream_rt.checkpoint import Manifest, checkpoints, manifest, read_manifest
 from pipedream_rt.cli import main
 
@@ -169,7 +170,8 @@ SCRIPT = """
 import sys
 import torch, torch.nn.functional as F
 from support.models import mlp, regression
-from pipedream_rt import Checkpoints, Pipeline
+from support.pinned import Pipeline
+from pipedream_rt import Checkpoints
 if __name__ == "__main__":
     with Pipeline(
         mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}), workers=sys.argv[2],

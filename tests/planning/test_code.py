@@ -10,9 +10,10 @@ import types
 
 import pytest
 import torch
+from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import ConfigError, Pipeline, StageFailed
+from pipedream_rt import ConfigError, StageFailed
 from pipedream_rt.planning.code import Code, changed, code_of, refuse_other_code, replaced
 
 SOURCE = """

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import Pipeline, StageFailed, without_values
+from pipedream_rt import StageFailed, without_values
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.planning.pretrained import find_pretrained
 

@@ -20,7 +20,8 @@ def train(arguments):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(arguments.steps)]
     with Pipeline(
         model, stages=arguments.stages, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        workers=arguments.workers, replicas=arguments.replicas, max_restarts=arguments.max_restarts,
+        workers=arguments.workers, replicas=arguments.replicas, micro_batches=1, corrections=(),
+        max_restarts=arguments.max_restarts,
         timeouts=Timeouts(
             heartbeat=timedelta(seconds=arguments.heartbeat),
             start=timedelta(seconds=arguments.start),

@@ -1204,7 +1204,8 @@ def train_in_pipeline(row, workers, whole=False):
     """Train as `train_plainly` does, with a pipeline; return losses, weights and the loss."""
     from contextlib import nullcontext
 
-    from pipedream_rt import Pipeline, ScheduleOptions
+    from pipedream_rt import ScheduleOptions
+    from support.pinned import Pipeline
 
     model, points, data, loss_fn = row.make()
     options = {k: v for k, v in row.options.items() if k not in ("around", "within")}

@@ -31,7 +31,7 @@ def train(arguments):
     with Pipeline(
         model, stages=2, loss_fn=F.cross_entropy, optimizer=(torch.optim.AdamW, {"lr": 1e-2}),
         workers=arguments.workers, checkpoint=Checkpoints(arguments.folder, every=arguments.every),
-        micro_batches=arguments.micro_batches,
+        micro_batches=arguments.micro_batches, corrections=(),
     ) as pipe:  # fmt: skip
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(pipe.optimizer, T_max=50)
         pipe.attach(scheduler=scheduler)

@@ -47,8 +47,9 @@ def train(pipelines, steps, workers):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
     for _ in range(pipelines):
         with Pipeline(
-            model, stages=2, loss_fn=loss_fn, optimizer=(torch.optim.Adam, {}), workers=workers
-        ) as pipe:
+            model, stages=2, loss_fn=loss_fn, optimizer=(torch.optim.Adam, {}), workers=workers,
+            micro_batches=1, corrections=(),
+        ) as pipe:  # fmt: skip
             print("ready", *(s.worker for s in pipe.stages), flush=True)
             for _ in range(steps // 8):
                 list(pipe.train_epoch(data))

@@ -1,0 +1,83 @@
+"""What a pipeline does when the number of micro-batches and the corrections are left out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import mlp, regression
+
+from pipedream_rt import Clip, ConfigError, LossScale, Pipeline, ScheduleOptions
+from pipedream_rt.corrections import ErrorFeedback, Extrapolation
+
+
+def open_pipe(optimizer=(torch.optim.AdamW, {"lr": 0.01}), **options):
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "workers": "serial"}
+    return Pipeline(mlp(), optimizer=optimizer, **{**defaults, **options})
+
+
+def trained(**options):
+    """The state and the losses after eight mini-batches."""
+    with open_pipe(**options) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(regression(8))]
+        return [*pipe.state_dict().values()], losses
+
+
+def same(one, other):
+    return one[1] == other[1] and all(map(torch.equal, one[0], other[0]))
+
+
+def test_no_gradient_is_more_than_one_update_stale():
+    for schedule in ("async-1f1b", "2bw"):
+        for stages in (2, 3):
+            with open_pipe(stages=stages, schedule=schedule) as pipe:
+                assert pipe.plan.per_update == stages
+                assert max(pipe.plan.staleness(stage) for stage in range(stages)) == 1
+    with open_pipe(stages=1) as pipe:
+        assert pipe.plan.per_update == 1
+
+
+def test_a_schedule_that_flushes_takes_whole_mini_batches():
+    for schedule in ("gpipe", "1f1b"):
+        with open_pipe(schedule=schedule) as pipe:
+            assert pipe.plan.per_update == 1
+            assert "corrections:" not in pipe.explain()
+
+
+def test_the_defaults_are_what_one_would_write():
+    corrections = [ErrorFeedback(), Extrapolation()]
+    assert same(trained(), trained(micro_batches=3, corrections=corrections))
+    assert same(trained(corrections=()), trained(micro_batches=3, corrections=()))
+
+
+def test_what_there_was_is_one_micro_batch_without_corrections():
+    """One update for each mini-batch, whose gradients are as stale as the stages are deep."""
+    with open_pipe(micro_batches=1, corrections=()) as pipe:
+        list(pipe.train_epoch(regression(8)))
+        assert [pipe.plan.staleness(stage) for stage in range(3)] == [2, 1, 0]
+        assert "corrections:" not in pipe.explain()
+
+
+def test_corrections_that_sharded_optimizers_do_not_bear_are_left_out():
+    with pytest.raises(ConfigError, match="corrections"):
+        open_pipe(corrections="auto", shard_optimizer=True, replicas=2)
+    with open_pipe(shard_optimizer=True, replicas=2) as pipe:
+        assert "corrections:" not in pipe.explain()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": 2},
+        {"clip": Clip(norm=1.0)},
+        {"schedule": "2bw", "clip": Clip(norm=1.0)},
+        {"schedule": "2bw", "loss_scale": LossScale()},
+        {"ema": 0.9},
+        {"schedule_options": ScheduleOptions(synchronous_updates=4)},
+        {"schedule_options": ScheduleOptions(vertical_sync=True)},
+        {"recompute": True},
+    ],
+)
+def test_the_defaults_bear_every_other_option(options):
+    with open_pipe(**options) as pipe:
+        assert max(map(pipe.plan.staleness, range(3))) == 1
+        assert "corrections: ErrorFeedback" in pipe.explain()
+        list(pipe.train_epoch(regression(4)))
