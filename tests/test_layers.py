@@ -133,16 +133,19 @@ def test_the_environment_is_read_at_the_face_alone():
             for node in ast.walk(ast.parse(p.read_text()))
         )
     }
-    # rpc.py writes two variables, for torch alone understands them.
+    # rpc.py writes two variables, for torch alone understands them; the fork server and the
+    # processes that it makes hand the whole environment on.
     assert readers == {
         "pipedream_rt.cli.profile",
         "pipedream_rt.cli.run",
         "pipedream_rt.cluster.environment",
+        "pipedream_rt.cluster.fork_server",
         "pipedream_rt.cluster.launch",
         "pipedream_rt.cluster.torchrun",
         "pipedream_rt.coordinator.options",
         "pipedream_rt.transport.rpc",
         "pipedream_rt.workers.command",
+        "pipedream_rt.workers.forkserver",
     }
 
 

@@ -559,15 +559,14 @@ def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first():
 SCRIPT = """
 import sys, torch, torch.nn.functional as F
 from datetime import timedelta
-from support.pinned import Pipeline
-from pipedream_rt import Checkpoints
+from pipedream_rt import Checkpoints, Pipeline
 if __name__ == "__main__":
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
     options = Checkpoints(sys.argv[1], every=1000, grace=timedelta(seconds=float(sys.argv[2])))
     with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adam, {}),
-                  checkpoint=options) as pipe:
+                  checkpoint=options, micro_batches=1, corrections=()) as pipe:
         for result in pipe.train_epoch(data):
             print(result.step, result.loss.hex(), flush=True)
             if result.step == 10:

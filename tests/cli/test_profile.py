@@ -11,7 +11,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
-from support.pinned import Pipeline
+from pipedream_rt import Pipeline
 
 torch.manual_seed(0)
 width = int(sys.argv[1])

@@ -93,11 +93,13 @@ class Child:
         os.kill(self.pid, number)
 
     def ended(self, timeout=90):
-        """Wait for the end and return the exit code."""
+        """Wait for the end, and for the last line, and return the exit code."""
         try:
-            return self.process.wait(timeout)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it does not end:\n{self.text}") from None
+        self._thread.join(timeout)
+        return code
 
     def close(self):
         if self.process.poll() is None:
