@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,7 @@ from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, sp
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
+from pipedream_rt.coordinator.weighing import Weigh, Weighing
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
@@ -104,7 +105,7 @@ from pipedream_rt.schedules.plan import name_of
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.clipping import Clip
-from pipedream_rt.stage.evaluation import changes_modes
+from pipedream_rt.stage.evaluation import Metric, changes_modes
 from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
 from pipedream_rt.transport.base import Receive
@@ -137,10 +138,10 @@ class Pipeline:
         weights: A folder from which each worker reads the weights of its stages, as
             ``save_pretrained`` and `save` write it. The model then needs none; see
             `without_values`. None for the weights that the model has.
-        loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples;
-            it runs on the last stage. If it is an ``nn.Module``, its parameters are trained with
-            the model's, see `loss_module`. None for inference alone, or if the model computes its
-            loss itself and returns it as ``loss``.
+        loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples,
+            or over what ``weigh`` counts; it runs on the last stage. If it is an ``nn.Module``, its
+            parameters are trained with the model's, see `loss_module`. None for inference alone, or
+            if the model computes its loss itself and returns it as ``loss``.
         optimizer: A pair ``(class, dict of arguments)``; the same with rules for parameter groups,
             ``(class, dict, [("*.bias", {"weight_decay": 0.0})])``, of which each has a pattern of
             names, or a function of name and parameter; or an optimizer over the model's parameters,
@@ -151,6 +152,13 @@ class Pipeline:
             updated once for all of them. None: in ``async-1f1b`` and ``2bw`` as many as make no
             gradient more than one update stale, which is the number of stages (and more with slack
             or replicas); in schedules that flush 1, and the bits are then those of plain PyTorch.
+        weigh: A function that returns what a micro-batch weighs in its mini-batch, where the loss
+            is no mean over samples, as ``lambda x, y: (y != -100).sum()``. It is called in the
+            script with what the loader yields. None: the labels that count, if the model computes
+            its loss itself and that is a cross entropy; else the samples. A model whose forward has
+            an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
+        check_loss: In how many mini-batches, from the first one on, the loss of the whole is
+            compared with the losses of its micro-batches, which must be its parts; 0 for none.
         slack: Extra warm-up forwards before a hop between two stages, which hide its latency: one
             number for all hops, or one for each of the n-1. In schedules that flush it costs
             activations alone; in asynchronous ones it is staleness, so give it to slow links only.
@@ -219,6 +227,8 @@ class Pipeline:
         example: Any = None,
         weights: str | os.PathLike[str] | None = None,
         loss_fn: LossFunction | None = None,
+        weigh: Weigh | None = None,
+        check_loss: int = 1,
         optimizer: OptimizerArgument = None,
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
         micro_batches: int | None = None,
@@ -254,6 +264,8 @@ class Pipeline:
             require_count("fingerprint_every", fingerprint_every)
         require_choice("on_nan", on_nan, ("raise", "ignore"))
         refuse_loss(loss_fn)
+        weighing = Weighing(weigh, loss_fn)
+        require_count("check_loss", check_loss, least=0)
         if clip is not None:
             require_instance("clip", clip, Clip)
         require_decay(ema)
@@ -375,6 +387,8 @@ class Pipeline:
                 forwards=split.forwards,
                 credits=credits,
                 has_loss=has_loss,
+                weighing=weighing,
+                check_loss=check_loss,
                 recorder=recorder,
                 fingerprint_every=fingerprint_every,
                 refuse=given.refuse_changes,
@@ -505,30 +519,72 @@ class Pipeline:
 
     # -- evaluation and inference ---------------------------------------------------------------
 
+    @overload
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        *,
+        prepare: Prepare | None = ...,
+        version: KeptVersion | None = ...,
+        metrics: None = ...,
+        keep_buffers: bool = ...,
+    ) -> float: ...
+
+    @overload
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        *,
+        prepare: Prepare | None = ...,
+        version: KeptVersion | None = ...,
+        metrics: Mapping[str, Metric],
+        keep_buffers: bool = ...,
+    ) -> dict[str, float]: ...
+
     def evaluate(
         self,
         loader: Iterable[Any],
         *,
         prepare: Prepare | None = None,
         version: KeptVersion | None = None,
-    ) -> float:
+        metrics: Mapping[str, Metric] | None = None,
+        keep_buffers: bool = False,
+    ) -> float | dict[str, float]:
         """Return the mean loss over a loader, in eval mode, with every update applied.
 
-        It leaves no trace: every module, the loss too, gets its mode, weights and buffers back.
+        The model gets each mini-batch whole, as in plain PyTorch, and its buffers go on from one to
+        the next. Then every module, the loss too, gets its mode, weights and buffers back.
 
         Args:
             loader: Yields what `train_epoch` takes. Nothing is trained on it.
             prepare: As in `train_epoch`.
             version: The kept version whose weights are read; None for those of now.
+            metrics: Functions of output and target that return a number, by name, as
+                ``{"accuracy": lambda output, y: (output.argmax(-1) == y).float().mean()}``. They
+                are computed where the loss is, on the last stage.
+            keep_buffers: Whether buffers stay as the evaluation leaves them.
 
         Returns:
-            The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples.
+            The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples, or
+            what ``weigh`` returns for it. With ``metrics``, a dict: the loss under ``"loss"``, and
+            the means of the metrics, weighed likewise, under their names.
 
         Raises:
-            ConfigError: No loss was given, or the loader is empty.
+            ConfigError: No loss was given, the loader is empty, or a metric gave no number; the
+                pipeline goes on.
         """
+        if version is not None and keep_buffers:
+            raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
+        require_choice("keep_buffers", keep_buffers, (True, False))
         with shorter_tracebacks():
-            return self._feeder.evaluate(loader, prepare, self._number_of(version))
+            found = self._feeder.evaluate(
+                loader,
+                prepare,
+                self._number_of(version),
+                metrics=metrics,
+                keep_buffers=keep_buffers,
+            )
+        return found["loss"] if metrics is None else found
 
     def predict(
         self,

@@ -166,6 +166,48 @@ def test_it_trains_to_the_bits_of_plain_pytorch(name):
             assert_same(pipe.state_dict(), plain.state_dict())
 
 
+def padded(batches):
+    """The same with labels of -100, by which models know what does not count."""
+    for number, batch in enumerate(batches):
+        labels = batch["labels"].clone()
+        if labels.dim() > 1:
+            labels[0, 1:] = labels[1, number + 2 :] = -100
+        else:
+            labels[:number] = -100
+        batch["labels"] = labels
+    return batches
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_padded_labels_weigh_nothing(name, k):
+    """The gradient is that of plain PyTorch, and so is what an evaluation returns."""
+    data, plain = padded(MODELS[name][1]()), made(name)
+    start = {n: t for n, t in made(name).state_dict().items() if t.is_floating_point()}
+    losses = plainly(plain, data)
+    with torch.no_grad():
+        whole_losses = [plain.eval()(**batch).loss.item() for batch in data]
+    with opened(made(name), data, stages=3, workers="serial", micro_batches=k) as pipe:
+        found = [r.loss for r in pipe.train_epoch(data)]
+        if k == 1:
+            assert found == losses
+            assert_same(pipe.state_dict(), plain.state_dict())
+        assert found == pytest.approx(losses, rel=1e-4)
+        trained, expected = pipe.state_dict(), plain.state_dict()
+        off = sum(float((trained[key] - expected[key]).norm() ** 2) for key in start)
+        moved = sum(float((start[key] - expected[key]).norm() ** 2) for key in start)
+        assert off <= 1e-4 * moved
+        labels = [
+            _counted(batch["labels"], shifted=name in ("gpt2", "llama", "qwen")) for batch in data
+        ]
+        mean = sum(n * loss for n, loss in zip(labels, whole_losses, strict=True)) / sum(labels)
+        assert pipe.evaluate(data) == pytest.approx(mean, rel=1e-4)
+
+
+def _counted(labels, shifted):
+    """The number of labels that count; a causal model predicts none for the first token."""
+    return int(((labels[:, 1:] if shifted else labels) != -100).sum())
+
+
 @pytest.mark.threads
 def test_with_dropout_the_number_of_stages_does_not_matter(name):
     data, found = MODELS[name][1](), []

@@ -7,32 +7,31 @@ it feeds the next.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, cut_batch, example_of
+from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of
+from pipedream_rt.coordinator.cutting import CutBatch, Cutter, LossChecks, Part
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.forwards import Cache, Fed, Forwards
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.coordinator.weighing import WeighedMean, Weighing, samples_of
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
-from pipedream_rt.messages.tree import (
-    Structure,
-    batch_size,
-    flat_copy,
-    micro_batch_sizes,
-    unflatten,
-)
+from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.evaluation import Metric, packed_metrics, refuse_bad_metrics
 from pipedream_rt.stage.fingerprint import total as combined
+from pipedream_rt.stage.loss_check import RANDOM, refuse_no_mean, rounding_of
 from pipedream_rt.stage.optimizer import Hyper
 from pipedream_rt.stage.settings import (
     refuse_contexts,
@@ -41,18 +40,18 @@ from pipedream_rt.stage.settings import (
     settings_now,
 )
 
+_log = logging.getLogger(__name__)
 
-class _Part(NamedTuple):
-    """A flattened micro-batch.
 
-    Attributes:
-        x: What is fed of its inputs.
-        y: The structure and the tensors of the target.
-    """
+class _OfTarget(NamedTuple):
+    """What goes to the last stage beside a target; see `Target`."""
 
-    x: Fed
-    y: tuple[Structure, tuple[Tensor, ...]]
+    share: float = 1.0
+    compared: Sequence[int] = ()
+    metrics: bytes = b""
 
+
+_WHOLE = _OfTarget()
 
 _NOTHING = Fed(0, b"", *flat_copy(None))
 """What is fed of a micro-batch without samples."""
@@ -66,6 +65,9 @@ class Feeder:
         credits: Number of mini-batches on their way at a time.
         forwards: What the forwards of the model do.
         has_loss: Whether the last stage computes a loss.
+        weighing: What micro-batches weigh in their mini-batch.
+        check_loss: In how many of the first mini-batches the loss of the whole is compared with
+            those of the micro-batches.
         recorder: Where the coordinator writes its spans; None for no trace.
         fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
             no fingerprints.
@@ -78,6 +80,7 @@ class Feeder:
         optimizer: The optimizer that the stages step with; None if there is none.
         step: Number of mini-batches injected so far.
         passes: Number of micro-batches fed so far for evaluation and inference.
+        numbers: The numbers of what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
     """
 
@@ -88,6 +91,8 @@ class Feeder:
         forwards: Forwards,
         credits: int,
         has_loss: bool,
+        weighing: Weighing,
+        check_loss: int,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] = lambda: None,
@@ -102,11 +107,15 @@ class Feeder:
         self._lease = lease
         self._group = lease.group
         self._has_loss = has_loss
+        self._weighing = weighing
+        self._checks = LossChecks(check_loss)
         self._recorder = recorder
         self._per_update = self._group.plan.per_update
+        self._cutter = Cutter(forwards, weighing, self._per_update)
         self.credits = credits
         self.optimizer: DistributedOptimizer | None = None
         self.step = self.passes = 0
+        self.numbers = itertools.count(1)
         self.pending: deque[PendingStep] = deque()
 
     # -- training -------------------------------------------------------------------------------
@@ -129,20 +138,22 @@ class Feeder:
         self._refuse()
         if self._first is not None and not self.step:
             self._first(batch)
-        parts, sizes = self._parts(batch, Mode.TRAIN)
+        cut = self._cutter.cut(batch, self._group.training)
+        parts, shares = cut.parts, cut.shares
+        compared = self._compared(cut)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
         hyper = optimizer.hyper()
-        pending = PendingStep(self, self.step, self._group.position, sizes)
+        pending = PendingStep(self, self.step, self._group.position, shares)
         every = self._fingerprint_every
         wants_mark = every is not None and (self.step + 1) % every == 0
         with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
             for i, part in enumerate(parts):
                 number = self.step * self._per_update + i
                 start = time.monotonic_ns()
-                share = sizes[i] / sum(sizes)
                 marks = wants_mark and i == len(parts) - 1
-                self._feed(Mode.TRAIN, number, part, share=share, hyper=hyper, fingerprint=marks)
+                target = _WHOLE._replace(share=shares[i], compared=compared.get(i, ()))
+                self._feed(Mode.TRAIN, number, part, target, hyper=hyper, fingerprint=marks)
                 self._record(INJECTED, number, NOBODY, start, start)
             optimizer.count_step()
             self.step += 1
@@ -158,37 +169,61 @@ class Feeder:
         refuse_other_settings(self._settings)
         refuse_contexts()
 
-    def _part(self, batch: Batch, mode: Mode) -> _Part:
-        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
-        fed = self.forwards.fed(batch, mode, self._group.training)
-        return _Part(fed, flat_copy(batch.target if mode.has_target else None))
+    def _part(self, batch: Batch, mode: Mode, samples: int = 1) -> Part:
+        """Return what is fed of a micro-batch."""
+        return self._cutter.part(batch, mode, self._group.training, samples)
 
-    def _parts(self, batch: Batch, mode: Mode) -> tuple[list[_Part | None], list[int]]:
-        """Cut a mini-batch into micro-batches, before any of it is sent.
+    def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
+        """See to it that the loss of a mini-batch is compared with those of its micro-batches.
+
+        The stage that computes a loss function compares it. The loss of a model is compared here.
 
         Returns:
-            The micro-batches, with None for the empty ones at the end of a short mini-batch; and
-            the number of samples in each.
+            `Target.compared` of each micro-batch that a stage compares.
 
         Raises:
-            ConfigError: The mini-batch has no samples, or cannot be split.
+            ConfigError: The model's own loss is no weighed mean.
         """
-        k, samples = self._per_update, batch_size((batch.args, batch.kwargs))
-        if samples == 0 or (samples is None and k > 1):
-            raise ConfigError("a mini-batch without samples cannot be trained on")
-        if k == 1 or samples is None:
-            return [self._part(batch, mode)], [samples or 1]
-        sizes = micro_batch_sizes(samples, k)
-        pairs = zip(cut_batch(batch, sizes), sizes, strict=True)
-        return [self._part(each, mode) if size else None for each, size in pairs], sizes
+        if not self._checks.takes(cut):
+            return {}
+        if self.forwards.own_loss:
+            if self._weighing.is_given or not all(p.x.only_labels for p in cut.filled.values()):
+                self._compare_own_loss(cut)
+            return {}
+        first = self.step * self._per_update
+        at = {i: self._loss_edge(first + i).source for i in cut.filled}
+        together = Counter(at.values())  # replicas of the last stage compare what they have
+        return {i: [together[at[i]], part.samples] for i, part in cut.filled.items()}
+
+    def _compare_own_loss(self, cut: CutBatch) -> None:
+        """Compare the model's own loss of a mini-batch with those of its micro-batches.
+
+        It is computed in eval mode, of as many micro-batches as are in flight in training, so that
+        it takes no more memory than that.
+
+        Raises:
+            ConfigError: It is no weighed mean of theirs.
+        """
+        pairs = cut.first(max(2, self._group.plan.in_flight(0)))
+        parts = [self._part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
+        passes = self.passes
+        losses = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
+        self.passes = passes  # layers that draw random numbers draw as if there were none of these
+        whole, *of_parts, again = [math.nan if loss is None else loss for loss in losses]
+        if again != of_parts[0] and not math.isnan(again):
+            _log.warning(RANDOM)
+            return
+        whole = whole / len(of_parts) if cut.told else whole
+        weighed = [(loss, cut.shares[i]) for loss, i in zip(of_parts, cut.filled, strict=False)]
+        refuse_no_mean(whole, weighed, rounding_of(self.forwards.dtype))
 
     def _feed(
         self,
         mode: Mode,
         number: int,
-        part: _Part | None,
+        part: Part | None,
+        of_target: _OfTarget = _WHOLE,
         *,
-        share: float = 1.0,
         hyper: list[Hyper] | None = None,
         fingerprint: bool = False,
         version: int = 0,
@@ -200,7 +235,7 @@ class Feeder:
             mode: What the stages do with it.
             number: Number of the micro-batch, counted by itself for training and for other modes.
             part: The micro-batch; None for an empty one.
-            share: Share of the mini-batch's samples that it has, between 0 and 1.
+            of_target: What goes with its target.
             hyper: Hyper-parameters of its update, by parameter group; None unless it is trained on.
             fingerprint: Whether each stage adds a fingerprint.
             version: Number of the kept version that is read; 0 for the newest weights.
@@ -209,7 +244,7 @@ class Feeder:
         Returns:
             Its position.
         """
-        program, definition, structure, tensors = part.x if part else _NOTHING
+        program, definition, structure, tensors, *_ = part.x if part else _NOTHING
         head = MicroBatch(
             micro_batch=number,
             mode=mode,
@@ -224,9 +259,10 @@ class Feeder:
         )
         if part is None or not mode.has_target:
             return self._group.feed(head, tensors)
-        structure, of_target = part.y
-        target = Target(structure=structure, share=share)
-        return self._group.feed(head, tensors, target, of_target)
+        structure, of_y = part.y
+        share, compared, metrics = of_target
+        target = Target(structure=structure, share=share, compared=list(compared), metrics=metrics)
+        return self._group.feed(head, tensors, target, of_y)
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way, and set its outcome.
@@ -238,7 +274,7 @@ class Feeder:
         pending = self.pending[0]
         with self._group.life.guard():  # an error in between loses the losses taken before it
             asked, taken = time.monotonic_ns(), []
-            for i in range(len(pending.sizes)):
+            for i in range(len(pending.shares)):
                 number = pending.step * self._per_update + i
                 taken.append(self._take_loss(pending.first + i, number)[0])
                 self._group.next_loss = number + 1
@@ -251,7 +287,7 @@ class Feeder:
         """Whether the losses of a mini-batch have all arrived."""
         number = pending.step * self._per_update
         keys = (
-            Key(self._loss_edge(number + i), pending.first + i) for i in range(len(pending.sizes))
+            Key(self._loss_edge(number + i), pending.first + i) for i in range(len(pending.shares))
         )
         return all(map(self._group.inbox.holds, keys))
 
@@ -303,60 +339,96 @@ class Feeder:
     # -- evaluation and inference ---------------------------------------------------------------
 
     def evaluate(
-        self, loader: Iterable[Any], prepare: Prepare | None = None, version: int = 0
-    ) -> float:
-        """Return the mean loss over a loader; see `Pipeline.evaluate`."""
+        self,
+        loader: Iterable[Any],
+        prepare: Prepare | None = None,
+        version: int = 0,
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        keep_buffers: bool = False,
+    ) -> dict[str, float]:
+        """Return the mean loss and metrics over a loader; see `Pipeline.evaluate`."""
         self._group.life.check()
         if not self._has_loss:
             raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
-        total, samples = 0.0, 0
-        parts = self._with_samples(loader, prepare)
-        for loss, _, size in self._passed(Mode.EVALUATE, parts, version):
-            total += (loss if loss is not None else 0.0) * size
-            samples += size
-        if not samples:
+        target = _OfTarget(metrics=packed_metrics(metrics or {}))
+        names = ["loss", *(metrics or {})]
+        mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
+        means = [WeighedMean() for _ in names]
+        batches = (batch_of(item, prepare) for item in loader)
+        parts = (self._part(each, mode, samples_of(each) or 1) for each in batches)
+        number = next(self.numbers)
+        with (
+            self._buffers_of(number) as stays,
+            closing(self._passed(mode, parts, version, number, target, stays)) as passed,
+        ):
+            for part, loss, _ in passed:
+                found = [math.nan if loss.loss is None else loss.loss, *loss.metrics]
+                refuse_bad_metrics(names[1:], loss.metrics)
+                for mean, value in zip(means, found, strict=True):
+                    mean.add(float(value), part.weight)
+        if not means[0].count:
             raise ConfigError("the loader given to evaluate yielded nothing")
-        return total / samples
+        return {name: mean.value for name, mean in zip(names, means, strict=True)}
 
-    def _with_samples(
-        self, loader: Iterable[Any], prepare: Prepare | None
-    ) -> Iterator[tuple[_Part, int]]:
-        """Yield the micro-batches of a loader that have samples, and their numbers of samples."""
-        for item in loader:
-            parts, sizes = self._parts(batch_of(item, prepare), Mode.EVALUATE)
-            for part, size in zip(parts, sizes, strict=True):
-                if part is not None:
-                    yield part, size
+    @contextmanager
+    def _buffers_of(self, number: int) -> Iterator[list[int]]:
+        """Let stages have the buffers of an evaluation while the body runs.
+
+        Yields:
+            Where the body notes the positions of passes that have changed buffers: a recovery does
+            these again, up to the end of the evaluation.
+        """
+        stays: list[int] = []
+        try:
+            yield stays
+        finally:
+            if stays and not self._group.life.is_over:
+                self._group.command(CommandName.END_CACHE, number)
+            for position in stays:
+                self._group.log.forget(position)
 
     def _passed(
-        self, mode: Mode, parts: Iterable[tuple[_Part, int]], version: int
-    ) -> Generator[tuple[float | None, Any, int], None, None]:
+        self,
+        mode: Mode,
+        parts: Iterable[Part],
+        version: int = 0,
+        cache: int = 0,
+        target: _OfTarget = _WHOLE,
+        stays: list[int] | None = None,
+    ) -> Generator[tuple[Part, Loss, Any], None, None]:
         """Flush, then pass micro-batches through the stages, several at a time.
 
         What is on its way when the iteration ends early is taken and dropped.
 
         Args:
-            mode: One that leaves no trace.
-            parts: The micro-batches, each with a number that is handed back.
+            mode: One that does not train.
+            parts: The micro-batches.
             version: Number of the kept version that is read; 0 for the newest weights.
+            cache: Number of the buffers that they use and change; 0 for none.
+            target: What goes with their targets.
+            stays: Where the positions of those are noted that have changed the buffers.
 
         Yields:
-            The loss, the output and the number of each, in order.
+            Each, with what the last stage has sent of it, and its output, in order.
         """
         self._refuse_what_stays_here()
         self.flush()
-        ahead: deque[tuple[int, int]] = deque()
+        ahead: deque[tuple[int, Part]] = deque()
 
-        def collect() -> tuple[float | None, Any, int]:
+        def collect() -> tuple[Part, Loss, Any]:
             """Take what came of the oldest micro-batch on its way."""
-            position, number = ahead.popleft()
+            position, part = ahead.popleft()
             loss, output = self._take_loss(position)
-            self._group.log.forget(position)
-            return loss.loss, output, number
+            if stays is not None and any(mark for *_, mark in loss.trail):
+                stays.append(position)
+            elif mode.leaves_no_trace:
+                self._group.log.forget(position)
+            return part, loss, output
 
         try:
-            for part, number in parts:
-                ahead.append((self._pass(mode, part, version), number))
+            for part in parts:
+                ahead.append((self._pass(mode, part, version, cache, target), part))
                 while len(ahead) > 2 * self._group.plan.num_stages:
                     yield collect()
             while ahead:
@@ -371,9 +443,9 @@ class Feeder:
         """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
         self._group.life.check()
         batches = (example_of(item if prepare is None else prepare(item)) for item in loader)
-        parts = ((self._part(batch, Mode.INFER), 0) for batch in batches)
+        parts = (self._part(batch, Mode.INFER) for batch in batches)
         with closing(self._passed(Mode.INFER, parts, version)) as passed:
-            for _, output, _ in passed:
+            for _, _, output in passed:
                 yield output
 
     def infer(self, batch: Batch, *, training: bool) -> Any:
@@ -387,9 +459,16 @@ class Feeder:
             self._group.log.forget(position)
         return output
 
-    def _pass(self, mode: Mode, part: _Part, version: int = 0, cache: int = 0) -> int:
+    def _pass(
+        self,
+        mode: Mode,
+        part: Part,
+        version: int = 0,
+        cache: int = 0,
+        target: _OfTarget = _WHOLE,
+    ) -> int:
         """Feed one micro-batch for evaluation or inference, and return its position."""
-        position = self._feed(mode, self.passes, part, version=version, cache=cache)
+        position = self._feed(mode, self.passes, part, target, version=version, cache=cache)
         self.passes += 1
         return position
 
@@ -416,7 +495,7 @@ class Feeder:
         if cache is None:
             part = self._part(batch, Mode.INFER)
         else:
-            part = _Part(self.forwards.cached(batch, cache, length), flat_copy(None))
+            part = Part(self.forwards.cached(batch, cache, length), flat_copy(None))
         position = self._pass(Mode.INFER, part, version, number)
         while self.pending:  # the messages of an edge are taken by rising position
             self.collect_oldest()
@@ -448,20 +527,15 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         pending: The mini-batch.
         taken: The payload of the last stage's message about each of its micro-batches.
     """
-    losses = [loss.loss for loss in taken]
-    total = sum(pending.sizes)
-    # The sum is taken in the order of the micro-batches, so that no timing can change its bits.
-    mean = sum(
-        loss * (size / total)
-        for loss, size in zip(losses, pending.sizes, strict=True)
-        if loss is not None
-    )
+    pairs = zip((loss.loss for loss in taken), pending.shares, strict=True)
+    weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)
     marks = [mark for *_, mark in taken[-1].trail]
     return StepResult(
         step=pending.step,
-        loss=mean,
-        losses=tuple(loss for loss in losses if loss is not None),
+        # The sum is taken in the order of the micro-batches, so that no timing can change its bits.
+        loss=sum(loss * share for loss, share in weighed),
+        losses=tuple(loss for loss, _ in weighed),
         versions=tuple(version for _, version, *_ in taken[-1].trail),
         staleness=max(0, pending.step - oldest),
         busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, _ in taken[-1].trail),

@@ -25,15 +25,19 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import MicroBatch, Mode
 from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
 from pipedream_rt.planning import dumps
+from pipedream_rt.planning.counted import Counting, counting
 from pipedream_rt.planning.cut import Cut, StageProgram, Ways, cut
-from pipedream_rt.planning.program import NONE_CARRIED, Program
+from pipedream_rt.planning.program import NONE_CARRIED, Program, Slot
 from pipedream_rt.planning.record import record
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.plan import Address, name_of
-from pipedream_rt.stage.spec import has_own_loss
+from pipedream_rt.stage.spec import has_own_loss, own_loss
 
 Share: TypeAlias = tuple[Address, Structure, tuple[Tensor, ...]]
 """What of the inputs goes to one stage: its address, the structure of a value, its tensors."""
+
+TOTAL = "num_items_in_batch"
+"""The argument of a forward by which a loss is told what the whole mini-batch weighs."""
 
 _MOST = 4096
 """Programs that a model may have. More than that means that each mini-batch makes its own."""
@@ -47,12 +51,16 @@ class Fed(NamedTuple):
         definition: The pickled program, if it is a new one.
         structure: The structure of the inputs.
         tensors: Their tensors, copied.
+        labels: The number of labels that the model's own loss is a mean over; None if not known.
+        only_labels: Whether that loss is such a mean and nothing else.
     """
 
     program: int
     definition: bytes
     structure: Structure
     tensors: tuple[Tensor, ...]
+    labels: int | None = None
+    only_labels: bool = False
 
 
 @dataclass(slots=True)
@@ -85,10 +93,17 @@ class Forwards(Protocol):
     """What the forwards of a model do.
 
     Attributes:
+        own_loss: Whether the model computes its loss itself.
+        takes_total: Whether its forward has an argument ``num_items_in_batch``: what the whole
+            mini-batch weighs.
+        dtype: The coarsest dtype in which it computes.
         definitions: The pickled programs that were made since the start, by their numbers.
         first_defined: The number of the first of these.
     """
 
+    own_loss: bool
+    takes_total: bool
+    dtype: torch.dtype
     definitions: list[bytes]
     first_defined: int
 
@@ -135,10 +150,16 @@ class SequenceForwards:
     """The forwards of a sequence of layers: one program, which every stage knows.
 
     Attributes:
+        own_loss: Always False.
+        takes_total: Always False.
+        dtype: Always float32, as nobody asks.
         definitions: Always empty.
         first_defined: 1, for there is one program.
     """
 
+    own_loss: bool = False
+    takes_total: bool = False
+    dtype: torch.dtype = torch.float32
     definitions: list[bytes] = field(default_factory=list)
     first_defined: int = 1
 
@@ -183,6 +204,9 @@ class RecordedForwards:
         autocast: The dtype of autocast; None for none.
 
     Attributes:
+        own_loss: See `Forwards`.
+        takes_total: See `Forwards`.
+        dtype: See `Forwards`.
         homes: The stage of each layer that was called so far, by name.
         cuts: The programs so far, cut into stages.
         definitions: The pickled programs that were made since the start.
@@ -199,10 +223,14 @@ class RecordedForwards:
         """Record nothing yet."""
         self._model = model
         self._layers = layers
-        self._own_loss = own_loss
+        self.own_loss = own_loss
+        self.takes_total = TOTAL in inspect.signature(model.forward).parameters
         self._autocast = autocast
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self.dtype = min({autocast or torch.float32, *dtypes}, key=lambda dtype: dtype.itemsize)
         self._given = _without_cache(model)
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
+        self._countings: dict[int, Counting | None] = {}  # by number of a program
         # Of forwards with a cache: programs by signature and content, the one that was taken last
         # by signature, and the one that holds for all lengths of the cache.
         self._by_content: dict[bytes, int] = {}
@@ -258,7 +286,7 @@ class RecordedForwards:
             autocast=self._autocast,
             carried=carried,
         )
-        if mode.has_target and self._own_loss and not has_own_loss(program.output):
+        if mode.has_target and self.own_loss and not has_own_loss(program.output):
             raise ConfigError(
                 "loss_fn is not given, and what the model returns has no loss: give loss_fn, or "
                 "the inputs with which the model computes one (such as labels)"
@@ -303,12 +331,20 @@ class RecordedForwards:
         """See `Forwards.fed`."""
         structure, tensors = flat_copy((batch.args, batch.kwargs))
         key = _key(mode, training, structure, tensors)
-        for number, program in self._programs.get(key, ()):
-            if program.holds_for(tensors):
-                return Fed(number, b"", structure, tensors)
-        args, kwargs = unflatten(structure, tensors)
-        program = self.record(Batch(args, kwargs, None), mode, training)
-        return Fed(*self._new(key, program), structure, tensors)
+        known = (found for found in self._programs.get(key, ()) if found[1].holds_for(tensors))
+        number, program = next(known, (-1, None))
+        definition = b""
+        if program is None:
+            args, kwargs = unflatten(structure, tensors)
+            program = self.record(Batch(args, kwargs, None), mode, training)
+            number, definition = self._new(key, program)
+        labels, only = None, False
+        if self.own_loss and mode.has_target:
+            if number not in self._countings:
+                self._countings[number] = counting(program)
+            if how := self._countings[number]:
+                labels, only = how.of(tensors), own_loss(program.output, None) == Slot(how.mean)
+        return Fed(number, definition, structure, tensors, labels, only)
 
     def _new(self, key: bytes, program: Program) -> tuple[int, bytes]:
         """Add a program that stages do not have yet; return its number and its definition."""
@@ -409,7 +445,7 @@ class RecordedForwards:
                 )
 
 
-_EVAL = (Mode.EVALUATE, Mode.INFER)
+_EVAL = (Mode.EVALUATE, Mode.EVALUATE_AND_KEEP, Mode.INFER)
 
 
 def _key(

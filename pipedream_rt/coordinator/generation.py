@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +30,6 @@ _OWN_WEIGHTS = (
     "script's model, which are not those of the stages; load pipe.state_dict() into a model of its "
     "class, and generate with that"
 )
-
-_numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -126,7 +123,7 @@ class _Generation:
                 f"{_CACHE} holds what another model has computed, which the stages do not have; "
                 "give the whole text as input_ids"
             )
-        self.caches[id(cache)] = cache, next(_numbers)
+        self.caches[id(cache)] = cache, next(self.feeder.numbers)
         return self.caches[id(cache)][1]
 
 

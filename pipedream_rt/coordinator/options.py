@@ -135,18 +135,19 @@ class ScheduleOptions:
             require_count("credits", self.credits)
 
 
-def require_count(name: str, value: int) -> None:
-    """Refuse an option that must be a positive integer and is not.
+def require_count(name: str, value: int, least: int = 1) -> None:
+    """Refuse an option that must be an integer, and not too small, and is not.
 
     Args:
         name: Name of the option, for the message.
         value: The value that was given.
+        least: The smallest that it may be.
 
     Raises:
-        ConfigError: The value is no positive integer.
+        ConfigError: The value is no such integer.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
 def require_decay(value: object) -> None:

@@ -12,8 +12,8 @@ class StepResult:
 
     Attributes:
         step: Number of the mini-batch, 0-based; its update makes weight version ``step + 1``.
-        loss: Mean loss over the samples of the mini-batch.
-        losses: Loss of each micro-batch, in order, without the empty ones.
+        loss: Mean loss over the mini-batch: over its samples, or what else its micro-batches weigh.
+        losses: Loss of each micro-batch, in order, without those that weigh nothing.
         versions: Weight version that the last micro-batch read, by stage.
         staleness: Number of updates between the oldest weight version that was read and the one
             that the gradient is applied to; 0 in schedules that flush.
@@ -54,21 +54,21 @@ class PendingStep:
         source: The pipeline, which takes the losses.
         step: Number of the mini-batch, 0-based.
         first: Position of its first micro-batch.
-        sizes: Number of samples in each of its micro-batches.
+        shares: What each of its micro-batches weighs, with the mini-batch as 1.
 
     Attributes:
         step: Number of the mini-batch, 0-based.
         first: Position of its first micro-batch.
-        sizes: Number of samples in each of its micro-batches.
+        shares: What each of its micro-batches weighs, with the mini-batch as 1.
         outcome: The result; None until the losses were taken.
     """
 
-    def __init__(self, source: LossSource, step: int, first: int, sizes: list[int]) -> None:
+    def __init__(self, source: LossSource, step: int, first: int, shares: list[float]) -> None:
         """Begin without an outcome."""
         self._source = source
         self.step = step
         self.first = first
-        self.sizes = sizes
+        self.shares = shares
         self.outcome: StepResult | None = None
 
     def result(self) -> StepResult:

@@ -28,13 +28,19 @@ class Mode(Enum):
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+    EVALUATE_AND_KEEP = "evaluate, and keep the buffers"
     INFER = "infer"
     INFER_IN_TRAINING_MODE = "infer in training mode"
 
     @property
     def has_target(self) -> bool:
         """Whether the stages compute a loss, for which a target is fed."""
-        return self in (Mode.TRAIN, Mode.EVALUATE)
+        return self in (Mode.TRAIN, Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the stages compute a loss in eval mode, without a gradient."""
+        return self in (Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
 
     @property
     def leaves_no_trace(self) -> bool:
@@ -129,7 +135,8 @@ class MicroBatch:
         program: Number of the program that the stages follow.
         definition: The pickled programs of all stages, where the number is a new one; else empty.
         version: Number of the kept version that the stages read; 0 for the newest weights.
-        cache: Number of the cache in which layers keep what the next micro-batch needs; 0 for none.
+        cache: Number of that in which a stage keeps what the next micro-batch needs: what layers
+            cache in a generation, or the buffers as an evaluation has them; 0 for none.
         fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
@@ -138,7 +145,8 @@ class MicroBatch:
         requires_grad: For each tensor, whether a gradient is expected back.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
             the nanoseconds that it has computed so far, and where it was asked for a fingerprint of
-            the weights that it read and of its buffers, in hex; else an empty text.
+            the weights that it read and of its buffers, in hex; else an empty text. A pass of an
+            evaluation has a text there where the evaluation has changed buffers so far.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.ACTIVATION
@@ -181,12 +189,18 @@ class Target:
 
     Attributes:
         structure: The structure of the target whose tensors the message carries.
-        share: The share of its mini-batch's samples that the micro-batch has, between 0 and 1.
+        share: The share that the micro-batch has in what its mini-batch weighs, 0 or more.
+        compared: Where the loss of the whole mini-batch is to be compared with those of its
+            micro-batches: how many of these have samples and come to this replica, and the number
+            of samples in this one; else empty.
+        metrics: The pickled functions that are computed beside the loss of an evaluation.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.TARGET
     structure: Structure
     share: float
+    compared: list[int] = field(default_factory=list)
+    metrics: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +221,7 @@ class Loss:
 
     Attributes:
         loss: The loss without its weight; None for an empty micro-batch and in inference.
+        metrics: What the functions beside the loss returned, in an evaluation, or their errors.
         trail: For each stage, in rising order, what `MicroBatch.trail` has.
         structure: The structure of the output in inference; empty otherwise.
     """
@@ -214,6 +229,7 @@ class Loss:
     kind: ClassVar[EdgeKind] = EdgeKind.LOSS
     loss: float | None
     trail: list[Passed]
+    metrics: list[float | str] = field(default_factory=list)
     structure: Structure = field(default_factory=list)
 
 

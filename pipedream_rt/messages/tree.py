@@ -243,7 +243,8 @@ def split(value: object, sizes: Sequence[int]) -> list[Any]:
         if tensor.dim() and tensor.size(0) != total:
             raise ConfigError(
                 f"tensor {i} of the mini-batch has {tensor.size(0)} samples where {total} are "
-                "expected; every tensor needs the same first dimension to be cut into micro-batches"
+                "expected; to be cut into micro-batches, every tensor needs the same first "
+                "dimension; micro_batches=1 leaves mini-batches whole"
             )
     parts = [torch.split(t, list(sizes)) if t.dim() else (t,) * len(sizes) for t in tensors]
     return [unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]

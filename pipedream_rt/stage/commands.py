@@ -39,6 +39,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             return stage.call(argument)
         case CommandName.END_CACHE:
             stage.caches.pop(argument, None)
+            stage.evaluations.end(argument)
         case CommandName.LOAD_STATE:
             stage.load_state(argument)
         case CommandName.OPTIMIZER:

@@ -1,19 +1,28 @@
 """Eval mode for a while, after which a stage is as it was before.
 
-An evaluation is not fed again in a recovery, and may come anywhere, so it must leave no trace: not
-in the modes of modules, not in weights (adapters merge theirs into a layer in eval mode), not in
-buffers, and not in the extra state that modules give to state dicts.
+An evaluation may come anywhere, so it must leave no trace: not in the modes of modules, not in
+weights (adapters merge theirs into a layer in eval mode), not in buffers, and not in the extra
+state that modules give to state dicts. From one pass of an evaluation to the next, buffers go on as
+they do in plain PyTorch; the stage keeps them beside its own, which other passes see.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
+import cloudpickle
 from torch import Tensor, nn
 
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning import dumps
 from pipedream_rt.stage.parameters import VersionedParameters
+
+Metric: TypeAlias = Callable[[Any, Any], Any]
+"""``metric(output, target)`` returns a number, of what the loss is computed of."""
 
 
 def changes_modes(module: nn.Module) -> bool:
@@ -25,7 +34,11 @@ def changes_modes(module: nn.Module) -> bool:
 
 
 @contextmanager
-def eval_mode(module: nn.Module, parameters: VersionedParameters) -> Iterator[None]:
+def eval_mode(
+    module: nn.Module,
+    parameters: VersionedParameters,
+    buffers: AbstractContextManager[None] | None = None,
+) -> Iterator[None]:
     """Set every module to eval mode while the body runs, and leave everything as it was.
 
     Call it without gradient.
@@ -33,9 +46,11 @@ def eval_mode(module: nn.Module, parameters: VersionedParameters) -> Iterator[No
     Args:
         module: The module of a stage.
         parameters: The weights of the stage.
+        buffers: What becomes of the buffers; None for that they get their values back.
     """
+    buffers = buffers or same_buffers(module)
     # Left in the reverse order: the modes first, since to set them may change what comes after.
-    with _same_extra_state(module), _same_buffers(module), _same_weights(module, parameters):
+    with _same_extra_state(module), buffers, _same_weights(module, parameters):
         modes = [(each, each.training) for each in module.modules()]
         try:
             module.eval()
@@ -65,7 +80,7 @@ def _same_weights(module: nn.Module, parameters: VersionedParameters) -> Iterato
 
 
 @contextmanager
-def _same_buffers(module: nn.Module) -> Iterator[None]:
+def same_buffers(module: nn.Module) -> Iterator[None]:
     """Give every module the buffers back that it had, with their values."""
     before = [
         (owner, {n: _Kept(b) for n, b in owner._buffers.items()}) for owner in module.modules()
@@ -113,3 +128,125 @@ def _same_extra_state(module: nn.Module) -> Iterator[None]:
     finally:
         for each, state in before:
             each.set_extra_state(state)
+
+
+class EvaluationBuffers:
+    """The buffers of a stage as evaluations that are under way have them.
+
+    Args:
+        module: The module of the stage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Keep nothing yet."""
+        self._module = module
+        self._kept: dict[int, list[dict[str, Tensor | None]]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        """Whether an evaluation has changed buffers so far."""
+        return number in self._kept
+
+    def end(self, number: int) -> None:
+        """Forget the buffers of an evaluation."""
+        self._kept.pop(number, None)
+
+    def of(self, number: int, kept: bool) -> AbstractContextManager[None]:
+        """Return the context of a pass: what becomes of the buffers.
+
+        Args:
+            number: The number of the evaluation; 0 for a pass by itself.
+            kept: Whether the buffers of the stage themselves are to change.
+        """
+        if kept:
+            return nullcontext()
+        return self._going_on(number) if number else same_buffers(self._module)
+
+    @contextmanager
+    def _going_on(self, number: int) -> Iterator[None]:
+        """Let modules have the buffers of an evaluation while the body runs."""
+        owners = list(self._module.modules())
+        with same_buffers(self._module):
+            if number in self._kept:
+                for owner, buffers in zip(owners, self._kept[number], strict=True):
+                    owner._buffers.clear()
+                    owner._buffers.update(buffers)
+                yield
+                self._kept[number] = [dict(owner._buffers) for owner in owners]
+                return
+            before = [_marks(owner) for owner in owners]
+            yield
+            if [_marks(owner) for owner in owners] != before:
+                copies: dict[int, Tensor | None] = {}  # a buffer may belong to two modules
+                self._kept[number] = [
+                    {
+                        name: copies.setdefault(id(b), None if b is None else b.clone())
+                        for name, b in owner._buffers.items()
+                    }
+                    for owner in owners
+                ]
+
+
+def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
+    """Return what tells whether a buffer was changed, or another one took its place."""
+    return {
+        name: None if buffer is None else (id(buffer), buffer._version)
+        for name, buffer in owner._buffers.items()
+    }
+
+
+# -- metrics ------------------------------------------------------------------------------------
+
+
+def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
+    """Return metrics as bytes, for the stage that computes the loss; none for no metrics.
+
+    Raises:
+        ConfigError: One is no function, has no name of its own, or does not pickle.
+    """
+    named = metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]
+    for name, metric in named:
+        if not isinstance(name, str) or name == "loss" or not callable(metric):
+            raise ConfigError(
+                'metrics must be functions of output and target by name, as {"accuracy": lambda '
+                "output, y: (output.argmax(-1) == y).float().mean()}, of which none is called "
+                f'"loss"; it has {name!r}: {metric!r}'
+            )
+    try:
+        return dumps(dict(metrics))[0] if metrics else b""
+    except Exception as error:  # pickling runs the user's code
+        raise ConfigError(f"the metrics do not pickle: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _unpacked(packed: bytes) -> dict[str, Metric]:
+    """Return the metrics of an evaluation, whose passes all bring the same ones."""
+    metrics: dict[str, Metric] = cloudpickle.loads(packed)
+    return metrics
+
+
+def measured(packed: bytes, output: Any, target: Any) -> list[float | str]:
+    """Return what metrics say of a pass; of one that says no number, what is wrong with it.
+
+    An error here does not end the run, as one in the loss does: nothing depends on a metric.
+    """
+    said: list[float | str] = []
+    for metric in _unpacked(packed).values() if packed else ():
+        try:
+            found = metric(output, target)
+            said.append(float(found))
+        except Exception as error:  # the user's code
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def refuse_bad_metrics(names: Sequence[str], said: Sequence[float | str]) -> None:
+    """Refuse a metric that said no number.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, value in zip(names, said, strict=True):
+        if isinstance(value, str):
+            raise ConfigError(
+                f'the metric "{name}" must return a number for an output and a target; {value}'
+            )

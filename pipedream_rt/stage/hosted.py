@@ -142,6 +142,7 @@ class Hosted:
         made: Sequence[Value] | float | None,
         version: int,
         mark: str = "",
+        metrics: Sequence[float | str] = (),
     ) -> None:
         """Send the output or the loss of a forward on every edge that the forward gives.
 
@@ -149,7 +150,8 @@ class Hosted:
             inputs: The messages that the forward needed.
             made: The values for the consumers, or the loss, as `Stage.forward` returns them.
             version: The weight version that the forward read.
-            mark: The fingerprint of the stage; empty if none was asked for.
+            mark: What the stage adds to the trail; see `MicroBatch`.
+            metrics: What goes with the loss of an evaluation.
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
@@ -162,7 +164,7 @@ class Hosted:
             if edge.kind is EdgeKind.LOSS:
                 loss = made if isinstance(made, float) else None
                 structure = output.structure if isinstance(made, Sequence) else []
-                payload = Loss(loss=loss, trail=trail, structure=structure)
+                payload = Loss(loss=loss, trail=trail, metrics=list(metrics), structure=structure)
             else:
                 turn = head.turns[plan.stage_of(edge.target)] if head.turns else head.turn
                 payload = MicroBatch(
@@ -406,13 +408,16 @@ def value_of(message: Message) -> Value:
     return Value(head.structure, message.tensors, tuple(head.requires_grad))
 
 
-def target_of(message: Message | None) -> tuple[Value | None, float]:
-    """Return the target that a message carries, and the micro-batch's share of its mini-batch."""
+def target_of(message: Message | None) -> tuple[Value | None, Target]:
+    """Return the target that a message carries, and what goes with it."""
     if message is None:
-        return None, 1.0
+        return None, _NO_TARGET
     head = message.payload
     assert isinstance(head, Target)
-    return Value(head.structure, message.tensors, ()), head.share
+    return Value(head.structure, message.tensors, ()), head
+
+
+_NO_TARGET = Target(structure=[], share=1.0)
 
 
 def gradients_of(message: Message) -> Gradients:

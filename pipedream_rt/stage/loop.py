@@ -483,10 +483,12 @@ class Loop:
         for key in hosted.weights_due(micro_batch):
             hosted.receive_weights((yield self._wanted(key)))
         inputs = None if head.empty else list(map(value_of, needed.messages))
-        target, share = target_of(needed.target)
+        target, beside = target_of(needed.target)
         with self._computing.of(hosted):
             hyper = head.hyper or []
-            made = stage.forward(micro_batch, inputs, hyper, target, share, head.program)
+            made = stage.forward(
+                micro_batch, inputs, hyper, target, beside.share, head.program, beside.compared
+            )
         version = stage.version_of(micro_batch)
         mark = stage.fingerprint_of(micro_batch) if head.fingerprint else ""
         hosted.send_on(needed.messages, made, version, mark)
@@ -539,15 +541,23 @@ class Loop:
         stage, inputs = hosted.stage, list(map(value_of, needed.messages))
         number, program = head.micro_batch, head.program
         made: list[Value] | float
+        mark = ""
+        metrics: list[float | str] = []
         with self._computing.of(hosted), stage.kept.read(head.version):
-            if head.mode is Mode.EVALUATE:
-                made = stage.evaluate(number, inputs, target_of(needed.target)[0], program)
+            if head.mode.evaluates:
+                target, beside = target_of(needed.target)
+                made, metrics = stage.evaluate(
+                    number, inputs, target, program, metrics=beside.metrics, buffers=head.cache,
+                    keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
+                )  # fmt: skip
+                mark = "changed" if head.cache in stage.evaluations else ""
             else:
                 training = head.mode is Mode.INFER_IN_TRAINING_MODE
                 made = stage.infer(
                     number, inputs, training=training, program=program, cache=head.cache
                 )
-        hosted.send_on(needed.messages, made, stage.parameters.ledger.newest)
+        newest = stage.parameters.ledger.newest
+        hosted.send_on(needed.messages, made, newest, mark, metrics)
 
     def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:
         """Carry out a command and reply; the saver replies to the command to save."""

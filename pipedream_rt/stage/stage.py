@@ -41,9 +41,15 @@ from pipedream_rt.schedules.plan import LOSS_LAYER, Address
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
 from pipedream_rt.stage.clipping import Clipper
 from pipedream_rt.stage.corrections import StageCorrections
-from pipedream_rt.stage.evaluation import changes_modes, eval_mode
+from pipedream_rt.stage.evaluation import (
+    EvaluationBuffers,
+    changes_modes,
+    eval_mode,
+    measured,
+)
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.kept import KeptVersions
+from pipedream_rt.stage.loss_check import LossCheck
 from pipedream_rt.stage.optimizer import (
     Around,
     Hyper,
@@ -195,6 +201,7 @@ class Stage:
         corrections: The corrections for staleness; None if there are none.
         kept: The kept versions.
         caches: By number, the objects by name in which layers keep what the next micro-batch needs.
+        evaluations: By number, the buffers as evaluations that are under way have them.
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
@@ -215,6 +222,7 @@ class Stage:
         # A loss that is a module has its weights and its mode among those of the stage.
         loss_layer = self.module._modules.get(LOSS_LAYER)
         self._loss_fn = spec.loss_fn if loss_layer is None else loss_layer
+        self._loss_check = LossCheck(self._loss_fn) if self._loss_fn is not None else None
         borrowed = {
             edge.source: [spec.tied[tie.name] for tie in ties]
             for edge, ties in self.plan.borrows(self.index).items()
@@ -231,6 +239,7 @@ class Stage:
         self._by_owner = [(self.index, self.parameters), *self.borrowed.items()]
         self.kept = KeptVersions(self.module)
         self.caches: dict[int, dict[str, Any]] = {}
+        self.evaluations = EvaluationBuffers(self.module)
         self._buffers = ForwardBuffers(self.module)
         self._filled = _names_of_buffers(self.module)
         self._kinds = _kinds(self.module)
@@ -284,6 +293,7 @@ class Stage:
         target: Value | None = None,
         share: float = 1.0,
         program: int = 0,
+        compared: Sequence[int] = (),
     ) -> list[Value] | float | None:
         """Run the forward of one micro-batch with the weight version that the plan names.
 
@@ -293,9 +303,10 @@ class Stage:
                 without samples, which changes nothing.
             hyper: The hyper-parameters of each parameter group, for the update.
             target: The target, on the stage that computes the loss; None on others.
-            share: The share of its mini-batch's samples that the micro-batch has, between 0 and 1;
-                it weighs the loss that backward derives.
+            share: The share that the micro-batch has in its mini-batch, by which the loss that
+                backward derives is multiplied; with 0 there is nothing to derive.
             program: Number of the program to follow.
+            compared: What is to be compared of losses; see `Target`.
 
         Returns:
             The value for each consumer; on the stage that computes the loss, the loss without the
@@ -336,6 +347,15 @@ class Stage:
             ]
             return [_outgoing(structure, tensors) for structure, tensors in flat]
         reported = float(loss.item())
+        if compared:
+            assert self._loss_check is not None
+            assert target is not None
+            with self._reading(micro_batch), self._casting():
+                self._loss_check.look(
+                    made[0], unflatten(target.structure, target.tensors), share, *compared
+                )
+        if not share:  # as of labels that are all ignored, whose mean loss is NaN
+            return reported
         self._check_finite(reported, micro_batch)
         weighted = loss * share if share != 1.0 else loss
         if self.clipper is not None and self.clipper.scaler is not None:
@@ -549,9 +569,11 @@ class Stage:
             NonFiniteLoss: The loss is NaN or infinite.
         """
         if self._spec.on_nan == "raise" and not math.isfinite(reported):
+            uncounted = ", or, if none of its labels count, say what it weighs by weigh="
             raise NonFiniteLoss(
                 f"stage {self.index}: the loss of micro-batch {micro_batch} is {reported}; "
-                'lower the learning rate, look at the data, or pass on_nan="ignore"',
+                'lower the learning rate, look at the data, pass on_nan="ignore"'
+                + (uncounted if math.isnan(reported) and self.plan.per_update > 1 else ""),
                 stage=self.index,
                 action=f"F{micro_batch}",
             )
@@ -907,29 +929,45 @@ class Stage:
     # -- evaluation and inference -------------------------------------------------------------
 
     def evaluate(
-        self, number: int, inputs: Sequence[Value], target: Value | None, program: int = 0
-    ) -> list[Value] | float:
+        self,
+        number: int,
+        inputs: Sequence[Value],
+        target: Value | None,
+        program: int = 0,
+        *,
+        metrics: bytes = b"",
+        buffers: int = 0,
+        keep_buffers: bool = False,
+    ) -> tuple[list[Value] | float, list[float | str]]:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
-        It leaves the stage as it was.
+        It leaves the stage as it was, but for buffers that are to be kept.
 
         Args:
             number: Number of the micro-batch among those that are not trained on.
             inputs: One value from each producer, or the model's input.
             target: The target, on the stage that computes the loss; None on others.
             program: Number of the program to follow.
+            metrics: What is computed beside the loss, pickled.
+            buffers: Number of the evaluation, whose buffers go on from pass to pass; 0 for none.
+            keep_buffers: Whether the stage's own buffers go on.
 
         Returns:
-            The value for each consumer; on the stage that computes the loss, the loss.
+            The value for each consumer; on the stage that computes the loss, the loss. And what the
+            metrics say.
 
         Raises:
             ConfigError: The loss is no tensor with one element.
         """
-        with torch.no_grad(), eval_mode(self.module, self.parameters), self._casting():
+        of_buffers = self.evaluations.of(buffers, keep_buffers)
+        mode = eval_mode(self.module, self.parameters, of_buffers)
+        with torch.no_grad(), mode, self._casting():
             made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
-                return [_outgoing(*flatten(value)) for value in made]
-            return float(self._loss(made[0], target).item())
+                return [_outgoing(*flatten(value)) for value in made], []
+            loss = float(self._loss(made[0], target).item())
+            given = unflatten(target.structure, target.tensors) if metrics else None
+            return loss, measured(metrics, made[0], given)
 
     def infer(
         self,

@@ -653,7 +653,7 @@ def test_evaluate_leaves_every_module_its_mode(fail):
         with pytest.raises(ZeroDivisionError):
             stage.evaluate(0, [value(torch.ones(1))], None)
     else:
-        assert content(stage.evaluate(0, [value(torch.ones(1))], None)).tolist() == [4]
+        assert content(stage.evaluate(0, [value(torch.ones(1))], None)[0]).tolist() == [4]
     assert [module.seen for module in stage.module] == [[(False, False)]] * 2
     assert [module.training for module in stage.module.modules()] == modes
 
@@ -661,8 +661,8 @@ def test_evaluate_leaves_every_module_its_mode(fail):
 def test_evaluate_returns_the_loss_where_there_is_a_target():
     """Whatever it is: nothing is trained on it."""
     stage = a_stage([Modes()], loss_fn=lambda x, y: (x * y).sum())
-    assert stage.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == 6.0
-    nan = stage.evaluate(1, [value(torch.ones(1))], value(torch.tensor(math.nan)))
+    assert stage.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == (6.0, [])
+    nan, _ = stage.evaluate(1, [value(torch.ones(1))], value(torch.tensor(math.nan)))
     assert math.isnan(nan)
 
 
@@ -700,7 +700,10 @@ def test_modules_that_do_more_than_set_a_mode_are_called_and_put_back(run):
     stage, x = a_stage([Merges(), nn.BatchNorm1d(2)]), torch.ones(2, 2)
     stage.module[1].eval()  # a frozen one stays so
     before = {k: v.clone() for k, v in stage.module.state_dict().items()}
-    made = stage.evaluate(0, [value(x)], None) if run == "evaluate" else stage.infer(0, [value(x)])
+    if run == "evaluate":
+        made, _ = stage.evaluate(0, [value(x)], None)
+    else:
+        made = stage.infer(0, [value(x)])
     assert torch.equal(content(made), stage.module[1](x * (torch.ones(2) / 3 + torch.ones(2) / 7)))
     assert_same(stage.module.state_dict(), before)
     assert (stage.module[0].training, stage.module[0].merged) == (True, False)
@@ -805,7 +808,7 @@ def test_an_optimizer_may_assign_data():
 def test_passes_take_the_tuple_of_two_producers_outputs_too():
     stage = a_stage([Both()], diamond.plan(), 3)
     inputs = [value(torch.ones(1)), value({"right": torch.ones(1)})]
-    assert content(stage.evaluate(0, inputs, None)).tolist() == [0]
+    assert content(stage.evaluate(0, inputs, None)[0]).tolist() == [0]
     assert content(stage.infer(0, inputs)).tolist() == [0]
 
 
@@ -817,7 +820,7 @@ def test_passes_read_the_newest_weights_and_change_nothing_that_is_in_flight():
     stage.step(0)
     newest = stage.module[0](torch.ones(1, 1))
     assert torch.equal(content(stage.infer(0, [value(torch.ones(1, 1))])), newest)
-    assert torch.equal(content(stage.evaluate(0, [value(torch.ones(1, 1))], None)), newest)
+    assert torch.equal(content(stage.evaluate(0, [value(torch.ones(1, 1))], None)[0]), newest)
     assert [stage.version_of(m) for m in (1, 2)] == [0, 0]
 
 

@@ -1,0 +1,156 @@
+"""A mini-batch in micro-batches: what is fed of each, and by what its loss is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.coordinator.batches import Batch, cut_batch
+from pipedream_rt.coordinator.forwards import TOTAL, Fed, Forwards
+from pipedream_rt.coordinator.weighing import Weighing, has_ignored, samples_of, shares_of
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.tree import Structure, flat_copy, micro_batch_sizes
+
+
+class Part(NamedTuple):
+    """A micro-batch that is to be fed.
+
+    Attributes:
+        x: What is fed of its inputs.
+        y: The structure and the tensors of the target.
+        samples: The number of its samples.
+        weight: What it weighs in a mean of losses.
+    """
+
+    x: Fed
+    y: tuple[Structure, tuple[Tensor, ...]]
+    samples: int = 1
+    weight: float = 1.0
+
+
+class CutBatch(NamedTuple):
+    """A mini-batch in micro-batches.
+
+    Attributes:
+        batch: The mini-batch, as its micro-batches are told of it.
+        parts: The micro-batches, with None for the empty ones at the end of a short mini-batch.
+        shares: By what the loss of each is multiplied.
+        told: Whether micro-batches are told what the whole weighs, so that the loss of each is its
+            part of that of the whole already.
+    """
+
+    batch: Batch
+    parts: list[Part | None]
+    shares: list[float]
+    told: bool = False
+
+    @property
+    def filled(self) -> dict[int, Part]:
+        """The micro-batches with samples, by their places."""
+        return {i: part for i, part in enumerate(self.parts) if part is not None}
+
+    def first(self, count: int) -> list[tuple[Batch, int]]:
+        """Return the first micro-batches together, and then each of them, with their samples."""
+        sizes = [part.samples for part in list(self.filled.values())[:count]]
+        rest = sum(part.samples for part in self.filled.values()) - sum(sizes)
+        whole = cut_batch(self.batch, [sum(sizes), rest])[0]
+        return [(whole, sum(sizes)), *zip(cut_batch(whole, sizes), sizes, strict=True)]
+
+
+class Cutter:
+    """Cuts mini-batches.
+
+    Args:
+        forwards: What the forwards of the model do.
+        weighing: What micro-batches weigh.
+        per_update: The number of micro-batches of a mini-batch.
+    """
+
+    def __init__(self, forwards: Forwards, weighing: Weighing, per_update: int) -> None:
+        """Remember them."""
+        self._forwards = forwards
+        self._weighing = weighing
+        self._per_update = per_update
+
+    def part(self, batch: Batch, mode: Mode, training: bool | None, samples: int = 1) -> Part:
+        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards.
+
+        Args:
+            batch: The micro-batch.
+            mode: What the stages do with it.
+            training: The mode that modules were set to; None for the one that they came with.
+            samples: The number of its samples.
+
+        Raises:
+            ConfigError: Its forward cannot be recorded, or it cannot be weighed.
+        """
+        fed = self._forwards.fed(batch, mode, training)
+        if not mode.has_target:
+            return Part(fed, flat_copy(None))
+        weight = self._weighing.of(batch, samples, fed.labels)
+        return Part(fed, flat_copy(batch.target), samples, weight)
+
+    def cut(self, batch: Batch, training: bool | None) -> CutBatch:
+        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent.
+
+        Args:
+            batch: The mini-batch.
+            training: As in `part`.
+
+        Raises:
+            ConfigError: The mini-batch has no samples, or cannot be cut.
+        """
+        k, samples = self._per_update, samples_of(batch)
+        if samples == 0 or (samples is None and k > 1):
+            raise ConfigError("a mini-batch without samples cannot be trained on")
+        if k == 1 or samples is None:
+            return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
+        sizes = micro_batch_sizes(samples, k)
+        parts = self._parts(batch, sizes, training)
+        weights = [part.weight if part else 0 for part in parts]
+        if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
+            return CutBatch(batch, parts, shares_of(weights, sizes))
+        total = {TOTAL: torch.tensor(sum(weights))}
+        batch = Batch(batch.args, batch.kwargs | total, batch.target)
+        parts = self._parts(batch, sizes, training)
+        return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)
+
+    def _parts(
+        self, batch: Batch, sizes: Sequence[int], training: bool | None
+    ) -> list[Part | None]:
+        """Return the micro-batches of some sizes."""
+        return [
+            self.part(each, Mode.TRAIN, training, size) if size else None
+            for each, size in zip(cut_batch(batch, sizes), sizes, strict=True)
+        ]
+
+
+class LossChecks:
+    """Which mini-batches' losses are compared with those of their micro-batches.
+
+    The first ones; and the first with labels that do not count, which often come later.
+
+    Args:
+        count: How many of the first ones; 0 for none at all.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Nothing was compared yet."""
+        self._left = count
+        self._looks_for_ignored = count > 0
+
+    def takes(self, cut: CutBatch) -> bool:
+        """Whether a mini-batch is to be compared; call it once for each, in order."""
+        if len(cut.filled) < 2:
+            return False
+        is_ignored = self._looks_for_ignored and any(
+            has_ignored((*part.x.tensors, *part.y[1])) for part in cut.filled.values()
+        )
+        if is_ignored:
+            self._looks_for_ignored = False
+        self._left -= (is_first := self._left > 0)
+        return is_first or is_ignored

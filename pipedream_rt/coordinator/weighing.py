@@ -1,0 +1,163 @@
+"""What a micro-batch weighs in its mini-batch, and a mini-batch in an evaluation.
+
+The loss of a mini-batch is a mean: over its samples, or over the labels that count. So that the
+micro-batches together give the gradient of that mean, the loss of each is multiplied by its share
+of what the mean is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.coordinator.batches import Batch
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import batch_size
+from pipedream_rt.planning.counted import CROSS_ENTROPIES, IGNORED, is_mean
+
+Weigh: TypeAlias = Callable[..., Any]
+"""It is called with what a loader yields: ``x, y``, a dict, or ``args, kwargs, y``."""
+
+
+_Counted: TypeAlias = Callable[[Any], "float | None"]
+"""Returns what the mean of a loss is over, of its target; None if it is over samples."""
+
+
+class Weighing:
+    """What mini-batches and micro-batches weigh.
+
+    Args:
+        weigh: The function of the user's. None: the labels that the loss is a mean over, if it is a
+            cross entropy of torch, or one that the model computes itself; else the samples.
+        loss_fn: The loss function.
+
+    Attributes:
+        is_given: Whether a function of the user's weighs.
+    """
+
+    def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
+        """Check it.
+
+        Raises:
+            ConfigError: It is not callable.
+        """
+        if weigh is not None and not callable(weigh):
+            raise ConfigError(
+                "weigh must be a function of a mini-batch that returns a number, as "
+                f"lambda x, y: (y != -100).sum(), not {weigh!r}"
+            )
+        self._weigh = weigh
+        self._counted = _counted_by(loss_fn)
+        self.is_given = weigh is not None
+
+    def of(self, batch: Batch, samples: int, labels: int | None) -> float:
+        """Return what a micro-batch, or a mini-batch, weighs.
+
+        Args:
+            batch: It.
+            samples: The number of its samples.
+            labels: The number of labels that the model's own loss counts; None if not known.
+
+        Raises:
+            ConfigError: The function raised, or returned no such number.
+        """
+        if self._weigh is None:
+            if labels is None and self._counted is not None:
+                counted = self._counted(batch.target)
+                return samples if counted is None else counted
+            return samples if labels is None else labels
+        try:
+            found = self._weigh(*parts_of(batch))
+            weight = float(found.item() if isinstance(found, Tensor) else found)
+        except Exception as error:  # the user's code
+            raise ConfigError(
+                f"weigh raised {type(error).__name__}: {error}; it is called with what the loader "
+                "yields: weigh(x, y), weigh(batch) for a dict, or weigh(args, kwargs, y)"
+            ) from error
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError(f"weigh must return a number of at least 0, it returned {found!r}")
+        return weight
+
+
+def _counted_by(loss_fn: object) -> _Counted | None:
+    """Return what counts the labels of a cross entropy of torch; None for any other loss."""
+    if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        given = {name: getattr(loss_fn, name) for name in ("weight", "ignore_index", "reduction")}
+    elif isinstance(loss_fn, functools.partial) and loss_fn.func in CROSS_ENTROPIES:
+        given = loss_fn.keywords
+    elif callable(loss_fn) and loss_fn in CROSS_ENTROPIES:
+        given = {}
+    else:
+        return None
+    if not is_mean(given):
+        return None
+    ignored, weight = given.get("ignore_index", IGNORED), given.get("weight")
+
+    def counted(target: Any) -> float | None:
+        """Count the labels, each as its class weighs; a target of probabilities has none."""
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return None
+        counts = target != ignored
+        return int(counts.sum()) if weight is None else float(weight[target[counts]].sum())
+
+    return counted
+
+
+def has_ignored(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is a label among some tensors that does not count, by torch's convention."""
+    integers = (t for t in tensors if t.dtype in (torch.int64, torch.int32))
+    return any(bool((t == IGNORED).any()) for t in integers)
+
+
+def parts_of(batch: Batch) -> tuple[Any, ...]:
+    """Return a mini-batch in the parts in which the loader has yielded it; see `batch_of`."""
+    if not batch.args and isinstance(batch.target, dict):
+        return (batch.target,)
+    if len(batch.args) == 1 and not batch.kwargs:
+        return batch.args[0], batch.target
+    return batch.args, batch.kwargs, batch.target
+
+
+def shares_of(weights: Sequence[float], samples: Sequence[int]) -> list[float]:
+    """Return the share of each micro-batch, by what they weigh.
+
+    Where all weigh nothing, as with labels that are all ignored, it is that of their samples: the
+    loss is then what the loss of the whole would be.
+    """
+    total: float = sum(weights)
+    return [each / total for each in weights] if total else shares_of(samples, samples)
+
+
+def samples_of(batch: Batch) -> int | None:
+    """Return the number of samples of a mini-batch; None if no tensor tells."""
+    return batch_size((batch.args, batch.kwargs))
+
+
+class WeighedMean:
+    """A mean of numbers, each of which weighs something.
+
+    Attributes:
+        count: The number of numbers.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a number."""
+        self.count = 0
+        self._total = self._weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """Add a number; what weighs nothing may be NaN."""
+        self.count += 1
+        if weight:
+            self._total += value * weight
+            self._weight += weight
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN of nothing."""
+        return self._total / self._weight if self._weight else math.nan

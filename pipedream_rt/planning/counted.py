@@ -1,0 +1,86 @@
+"""How many labels a model's own loss is a mean over, read from its recorded forward.
+
+A model of transformers computes a mean of cross entropies, in which labels of -100 do not count,
+and often leaves the first label of each text out. Its recorded forward says which ones are left: it
+compares with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipedream_rt.planning.program import Program, Slot, Step, filled, put
+
+CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
+"""Losses that are means over labels, of which some may not count."""
+
+IGNORED = -100
+"""The label that does not count, unless another one is named."""
+
+
+class Counting(NamedTuple):
+    """How to count the labels of a forward.
+
+    Attributes:
+        steps: The steps that make the labels that are compared with, in order.
+        slot: Their slot.
+        ignored: The label that does not count.
+        mean: The slot of the mean over them.
+    """
+
+    steps: tuple[Step, ...]
+    slot: int
+    ignored: int
+    mean: int
+
+    def of(self, inputs: Sequence[Tensor]) -> int:
+        """Return how many labels count in a mini-batch, whose tensors are given in order."""
+        values: dict[int, Any] = dict(enumerate(inputs))
+        with torch.no_grad():
+            for step in self.steps:
+                assert callable(step.target)
+                args, kwargs = filled((step.args, step.kwargs), values, {})
+                put(step, step.target(*args, **kwargs), values)
+        return int((values[self.slot] != self.ignored).sum())
+
+
+def counting(program: Program) -> Counting | None:
+    """Return how to count the labels that the loss of a forward is a mean over.
+
+    None if the forward does not end in one mean of cross entropies over labels that it is given.
+    """
+    means = [step for step in program.steps if step.target in CROSS_ENTROPIES]
+    if len(means) != 1:
+        return None
+    (mean,) = means
+    weighted = len(mean.args) > 2 or mean.kwargs.get("weight") is not None
+    if weighted or not is_mean(mean.kwargs):
+        return None
+    target = mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("target")
+    if not isinstance(target, Slot):
+        return None
+    made_by = {slot: step for step in program.steps for slot in step.filled}
+    needed: list[Step] = []
+    waiting = [target.number]
+    while waiting:
+        step = made_by.get(waiting.pop())
+        if step is None or step in needed:
+            continue
+        if not (step.free and callable(step.target)) or step.changes or step.after:
+            return None
+        needed.append(step)
+        waiting += step.taken
+    ordered = tuple(step for step in program.steps if step in needed)
+    ignored = mean.kwargs.get("ignore_index", IGNORED)
+    return Counting(ordered, target.number, ignored, mean.filled[0])
+
+
+def is_mean(given: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a cross entropy ask for a mean over labels."""
+    old = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    return not old and given.get("reduction", "mean") == "mean"

@@ -1,0 +1,231 @@
+"""Compares the loss of a whole mini-batch with the weighed losses of its micro-batches, once.
+
+A pipeline trains on micro-batches, and takes the loss of the whole for the weighed mean of theirs.
+That holds for a mean over samples or labels. For a loss that compares samples with each other, or
+adds them up, the run would silently train on something else.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import flatten, unflatten
+
+_log = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 28
+"""Memory that the outputs of a mini-batch may take; of larger ones, two parts are compared."""
+
+_ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}
+
+RANDOM = (
+    "the loss draws random numbers (is a dropout inside of it?), so the loss of a mini-batch was "
+    "not compared with those of its micro-batches; check_loss=0 leaves this out"
+)
+"""What is said of a loss that cannot be compared."""
+
+_NOT_COMPARED = (
+    "the loss of a mini-batch was not compared with those of its micro-batches: %s. Training is "
+    "right if the loss is a mean over samples, or over what weigh= counts; check_loss=0 leaves "
+    "this out"
+)
+
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+
+_Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
+
+
+class _Part(NamedTuple):
+    """What is kept of a micro-batch.
+
+    Attributes:
+        output: What the loss is computed of.
+        target: The target.
+        share: The micro-batch's share of the mini-batch.
+        samples: The number of its samples.
+    """
+
+    output: Any
+    target: Any
+    share: float
+    samples: int
+
+
+class LossCheck:
+    """What is kept of the first micro-batches of a mini-batch until their loss is compared.
+
+    Args:
+        loss: The loss function; a copy of it is called, which may keep something for itself.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        """Keep nothing yet."""
+        self._loss = loss
+        self._parts: list[_Part] = []
+        self._seen = 0
+        self._is_done = self._is_given_up = False
+
+    def look(self, output: Any, target: Any, share: float, parts: int, samples: int) -> None:
+        """Keep a micro-batch; compare when all is there that is to be compared.
+
+        The random generator is left as it was.
+
+        Args:
+            output: What the loss is computed of; it is copied.
+            target: The target.
+            share: The micro-batch's share of the mini-batch.
+            parts: How many micro-batches of the mini-batch are to be compared.
+            samples: The number of samples of this one.
+
+        Raises:
+            ConfigError: The loss of the whole is another than that of the parts.
+        """
+        if self._is_given_up or parts < 2:
+            return
+        structure, tensors = flatten(output)
+        if not self._is_done:
+            copied = unflatten(structure, [t.detach().clone() for t in tensors])
+            self._parts.append(_Part(copied, target, share, samples))
+        enough = 2 if parts * sum(t.nbytes for t in tensors) > _MOST_BYTES else parts
+        if len(self._parts) == enough:
+            kept, self._parts, self._is_done = self._parts, [], True
+            state = torch.default_generator.get_state()
+            try:
+                with torch.no_grad():
+                    self._compare(kept)
+            finally:
+                torch.default_generator.set_state(state)
+        self._seen += 1
+        if self._seen == parts:  # the next one is of another mini-batch
+            self._seen, self._is_done = 0, False
+
+    def _compare(self, parts: Sequence[_Part]) -> None:
+        """Compare; say so if that cannot be done."""
+        samples = [part.samples for part in parts]
+        whole = joined([part.output for part in parts], samples)
+        target = joined([part.target for part in parts], samples)
+        if whole is None or target is None:
+            what = "outputs" if whole is None else "targets"
+            self._give_up(_NOT_COMPARED, f"their {what} cannot be put together")
+            return
+        failure: Exception | None = None
+        # In double precision first, in which hardly anything is rounding.
+        for double in (True, False):
+            try:
+                of_whole = self._value(whole, target, double)
+                first, *others = (
+                    (self._value(flatten(part.output), flatten(part.target), double), part.share)
+                    for part in parts
+                )
+                again = self._value(
+                    flatten(parts[0].output), flatten(parts[0].target), double, seed=1
+                )
+            except Exception as error:  # the user's code, given more, or another dtype
+                failure = error
+                continue
+            rounding = rounding_of(of_whole.dtype)
+            difference = abs(float(again) - float(first[0]))
+            if difference > rounding * max(abs(float(again)), abs(float(first[0]))):
+                self._give_up(RANDOM)
+                return
+            weighed = [(float(value), share) for value, share in (first, *others)]
+            refuse_no_mean(float(of_whole), weighed, rounding)
+            return
+        self._give_up(_NOT_COMPARED, f"it cannot be computed of all of them ({failure})")
+
+    def _give_up(self, text: str, *why: str) -> None:
+        """Compare no more, and say so."""
+        self._is_given_up = True
+        _log.warning(text, *why)
+
+    def _value(self, output: _Flat, target: _Flat, double: bool, seed: int = 0) -> Tensor:
+        """Return the loss of an output and a target, with the random numbers of a seed."""
+        # Copies: a loss may keep something, or work in place.
+        given = [
+            unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
+            for structure, tensors in (output, target)
+        ]
+        torch.default_generator.manual_seed(seed)
+        loss = copy.deepcopy(self._loss)
+        if double and isinstance(loss, torch.nn.Module):
+            loss = loss.double()
+        return loss(*given).detach().reshape(())
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return how much of a loss may be rounding, by the dtype in which it was computed."""
+    return _ROUNDING.get(dtype, 3e-2)
+
+
+def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding: float) -> None:
+    """Refuse a loss that is no weighed mean of the losses of micro-batches.
+
+    Args:
+        whole: The loss of all of them together.
+        parts: The loss and the share of each.
+        rounding: How much of a loss may be rounding.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    total: float = sum(share for _, share in parts)
+    # What weighs nothing, as a part whose labels are all ignored, may have no loss.
+    weighed = [value * (share / total) for value, share in parts if share]
+    mean = sum(weighed)
+    size = max(abs(whole), sum(map(abs, weighed)))
+    # A loss that is NaN or infinite is told of elsewhere.
+    if size == size and size != float("inf") and abs(whole - mean) > rounding * size:
+        raise ConfigError(
+            f"the loss is no mean over samples: for {len(parts)} micro-batches together it is "
+            f"{whole:.6g}, and the weighed mean of theirs is {mean:.6g}, so training on "
+            "micro-batches would train something else. Say what a micro-batch weighs, as "
+            "weigh=lambda x, y: (y != -100).sum() for ignored labels, or weights[y].sum() for "
+            "weights of classes; or give the loss whole mini-batches: micro_batches=1; or, if the "
+            "loss is made for parts of a mini-batch, leave this comparison out: check_loss=0"
+        )
+
+
+def joined(values: Sequence[Any], samples: Sequence[int]) -> _Flat | None:
+    """Return a value of which several are the parts: its structure and its tensors.
+
+    Args:
+        values: The parts.
+        samples: The number of samples in each.
+
+    Returns:
+        None if they cannot be put together: they have another structure, or a tensor that has no
+        dimension of samples, or of some rows for each sample, and is another one in each part.
+    """
+    structures, tensors = zip(*map(flatten, values), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        return None
+    whole: list[Tensor] = []
+    for parts in zip(*tensors, strict=True):
+        rows = {_rows(t, n) for t, n in zip(parts, samples, strict=True)}
+        if len(rows) == 1 and 0 not in rows:
+            if len({t.shape[1:] for t in parts}) > 1:
+                return None
+            whole.append(torch.cat(parts))
+        elif all(torch.equal(t, parts[0]) for t in parts):
+            whole.append(parts[0])
+        else:
+            return None
+    return structures[0], whole
+
+
+def _rows(tensor: Tensor, samples: int) -> int:
+    """Return the number of rows that a tensor has for each sample; 0 if that is none."""
+    count = tensor.size(0) if tensor.dim() else 0
+    return 0 if count % samples else count // samples
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, of which numbers are in double precision."""
+    return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)

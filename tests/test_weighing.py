@@ -1,0 +1,599 @@
+"""A loss is what the user wrote: what micro-batches weigh, and what is refused."""
+
+import copy
+import functools
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.faults import kill
+from support.models import mlp, regression
+from torch import nn
+
+from pipedream_rt import ConfigError, Pipeline, StageFailed
+
+CLASSES, IGNORED = 5, -100
+SGD = (torch.optim.SGD, {"lr": 0.1})
+
+
+def classifier():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def labelled(count=3, samples=8, ignored=True, seed=0):
+    """Mini-batches in which the first samples have few labels that count, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        y = torch.randint(CLASSES, (samples,), generator=generator)
+        if ignored:
+            y[: samples // 2 - 1] = IGNORED
+        made.append((torch.randn(samples, 8, generator=generator), y))
+    return made
+
+
+def plain(model, data, loss_fn, steps=None):
+    """The weights and the losses of plain PyTorch, with whole mini-batches."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data[:steps]:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.state_dict(), losses
+
+
+def trained(model, data, loss_fn=None, **options):
+    """The weights and the losses of a pipeline whose updates are those of plain PyTorch."""
+    defaults = {"stages": 2, "optimizer": SGD, "workers": "serial", "schedule": "1f1b"}
+    with Pipeline(model, loss_fn=loss_fn, **{**defaults, **options}) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data)]
+        return pipe.state_dict(), losses
+
+
+def assert_close(one, other):
+    assert one[1] == pytest.approx(other[1], rel=1e-5)
+    for name, tensor in one[0].items():
+        torch.testing.assert_close(tensor, other[0][name], rtol=1e-5, atol=1e-6)
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0, 1.0])
+
+COUNTED = {
+    "the function": F.cross_entropy,
+    "the module": nn.CrossEntropyLoss(),
+    "weights of classes": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
+    "another label": functools.partial(F.cross_entropy, ignore_index=2),
+    "log probabilities": nn.NLLLoss(weight=WEIGHTS),
+}
+"""Losses whose labels are counted without a word of the user's."""
+
+WEIGHED = {
+    "a function around it": (
+        lambda output, y: F.cross_entropy(output, y),
+        lambda x, y: (y != IGNORED).sum(),
+    ),
+    "weights of classes": (
+        lambda output, y: F.cross_entropy(output, y, weight=WEIGHTS),
+        lambda x, y: WEIGHTS[y[y != IGNORED]].sum().item(),
+    ),
+    "a sum over the whole": (
+        lambda output, y: (output**2).sum(1)[y != IGNORED].sum() / (y != IGNORED).sum(),
+        lambda x, y: int((y != IGNORED).sum()),
+    ),
+}
+"""Losses of which the user says what they are means over."""
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_cross_entropy_of_torch_weighs_by_the_labels_that_count(name, k):
+    model, data = classifier(), labelled(ignored=name != "another label")
+    if name == "log probabilities":
+        model.append(nn.LogSoftmax(dim=1))
+    made = trained(model, data, COUNTED[name], micro_batches=k)
+    expected = plain(model, data, COUNTED[name])
+    assert_close(made, expected)
+    if k == 1:  # the very bits
+        assert made[1] == expected[1]
+        assert all(torch.equal(t, expected[0][n]) for n, t in made[0].items())
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("name", WEIGHED)
+def test_the_user_says_what_a_micro_batch_weighs(name, k):
+    loss_fn, weigh = WEIGHED[name]
+    model, data = classifier(), labelled()
+    made = trained(model, data, loss_fn, weigh=weigh, micro_batches=k)
+    assert_close(made, plain(model, data, loss_fn))
+
+
+def test_the_first_gradient_of_an_asynchronous_schedule_is_that_of_the_whole_too():
+    """Later ones are stale; the first update has none before it."""
+    model, data = classifier(), labelled(count=1)
+    options = {"schedule": "async-1f1b", "corrections": (), "stages": 3}
+    assert_close(
+        trained(model, data, F.cross_entropy, **options), plain(model, data, F.cross_entropy)
+    )
+
+
+def test_a_mini_batch_whose_labels_are_all_ignored_has_the_loss_of_plain_pytorch():
+    """Which is NaN: it is an error, or ignored, as the user has said."""
+    x, _ = labelled(count=1)[0]
+    nothing = [(x, torch.full((8,), IGNORED))]
+    with pytest.raises(StageFailed, match="nan"):
+        trained(classifier(), nothing, F.cross_entropy, micro_batches=2)
+    _, (loss,) = trained(classifier(), nothing, F.cross_entropy, micro_batches=2, on_nan="ignore")
+    assert loss != loss
+
+
+def test_weigh_gets_what_the_loader_yields():
+    seen = []
+
+    def weigh(*given):
+        seen.append(given)
+        return 1
+
+    x, y = labelled(count=1)[0]
+    options = {"micro_batches": 2, "check_loss": 0, "weigh": weigh}
+    trained(classifier(), [(x, y)], F.cross_entropy, **options)
+    assert [len(given) for given in seen] == [2, 2]
+    assert torch.equal(torch.cat([given[1] for given in seen]), y)
+    seen.clear()
+    data = [{"x": x, "labels": y}]
+    trained(Own(), data, example=data[0], **options)
+    assert [sorted(given[0]) for given in seen] == [["labels", "x"]] * 2
+    seen.clear()
+    data = [((x,), {"labels": y}, None)]
+    trained(Own(), data, example=data[0], **options)
+    assert [(len(args), sorted(kwargs), target) for args, kwargs, target in seen] == [
+        (1, ["labels"], None)
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("weigh", "words"),
+    [
+        (lambda x, y: 1 / 0, "weigh raised ZeroDivisionError"),
+        (lambda x: 1, "weigh raised TypeError.*called with what the loader yields"),
+        (lambda x, y: -1, "at least 0, it returned -1"),
+        (lambda x, y: float("nan"), "at least 0, it returned nan"),
+        (lambda x, y: y, "weigh raised"),
+        (lambda x, y: None, "weigh raised TypeError"),
+    ],
+)
+def test_a_bad_weight_is_refused_and_the_pipeline_goes_on(weigh, words):
+    data = labelled(count=2)
+    chosen = [weigh]
+    options = {"stages": 2, "optimizer": SGD, "workers": "serial", "micro_batches": 2}
+    with Pipeline(
+        classifier(),
+        loss_fn=F.cross_entropy,
+        weigh=lambda *given: chosen[0](*given),
+        **options,
+    ) as pipe:
+        with pytest.raises(ConfigError, match=words):
+            pipe.submit(*data[0])
+        assert pipe.step == 0
+        chosen[0] = lambda x, y: (y != IGNORED).sum()
+        list(pipe.train_epoch(data))
+        assert pipe.step == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"weigh": 3}, "weigh must be a function of a mini-batch"),
+        ({"check_loss": -1}, "check_loss must be an integer of at least 0"),
+        ({"check_loss": True}, "check_loss must be an integer of at least 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(option, words):
+    with pytest.raises(ConfigError, match=words):
+        trained(classifier(), [], F.cross_entropy, **option)
+
+
+# -- the comparison with the whole --------------------------------------------------------------
+
+
+def contrastive(output, y):
+    """Each sample against all others, as in SimCLR."""
+    z = F.normalize(output, dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
+
+
+def correlation(output, y):
+    x, y = output[:, 0] - output[:, 0].mean(), y.double() - y.double().mean()
+    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-8)
+
+
+class Count(nn.Module):
+    """A module that keeps something, and has a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, y):
+        self.calls += 1
+        return (self.scale * output).pow(2).mean()
+
+
+NO_MEANS = {
+    "a sum": lambda output, y: F.cross_entropy(output, y, reduction="sum"),
+    "a sum by torch": nn.CrossEntropyLoss(reduction="sum"),
+    "contrastive": contrastive,
+    "a correlation": correlation,
+    "a ranking": lambda output, y: (output[:, :1] - output[:, 1:2].T).relu().mean(),
+    "a root of a mean": lambda output, y: output.pow(2).mean().sqrt(),
+    "weights of classes": lambda output, y: F.cross_entropy(output, y, weight=WEIGHTS),
+}
+
+MEANS = {
+    "a mean": lambda output, y: output.pow(2).mean(),
+    "a module that keeps something": Count(),
+    "a mean of sums": lambda output, y: output.pow(2).sum() / len(output),
+    "cross entropy": lambda output, y: F.cross_entropy(output, y),
+    "a mean over elements": lambda output, y: F.mse_loss(output, F.one_hot(y, CLASSES).float()),
+    "labels made flat": lambda output, y: F.cross_entropy(output.view(-1, CLASSES), y.view(-1)),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_is_refused_with_both_numbers(name, schedule):
+    data = labelled(ignored=False)
+    model = classifier()
+    with pytest.raises(StageFailed, match="the loss is no mean over samples") as caught:
+        trained(model, data, NO_MEANS[name], schedule=schedule, micro_batches=4)
+    text = str(caught.value.__cause__)
+    whole = NO_MEANS[name](model(data[0][0]), data[0][1]).item()
+    assert f"for 4 micro-batches together it is {whole:.3g}"[:-1] in text
+    for way_out in ("weigh=", "micro_batches=1", "check_loss=0"):
+        assert way_out in text
+    with pytest.raises(StageFailed):  # at most one mini-batch is trained on before
+        trained(model, data[:1], NO_MEANS[name], schedule=schedule, micro_batches=2)
+    trained(model, data, NO_MEANS[name], schedule=schedule, micro_batches=1)
+    trained(model, data, NO_MEANS[name], schedule=schedule, micro_batches=4, check_loss=0)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("samples", [8, 7, 3])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_not_refused_nor_changed_by_being_compared(name, samples, autocast, caplog):
+    data = labelled(ignored=False, samples=samples)
+    options = {"micro_batches": 4, "autocast": autocast}
+    compared = trained(classifier(), data, MEANS[name], check_loss=3, **options)
+    left_out = trained(classifier(), data, MEANS[name], check_loss=0, **options)
+    assert compared[1] == left_out[1]
+    assert all(torch.equal(tensor, left_out[0][n]) for n, tensor in compared[0].items())
+    assert not caplog.records
+
+
+def test_labels_that_are_ignored_later_are_found_when_they_come():
+    data = [*labelled(ignored=False), *labelled()]
+    loss_fn = WEIGHED["a function around it"][0]
+    with pytest.raises(StageFailed, match=r"F7: .*no mean"):
+        trained(classifier(), data, loss_fn, micro_batches=2)
+    trained(classifier(), data[:3], loss_fn, micro_batches=2)
+    with pytest.raises(StageFailed, match=r"nan.*if none of its labels count.*weigh="):
+        trained(classifier(), data, loss_fn, micro_batches=4)
+
+
+def test_a_loss_that_draws_random_numbers_is_told_so(caplog):
+    def dropped(output, y):
+        return F.cross_entropy(F.dropout(output, 0.5), y)
+
+    data = labelled(ignored=False)
+    with caplog.at_level(logging.WARNING):
+        compared = trained(classifier(), data, dropped, micro_batches=4)
+    assert caplog.text.count("the loss draws random numbers") == 1
+    left_out = trained(classifier(), data, dropped, micro_batches=4, check_loss=0)
+    assert compared[1] == left_out[1]
+
+
+def test_what_cannot_be_compared_is_told(caplog):
+    class Within(nn.Module):
+        """The last layer computes the loss."""
+
+        def forward(self, x):
+            return x.pow(2).mean()
+
+    model = nn.Sequential(classifier(), Within())
+    trained(model, labelled(), lambda output, y: output, micro_batches=4, check_loss=2)
+    assert caplog.text.count("their outputs cannot be put together") == 1
+
+
+def test_replicas_of_the_last_stage_compare_what_they_have():
+    options = {"replicas": [1, 2], "micro_batches": 4, "stages": 2}
+    data = labelled(ignored=False)
+    trained(classifier(), data, MEANS["a mean"], **options)
+    with pytest.raises(StageFailed, match="for 2 micro-batches together"):
+        trained(classifier(), data, NO_MEANS["a sum"], **options)
+
+
+@pytest.mark.processes
+def test_workers_refuse_it_too_and_no_restart_is_tried():
+    with pytest.raises(StageFailed, match="no mean"):
+        trained(
+            classifier(),
+            labelled(ignored=False),
+            nn.CrossEntropyLoss(reduction="sum"),
+            micro_batches=4,
+            workers="local",
+            max_restarts=2,
+        )
+
+
+# -- a model that computes its loss itself ------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A model whose loss is a cross entropy of what it is given as labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(classifier())
+
+    def forward(self, x, labels=None):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": self.loss_of(x, labels), "logits": x}
+
+    def loss_of(self, logits, labels):
+        return F.cross_entropy(logits, labels)
+
+
+class OwnSum(Own):
+    def loss_of(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+
+class OwnWithMore(Own):
+    """The loss has a second part, which is a mean over samples."""
+
+    def loss_of(self, logits, labels):
+        return F.cross_entropy(logits, labels) + logits.pow(2).mean()
+
+
+class OwnRandom(Own):
+    def loss_of(self, logits, labels):
+        return F.cross_entropy(F.dropout(logits, 0.5), labels)
+
+
+class Told(Own):
+    """As models of transformers whose loss is told the number of labels of the whole."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        for layer in self.layers:
+            x = layer(x)
+        if num_items_in_batch is None:
+            return {"loss": F.cross_entropy(x, labels)}
+        return {"loss": F.cross_entropy(x, labels, reduction="sum") / num_items_in_batch}
+
+
+class ToldWrong(Told):
+    """It is told, and takes a mean over the micro-batch all the same."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        made = super().forward(x, labels)
+        return {"loss": made["loss"] + 0 * torch.as_tensor(num_items_in_batch or 0)}
+
+
+def named(data):
+    return [{"x": x, "labels": y} for x, y in data]
+
+
+def own(model, data, **options):
+    return trained(model, named(data), example=named(data)[0], **options)
+
+
+def plainly(model, data):
+    """Plain PyTorch with a model that computes its loss itself."""
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = copy.deepcopy(model)
+
+        def forward(self, batch):
+            return self.model(**batch)["loss"]
+
+    state, losses = plain(Whole(), [(b, None) for b in named(data)], lambda output, _: output)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}, losses
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("model", [Own, Told])
+def test_labels_that_a_model_counts_are_counted(model, k):
+    assert_close(own(model(), labelled(), micro_batches=k), plainly(model(), labelled()))
+
+
+def test_a_model_is_told_what_the_whole_weighs_by_the_user_too():
+    weigh = lambda batch: (batch["labels"] != IGNORED).sum()  # noqa: E731
+    made = own(Told(), labelled(), micro_batches=4, weigh=weigh)
+    assert_close(made, plainly(Told(), labelled()))
+
+
+@pytest.mark.parametrize("model", [OwnSum, OwnWithMore, ToldWrong])
+def test_a_model_whose_loss_is_no_weighed_mean_is_refused(model):
+    with pytest.raises(ConfigError, match="the loss is no mean over samples"):
+        own(model(), labelled(), micro_batches=2)
+    own(model(), labelled(), micro_batches=2, check_loss=0)
+    own(model(), labelled(), micro_batches=1)
+
+
+def test_a_second_part_that_is_a_mean_is_right_where_all_labels_count():
+    data = labelled(ignored=False)
+    assert_close(own(OwnWithMore(), data, micro_batches=4), plainly(OwnWithMore(), data))
+
+
+def test_a_model_whose_loss_draws_random_numbers_is_told_so(caplog):
+    data = labelled(ignored=False)
+    user = lambda batch: len(batch["labels"])  # noqa: E731 - so that it is compared
+    compared = own(OwnRandom(), data, micro_batches=4, weigh=user)
+    assert caplog.text.count("draws random numbers") == 1
+    assert compared[1] == own(OwnRandom(), data, micro_batches=4, weigh=user, check_loss=0)[1]
+
+
+# -- evaluation ---------------------------------------------------------------------------------
+
+
+def opened(model, loss_fn=F.cross_entropy, **options):
+    defaults = {"stages": 2, "optimizer": SGD, "workers": "serial"}
+    return Pipeline(model, loss_fn=loss_fn, **{**defaults, **options})
+
+
+def test_an_evaluation_weighs_mini_batches_likewise():
+    data = labelled(count=2)
+    data[1] = (data[1][0][:5], data[1][1][:5])
+    losses = [F.cross_entropy(classifier()(x), y, reduction="sum").item() for x, y in data]
+    labels = sum(int((y != IGNORED).sum()) for _, y in data)
+    with opened(classifier()) as pipe:
+        assert pipe.evaluate(data) == pytest.approx(sum(losses) / labels)
+    with opened(Own(), None, example=named(data)[0]) as pipe:
+        assert pipe.evaluate(named(data)) == pytest.approx(sum(losses) / labels)
+
+
+def test_metrics_come_with_the_loss():
+    def accuracy(output, y):
+        return (output.argmax(1) == y).double().mean()
+
+    metrics = {"accuracy": accuracy, "largest": lambda output, y: output.max().item()}
+    data = labelled(count=3, ignored=False)
+    data[2] = (data[2][0][:4], data[2][1][:4])
+    model = classifier()
+    hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in data)
+    with opened(model) as pipe:
+        found = pipe.evaluate(data, metrics=metrics)
+        assert list(found) == ["loss", "accuracy", "largest"]
+        assert found["accuracy"] == pytest.approx(hits / 20)
+        assert found["loss"] == pipe.evaluate(data)
+        assert pipe.evaluate(data, metrics={}) == {"loss": found["loss"]}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"bad": lambda output, y: 1 / 0}, '"bad" must return a number.*ZeroDivisionError'),
+        ({"bad": lambda output, y: output}, '"bad" must return a number'),
+        ({"bad": lambda output, y: None}, '"bad" must return a number'),
+        ({"bad": 3}, "bad"),
+        ({"loss": lambda output, y: 1}, "loss"),
+        ([lambda output, y: 1], "metrics"),
+    ],
+)
+def test_a_bad_metric_is_refused_and_the_pipeline_goes_on(metrics, words):
+    data = labelled()
+    with opened(classifier()) as pipe:
+        list(pipe.train_epoch(data))
+        before = pipe.fingerprint().digest
+        with pytest.raises(ConfigError, match=words):
+            pipe.evaluate(data, metrics=metrics)
+        assert pipe.fingerprint().digest == before
+        list(pipe.train_epoch(data))
+
+
+class Stateful(nn.Module):
+    """A layer whose buffer goes on from one mini-batch to the next, in eval mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.register_buffer("state", torch.zeros(1, 4, 8))
+
+    def forward(self, x):
+        output, (state, _) = self.lstm(x, (self.state, torch.zeros_like(self.state)))
+        self.state = state.detach()
+        return output
+
+
+def stateful():
+    torch.manual_seed(4)
+    return nn.Sequential(Stateful(), nn.Linear(8, 8), Stateful())
+
+
+def sequences(count):
+    torch.manual_seed(5)
+    return [(torch.randn(4, 3, 8), torch.randn(4, 3, 8)) for _ in range(count)]
+
+
+def evaluated(model, data):
+    """Plain PyTorch's loop of evaluation."""
+    model.eval()
+    with torch.no_grad():
+        return sum(F.mse_loss(model(x), y).item() for x, y in data) / len(data)
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_buffers_go_on_during_an_evaluation_and_are_then_what_they_were(workers):
+    data, expected = sequences(5), evaluated(stateful(), sequences(5))
+    with opened(stateful(), F.mse_loss, workers=workers, micro_batches=1) as pipe:
+        before = pipe.fingerprint().digest
+        assert pipe.evaluate(data) == pytest.approx(expected, abs=1e-12)
+        assert pipe.fingerprint().digest == before
+        assert pipe.evaluate(data) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_worker_that_dies_in_an_evaluation_changes_nothing(keep):
+    """Its passes are done again, from the buffers that there were before the first one."""
+    data, train = sequences(24), sequences(4)
+
+    def run(victim):
+        def loader():
+            for i, item in enumerate(data):
+                if victim and i == 15:
+                    kill(pipe, victim)
+                yield item
+
+        options = {"workers": "local", "max_restarts": 1, "stages": 3, "micro_batches": 1}
+        with opened(stateful(), F.mse_loss, **options) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(train)]
+            losses.append(pipe.evaluate(loader(), keep_buffers=keep))
+            losses += [result.loss for result in pipe.train_epoch(train)]
+            assert len(pipe.restarts) == (1 if victim else 0)
+            return losses, pipe.fingerprint().digest
+
+    assert run("worker-1") == run(None)
+
+
+def test_buffers_stay_if_the_user_asks_for_it():
+    data, model = sequences(5), stateful()
+    evaluated(model, data)
+    with opened(stateful(), F.mse_loss, micro_batches=1) as pipe:
+        pipe.evaluate(data, keep_buffers=True)
+        assert all(torch.equal(t, model.state_dict()[n]) for n, t in pipe.state_dict().items())
+        with pytest.raises(ConfigError, match="keep_buffers"):
+            pipe.evaluate(data, keep_buffers=1)
+        with pipe.keep_version() as version, pytest.raises(ConfigError, match="keep_buffers"):
+            pipe.evaluate(data, version=version, keep_buffers=True)
+
+
+def test_an_evaluation_that_is_left_in_the_middle_leaves_no_buffers():
+    data = sequences(5)
+
+    def failing():
+        yield from data[:3]
+        raise ZeroDivisionError
+
+    with opened(stateful(), F.mse_loss, micro_batches=1) as pipe:
+        before = pipe.fingerprint().digest
+        with pytest.raises(ZeroDivisionError):
+            pipe.evaluate(failing())
+        assert pipe.fingerprint().digest == before
+        assert pipe.evaluate(data) == pytest.approx(evaluated(stateful(), data), abs=1e-12)
+
+
+def test_mini_batches_are_evaluated_whole():
+    """As plain PyTorch does: micro-batches are for training."""
+    with opened(mlp(), F.mse_loss, micro_batches=2) as pipe:
+        found = pipe.evaluate(regression(2), metrics={"samples": lambda output, y: len(output)})
+        assert found["samples"] == 4
