@@ -320,7 +320,7 @@ class Pipeline:
             schedule_options,
         )
         parts = [self._model.part(names) for names in self.plan.layers]
-        self.plan = dataclasses.replace(self.plan, ties=ties_of(parts))
+        self.plan = dataclasses.replace(self.plan, ties=ties_of(parts, self._model.names))
         refuse_ties(self.plan)
         again = recomputing(recompute, self.plan)
         compiled = compiling(compile, self._model.modules.values())

@@ -46,6 +46,7 @@ CASES = {
     "resnet": Case(whole.ResNet, whole.images, F.cross_entropy),
     "unet": Case(whole.UNet, whole.maps, F.cross_entropy, ADAMW),
     "lstm": Case(whole.LanguageModel, whole.masked_sentences, whole.masked_loss, ADAMW),
+    "head first": Case(whole.HeadFirst, whole.masked_sentences, whole.masked_loss, ADAMW),
     "deep": Case(
         whole.Deep, whole.points, F.mse_loss, (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
     ),
@@ -65,8 +66,9 @@ def case(request):
 
 def stages_of(pipe, model):
     """The stage of each parameter, by every name that it has."""
-    first = {tie.name: tie.stages[0] for tie in pipe.plan.ties}
-    found = {}
+    first, found = {tie.name: tie.stages[0] for tie in pipe.plan.ties}, {}
+    whole_name = {id(p): name for name, p in model.named_parameters()}
+    assert set(first) <= set(whole_name.values())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         mine = [
             stage
@@ -74,9 +76,8 @@ def stages_of(pipe, model):
             if any(name == each or name.startswith(f"{each}.") for each in names)
         ]
         found[name] = mine or [0]
-        assert parameter is not None
-        if name in first:
-            assert mine[0] == first[name]
+        if (of_whole := whole_name[id(parameter)]) in first:
+            assert mine[0] >= first[of_whole]
     return found
 
 
@@ -93,7 +94,7 @@ def test_a_schedule_that_flushes_gives_the_bits_of_any_other_number_of_stages(ca
             found = (losses, pipe.evaluate(data), pipe.state_dict())
         if expected is None:
             expected = found
-        if k > 1 and case is CASES["lstm"] and stages > 1:
+        if k > 1 and case in (CASES["lstm"], CASES["head first"]) and stages > 1:
             continue  # tied, as above
         assert found[:2] == expected[:2], stages
         assert_same(found[2], expected[2])
@@ -838,7 +839,7 @@ def averaged(model, data, loss_fn, make_optimizer, decay):
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("name", ["resnet", "three uses"])
+@pytest.mark.parametrize("name", ["resnet", "three uses", "head first"])
 def test_the_average_of_the_weights_is_that_of_torch(name, tmp_path):
     """BatchNorm's buffers are those of now, and tied weights have one average."""
     case = CASES[name]

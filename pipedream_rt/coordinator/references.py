@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.planning import dumps
-from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ class References:
                 "would get copies of it, so keep what it needs by name or in its state"
             )
         self._feeder.flush()
-        self._group.command(CommandName.OPTIMIZER, data)
+        stepped = self._group.command(CommandName.OPTIMIZER, data)
+        refuse_not_stepped_once(spec, self._group.plan, stepped)
         optimizer.attach(self, spec)
         self._feeder.optimizer = optimizer
 
@@ -190,3 +193,31 @@ class References:
         if state:
             self._feeder.flush()
             self._group.command(CommandName.LOAD_OPTIMIZER_STATE, dict(state), Role.OWN)
+
+
+def refuse_not_stepped_once(spec: OptimizerSpec, plan: Plan, stepped: Sequence[list[str]]) -> None:
+    """Refuse an optimizer of which a parameter is stepped by no stage, or by several.
+
+    Replicas of a stage that each step all of its parameters count once.
+
+    Args:
+        spec: The description of the optimizer.
+        plan: The plan.
+        stepped: By address, the names of the parameters that are stepped there.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    counts: Counter[str] = Counter()
+    for address, names in enumerate(stepped):
+        stage = plan.stage_of(address)
+        if plan.shape.shards(stage) or plan.replica_of(address) == 0:
+            counts.update(names)
+    for name in (name for group in spec.groups for name in group.names):
+        if counts[name] != 1:
+            stages = [plan.stage_of(a) for a, names in enumerate(stepped) if name in names]
+            raise ConfigError(
+                f"the parameter {name} is in a group of the optimizer and must be stepped by one "
+                f"stage, and it is stepped by {f'the stages {stages}' if stages else 'none'}; "
+                "this is an error of pipedream-rt, so please report it with the model"
+            )

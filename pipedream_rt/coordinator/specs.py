@@ -327,7 +327,6 @@ def pickled_specs(
     pickled = []
     shared, owners = shared_buffers(parts), _owners(parts)
     weights = _weights(model)
-    tied = [_tied(model, part, plan, stage) for stage, part in enumerate(parts)]
     refuse_global_hooks()
     settings = settings_now()
     for stage, names in enumerate(plan.layers):
@@ -353,12 +352,12 @@ def pickled_specs(
             scale=scale,
             corrections=corrections,
             pretrained=pretrained,
+            names={n: model.names[id(p)] for n, p in part.named_parameters() if p.requires_grad},
             numbers=_numbers(model, part),
             trace_spans=trace_spans,
             hooks=_hooks(part, plan, corrections),
             shared=shared[stage],
-            tied=tied[stage],
-            aliases=_aliases(parts, plan, tied, stage),
+            aliases=_aliases(model, parts, plan, stage),
             settings=settings,
         )
         if compared:
@@ -412,37 +411,27 @@ def _weights(model: UnsplitModel) -> dict[int, tuple[Range, str]]:
     }
 
 
-def _tied(model: UnsplitModel, part: nn.Module, plan: Plan, stage: int) -> dict[str, str]:
-    """Return the names on a stage of the tied weights that it uses, by name in the whole model."""
-    here = {id(p): name for name, p in part.named_parameters()}
-    of_model = model.parameters
-    mine = [tie.name for tie in plan.ties if stage in tie.stages]
-    return {name: here[id(of_model[name])] for name in mine}
-
-
 def _aliases(
-    parts: Sequence[nn.Module], plan: Plan, tied: Sequence[dict[str, str]], stage: int
+    model: UnsplitModel, parts: Sequence[nn.Module], plan: Plan, stage: int
 ) -> dict[str, tuple[str, ...]]:
     """Return the keys under which other stages have weights that a stage owns; see `StageSpec`."""
     found = {}
     for tie in plan.ties:
         if tie.stages[0] == stage:
-            own = parts[stage].get_parameter(tied[stage][tie.name])
-            keys = [
-                key
-                for user in tie.stages[1:]
-                for key, p in parts[user].named_parameters(remove_duplicate=False)
-                if p is own
-            ]
-            here = {key for key, p in parts[stage].named_parameters(remove_duplicate=False)}
-            found[tied[stage][tie.name]] = tuple(k for k in dict.fromkeys(keys) if k not in here)
+            own = model.parameters[tie.name]
+            here, *others = (
+                [key for key, p in parts[s].named_parameters(remove_duplicate=False) if p is own]
+                for s in tie.stages
+            )
+            keys = dict.fromkeys(key for keys in others for key in keys)
+            found[here[0]] = tuple(key for key in keys if key not in here)
     return found
 
 
 def _numbers(model: UnsplitModel, part: nn.Module) -> dict[str, int]:
     """Return the places of the trainable parameters of a stage in the whole model, by name."""
     order = {each: number for number, each in enumerate(model.names)}
-    return {name: order[id(p)] for name, p in part.named_parameters() if id(p) in order}
+    return {model.names[id(p)]: order[id(p)] for p in part.parameters() if id(p) in order}
 
 
 def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Range, str]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import nn
@@ -181,22 +181,22 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     return best[count][1]
 
 
-def ties_of(parts: Sequence[nn.Module]) -> tuple[Tie, ...]:
+def ties_of(parts: Sequence[nn.Module], names: Mapping[int, str]) -> tuple[Tie, ...]:
     """Return the trainable weights that several stages have.
 
     Args:
-        parts: The layers of each stage, as one module, in which every tensor has the name that it
-            has in the unsplit model.
+        parts: The layers of each stage, as one module.
+        names: The name of each trainable parameter in the unsplit model, by its ``id``.
 
     Raises:
         ConfigError: Such a weight has a hook on its gradient, which no stage has as a whole.
     """
-    users: dict[int, tuple[str, nn.Parameter, list[int]]] = {}
+    users: dict[int, tuple[nn.Parameter, list[int]]] = {}
     for stage, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
+        for parameter in part.parameters():
             if parameter.requires_grad:
-                users.setdefault(id(parameter), (name, parameter, []))[2].append(stage)
-    ties = [(name, p, stages) for name, p, stages in users.values() if len(stages) > 1]
+                users.setdefault(id(parameter), (parameter, []))[1].append(stage)
+    ties = [(names[id(p)], p, stages) for p, stages in users.values() if len(stages) > 1]
     for name, parameter, stages in ties:
         if getattr(parameter, "_backward_hooks", None) or getattr(
             parameter, "_post_accumulate_grad_hooks", None

@@ -43,7 +43,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
         case CommandName.LOAD_STATE:
             stage.load_state(argument)
         case CommandName.OPTIMIZER:
-            stage.set_optimizer(argument)
+            return stage.set_optimizer(argument)
         case CommandName.OPTIMIZER_STATE:
             return stage.optimizer.state() if stage.optimizer else {}
         case CommandName.LOAD_OPTIMIZER_STATE:

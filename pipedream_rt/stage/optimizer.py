@@ -156,6 +156,7 @@ class StageOptimizer:
 
     Attributes:
         torch_optimizer: The torch optimizer; None if the stage has no parameter.
+        steps: The names of the parameters that it steps.
     """
 
     def __init__(
@@ -167,12 +168,14 @@ class StageOptimizer:
         self._decay = spec.average
         self._average: dict[str, Tensor] = {}
         self._group_numbers: list[int] = []
+        self.steps: list[str] = []
         groups = []
         for number, group in enumerate(spec.groups):
-            mine = [parameters[name] for name in group.names if name in parameters]
+            mine = [name for name in group.names if name in parameters]
             if mine:
+                self.steps += mine
                 self._group_numbers.append(number)
-                groups.append({"params": mine, **group.options})
+                groups.append({"params": [parameters[name] for name in mine], **group.options})
         self.torch_optimizer: torch.optim.Optimizer | None = None
         self._built: list[Hyper] = []
         self._from_script: list[set[str]] = []

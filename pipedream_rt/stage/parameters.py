@@ -23,7 +23,7 @@ that it has made of the version, in another set of buffers with their own leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -65,7 +65,8 @@ class VersionedParameters:
         module: The module of the stage. It keeps its Parameters; frozen ones have no versions.
         stage: Index of the stage, for messages.
         hooks: The user's hooks on parameters, which every leaf over such a parameter gets.
-        names: The names of the parameters; None for all that are trainable.
+        names: The parameters, by their names in the module; and the names that they have here,
+            which are those of the unsplit model. None for all that are trainable.
 
     Attributes:
         ledger: The list of which micro-batch reads which version.
@@ -77,13 +78,15 @@ class VersionedParameters:
         module: nn.Module,
         stage: int,
         hooks: Sequence[GradientHook] = (),
-        names: Collection[str] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         """Take the module's weights as version 0."""
         self._stage = stage
         self._hooks = hooks
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        named = {n: p for n, p in trainable.items() if names is None or n in names}
+        if names is None:
+            names = {name: name for name in trainable}
+        named = {names[n]: p for n, p in trainable.items() if n in names}
         self._names = list(named)
         self._parameters = list(named.values())
         number = {id(p): i for i, p in enumerate(self._parameters)}
@@ -126,7 +129,7 @@ class VersionedParameters:
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """The module's own trainable Parameters, by name."""
+        """The module's own trainable Parameters, by name in the unsplit model."""
         return dict(zip(self._names, self._parameters, strict=True))
 
     def leaves(self, micro_batch: int) -> list[Tensor]:

@@ -247,10 +247,9 @@ class StageSaver:
     def _fingerprints(self, step: int, state: StageState) -> dict[str, Any]:
         """Return the fingerprints of the state that was written; see `fingerprints_of`."""
         module, tensors = self._stage.module, {**state.weights, **state.hidden}
-        parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]
         return fingerprints_of(
-            {name: tensors[name] for name in parameters if name in tensors},
+            self._stage.owned(tensors),
             {name: tensors[name] for name in buffers if name in tensors},
             state.optimizer,
             state.versions,

@@ -76,16 +76,17 @@ class StageSpec:
         clip: How gradients are clipped; None for not at all.
         scale: How losses are scaled; None for not at all.
         corrections: The corrections for staleness, in the order in which they are applied.
-        numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
+        names: The name in the unsplit model of each trainable parameter of the stage, by its name
+            in ``layers``. They differ for a weight that an earlier stage uses under another name.
+        numbers: The place of each of them among the parameters of the unsplit model, by its name
+            there.
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         hooks: The hooks on parameters of the stage.
         shared: The names of the buffers that other stages have too, which must not change.
-        tied: The names on this stage of weights that other stages use too, by their names in the
-            unsplit model.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
-            by their names on this stage.
+            by their keys on this stage.
         settings: The settings of torch in the user's process.
         code: The code of all that, as the user's process has it; None to compare none.
     """
@@ -103,13 +104,13 @@ class StageSpec:
     clip: Clip | None = None
     scale: LossScale | None = None
     corrections: tuple[Correction, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     compile: dict[str, Any] | None = None
     recompute: bool = False
     trace_spans: int = 0
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()
-    tied: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Settings = field(default_factory=settings_now)
     code: Code | None = None

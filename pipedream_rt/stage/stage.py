@@ -223,16 +223,21 @@ class Stage:
         loss_layer = self.module._modules.get(LOSS_LAYER)
         self._loss_fn = spec.loss_fn if loss_layer is None else loss_layer
         self._loss_check = LossCheck(self._loss_fn) if self._loss_fn is not None else None
-        borrowed = {
-            edge.source: [spec.tied[tie.name] for tie in ties]
+        # What each parameter is called elsewhere: in groups, messages and files.
+        self._names = spec.names or {name: name for name, _ in self.module.named_parameters()}
+        owners = {
+            tie.name: edge.source
             for edge, ties in self.plan.borrows(self.index).items()
+            for tie in ties
         }
-        foreign = {name for names in borrowed.values() for name in names}
-        own = {name for name, _ in self.module.named_parameters()} - foreign
+        held: dict[int, dict[str, str]] = {self.index: {}}
+        for here, name in self._names.items():
+            held.setdefault(owners.get(name, self.index), {})[here] = name
+        own = held.pop(self.index)
         self.parameters = VersionedParameters(self.module, self.index, spec.hooks, own)
         self.borrowed = {
             owner: VersionedParameters(self.module, self.index, (), names)
-            for owner, names in borrowed.items()
+            for owner, names in sorted(held.items())
         }
         # The weights of the stage by the stage that owns them, its own first.
         self._holders = self._dealt()
@@ -258,7 +263,7 @@ class Stage:
         if spec.corrections:
             own_weights = self.parameters.named
             self.corrections = StageCorrections(
-                spec.corrections, self.plan, self.index, own_weights, {*spec.tied.values()}
+                spec.corrections, self.plan, self.index, own_weights, set(self._tied_here)
             )
         self._versions_read: list[int] = []  # by the micro-batches with samples, for the next step
         self._in_flight: dict[int, _InFlight] = {}
@@ -609,8 +614,8 @@ class Stage:
             # As roots, they are summed with the gradients of the uses on this stage one after
             # another, as in the unsplit model: from the last use to the first.
             for name, share in shares.items():
-                weights, local = self._tied(name)
-                outputs.append(get_gradient_edge(weights.leaf(local, micro_batch)))
+                leaf = self._holder(name).leaf(name, micro_batch)
+                outputs.append(get_gradient_edge(leaf))
                 given.append(share)
         with self._accumulating(micro_batch):
             self._seed(micro_batch, "backward")
@@ -626,17 +631,19 @@ class Stage:
         self._end(micro_batch)
         return _found(flight)
 
-    def _tied(self, name: str) -> tuple[VersionedParameters, str]:
-        """Return a tied weight by its name in the unsplit model: where it is, and its name here."""
-        local = self._spec.tied[name]
-        holder = next(weights for _, weights in self._by_owner if local in weights.named)
-        return holder, local
+    @property
+    def _tied_here(self) -> list[str]:
+        """The names of the weights that this stage and others use."""
+        return [tie.name for tie in self.plan.ties if self.index in tie.stages]
+
+    def _holder(self, name: str) -> VersionedParameters:
+        """Return those weights, of this stage or of another owner, among which a tied one is."""
+        return next(weights for _, weights in self._by_owner if name in weights.named)
 
     def _add_shares(self, shares: Mapping[str, Tensor]) -> None:
         """Add the shares of later stages to the gradients of tied weights."""
         for name, share in shares.items():
-            weights, local = self._tied(name)
-            weights.add_gradient(local, share)
+            self._holder(name).add_gradient(name, share)
 
     def take_share(self, name: str) -> Tensor | None:
         """Take the gradient of a weight that another stage owns, for the stage before.
@@ -644,13 +651,11 @@ class Stage:
         Args:
             name: Its name in the unsplit model.
         """
-        weights, local = self._tied(name)
-        return weights.take_gradient(local)
+        return self._holder(name).take_gradient(name)
 
     def weight(self, name: str) -> Tensor:
         """Return a copy of the newest version of a tied weight that this stage owns."""
-        weights, local = self._tied(name)
-        return weights.named[local].detach().clone()
+        return self._holder(name).named[name].detach().clone()
 
     def receive(self, owner: int, named: Mapping[str, Tensor]) -> None:
         """Take the next version of weights that another stage owns.
@@ -659,8 +664,7 @@ class Stage:
             owner: The stage that owns them.
             named: The weights, by name in the unsplit model.
         """
-        local = {self._spec.tied[name]: tensor for name, tensor in named.items()}
-        self.borrowed[owner].receive(self.plan.reads(owner, self.next_forward), local)
+        self.borrowed[owner].receive(self.plan.reads(owner, self.next_forward), dict(named))
 
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Gradients] = ()
@@ -1033,12 +1037,7 @@ class Stage:
             assert self.optimizer is not None
             values = {id(self.parameters.named[n]): t for n, t in self.optimizer.average().items()}
             for weights in self.borrowed.values():
-                local = {
-                    self._spec.tied[name]: tensor
-                    for name, tensor in borrowed.items()
-                    if name in self._spec.tied
-                }
-                values |= {id(p): local[n] for n, p in weights.named.items() if n in local}
+                values |= {id(p): borrowed[n] for n, p in weights.named.items() if n in borrowed}
         self.kept.keep(number, values)
 
     def set_mode(self, training: bool) -> None:
@@ -1115,7 +1114,7 @@ class Stage:
         Raises:
             ConfigError: It has; the weights are again as they were.
         """
-        tied = {self._spec.tied[tie.name] for tie in self.plan.ties if self.index in tie.stages}
+        tied = self._tied_here
         own = {
             name: (parameter, parameter.detach().clone())
             for _, weights in self._by_owner
@@ -1170,12 +1169,8 @@ class Stage:
         return state
 
     def older(self) -> dict[int, dict[str, Tensor]]:
-        """Return the versions of the stage's own weights but the newest, under all their keys."""
-        kept = self.parameters.older()
-        for named in kept.values():
-            for name, others in self._spec.aliases.items():
-                named.update(dict.fromkeys(others, named[name]))
-        return kept
+        """Return the versions of the stage's own weights but the newest."""
+        return self.parameters.older()
 
     @torch.no_grad()
     def restore(
@@ -1206,6 +1201,16 @@ class Stage:
         self.next_forward = self.ended = self._next_own(step * self.plan.per_update)
         self.steps = self.taken = step
 
+    def owned(self, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of the parameters that the stage owns, frozen ones too, by their names.
+
+        Args:
+            by_key: Values by the keys of the stage's module, in which some may be missing.
+        """
+        foreign = {name for weights in self.borrowed.values() for name in weights.named}
+        keys = ((key, self._names.get(key, key)) for key, _ in self.module.named_parameters())
+        return {n: by_key[key] for key, n in keys if key in by_key and n not in foreign}
+
     def emptied(self) -> list[str]:
         """Return the names of the buffers in whose places a forward has put None."""
         return sorted(self._filled - _names_of_buffers(self.module))
@@ -1214,9 +1219,8 @@ class Stage:
     def fingerprints(self) -> dict[str, Any]:
         """Return the fingerprints of the stage; see `fingerprints_of`."""
         parameters = self.parameters
-        foreign = {name for weights in self.borrowed.values() for name in weights.named}
         return fingerprints_of(
-            {n: p for n, p in self.module.named_parameters() if n not in foreign},
+            self.owned(dict(self.module.named_parameters())),
             dict(self.module.named_buffers()),
             self.step_state(),
             parameters.older(),
@@ -1238,8 +1242,11 @@ class Stage:
         weights = dict(zip(self.parameters.named, leaves, strict=True))
         return fingerprint({**weights, **dict(self.module.named_buffers())})
 
-    def set_optimizer(self, pickled: bytes) -> None:
+    def set_optimizer(self, pickled: bytes) -> list[str]:
         """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty.
+
+        Returns:
+            The names of the parameters that it steps.
 
         Raises:
             ConfigError: This process has other code of the optimizer than the script.
@@ -1253,6 +1260,7 @@ class Stage:
         self.optimizer = StageOptimizer(spec, self.stepped_here, number)
         if before is not None:
             self.optimizer.go_on_averaging(before)
+        return self.optimizer.steps
 
     def _correction_bytes(self) -> int:
         """Return the bytes that corrections take: what they remember, and the views of versions."""

@@ -628,7 +628,8 @@ def test_commands_change_what_they_say_and_reply():
         command(0, 5, CommandName.STATISTICS),
     )
     assert worker.run() == [f"reply {p} 0>*" for p in range(6)]
-    assert [replied(worker, p) for p in range(4)] == [None] * 4
+    steps = ["0.weight", "0.bias"]
+    assert [replied(worker, p) for p in range(4)] == [None, None, steps, None]
     assert not stage.module.training
     assert stage.module[0].weight.tolist() == [[1, 1], [1, 1]]
     assert stage.optimizer.torch_optimizer.param_groups[0]["lr"] == 0.5

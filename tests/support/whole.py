@@ -140,6 +140,18 @@ class LanguageModel(nn.Module):
         return {"scores": self.head(x), "keep": keep}
 
 
+class HeadFirst(LanguageModel):
+    """The same with its head registered first, so that the tied weight has the name of the head."""
+
+    def __init__(self):
+        super().__init__()
+        modules = dict(self._modules)
+        self._modules.clear()
+        self._modules["head"] = modules.pop("head")
+        self._modules.update(modules)
+        self.drop.p = 0.0
+
+
 class Decoder(nn.Module):
     """As in the documentation of torch.distributed.pipelining: modules that may be None, a dict of
     layers, and a value that is given to a layer twice."""
@@ -316,9 +328,10 @@ def oracle(
     w = lags(count)
     optimizer = make_optimizer(model.parameters())
     every = dict(model.named_parameters(remove_duplicate=False))
-    first_name = {}
+    first_name, owners = {}, {}
     for name, parameter in every.items():
-        first_name.setdefault(id(parameter), name)
+        whole = first_name.setdefault(id(parameter), name)
+        owners[whole] = min(owners.get(whole, count), *stage_of[name])
     versions = [{n: p.detach().clone() for n, p in model.named_parameters()}]
     losses, every_norm, seeded = [], [], Seeded(model, layers, seed)
     for t, item in enumerate(data):
@@ -332,7 +345,7 @@ def oracle(
             leaves, given = {}, {}
             for name, parameter in every.items():
                 whole = first_name[id(parameter)]
-                owner = min(stage_of[whole])
+                owner = owners[whole]
                 user = stage_of[name][0] if k > 1 else owner
                 version = READS[reads](m, owner, w, k)
                 key = (whole, user)
@@ -367,7 +380,7 @@ def oracle(
                 mine = [
                     p.grad
                     for name, p in model.named_parameters()
-                    if p.grad is not None and min(stage_of[name]) == stage
+                    if p.grad is not None and owners[name] == stage
                 ]
                 if mine:
                     total = norm(mine) if whose is None else every_norm[whose]
