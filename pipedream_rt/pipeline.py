@@ -23,6 +23,7 @@ from pipedream_rt.cluster.base import Cluster, Fail, Reference
 from pipedream_rt.cluster.fork_server import ForkServer, fork_server, installed_modules
 from pipedream_rt.cluster.launch import (
     Workers,
+    cores_for,
     leave_to_rank_0,
     numbers_of_workers,
     start_cluster,
@@ -52,6 +53,13 @@ from pipedream_rt.coordinator.identity import (
 )
 from pipedream_rt.coordinator.kept import KeptVersion
 from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.coordinator.notices import (
+    Balance,
+    LeftOut,
+    about_cores,
+    about_micro_batches,
+    about_plan,
+)
 from pipedream_rt.coordinator.options import (
     CheckpointOption,
     ScheduleOptions,
@@ -90,7 +98,7 @@ from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, sp
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
-from pipedream_rt.coordinator.weighing import Weigh, Weighing
+from pipedream_rt.coordinator.weighing import Weigh, Weighing, samples_of
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
@@ -338,8 +346,16 @@ class Pipeline:
         )
         resume = resume_option(kept)
         traced, self._trace_path = trace_option(trace)
-        first = None
+        left_out = LeftOut(micro_batches=micro_batches is None, corrections=corrections is None)
+        trains = loss_fn is not None and grouped is not None
+        said = about_plan(self.plan, self._corrections, left_out) if trains else []
+        if (cores := cores_for(workers)) > 0:
+            said += about_cores(self.plan.workers, threads, cores)
+        first: Callable[[Batch], object] = functools.partial(
+            _say_of_first, modules=self._model.modules, plan=self.plan
+        )
         if (profiled := profile_option()) is not None:  # nothing will be trained
+            said = []
             workers = "serial"
             first = functools.partial(
                 profile_and_end,
@@ -370,6 +386,8 @@ class Pipeline:
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
             compared=workers not in ("serial", "in-process"),
         )
+        for text in said:
+            _log.warning("%s", text)
         # From here on there are workers, which an error ends.
         start = functools.partial(
             _start, workers=workers, plan=self.plan, timeouts=timeouts, threads=threads, forks=forks
@@ -393,6 +411,7 @@ class Pipeline:
                 fingerprint_every=fingerprint_every,
                 refuse=given.refuse_changes,
                 first=first,
+                watch=Balance(self.plan, functools.partial(_log.warning, "%s")),
             )
             self._epochs = Epochs(self._feeder)
             names = parameter_names(self._model, parts)
@@ -1037,6 +1056,13 @@ def _plan_of(
     refuse_unfit_plan(model.modules, plan)
     links = plan.links if split.links is None else split.links
     return dataclasses.replace(plan, layers=split.layers, links=links, entries=split.entries)
+
+
+def _say_of_first(batch: Batch, modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Say what the user should know of the first mini-batch."""
+    samples = samples_of(batch)
+    for text in about_micro_batches(modules, samples, plan.per_update) if samples else ():
+        _log.warning("%s", text)
 
 
 def _start(

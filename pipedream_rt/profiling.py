@@ -87,7 +87,8 @@ def profile(
         warm_up: How often everything is done before.
 
     Raises:
-        ConfigError: The model cannot be cut, the batch is none, or a number is out of range.
+        ConfigError: The model cannot be cut, the batch is none, a number is out of range, or the
+            machine is too busy for times that mean something.
     """
     if type(repeats) is not int or type(warm_up) is not int or repeats < 1 or warm_up < 0:
         raise ConfigError(
@@ -115,6 +116,7 @@ def profile(
     meter = _Meter(unsplit.whole, loss_fn, made, repeats, warm_up)
     with _left_as_it_was(unsplit.whole, loss_fn):
         layers = list(meter.measure(parts, inputs, example.target, autocast))
+    refuse_unsettled(layers)
     edges = {
         (source, number): size
         for number, taken in enumerate(meter.taken)
@@ -310,6 +312,63 @@ def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
 
 # -- measuring ------------------------------------------------------------------------------------
 
+_ROUNDS = 6
+"""How often the times of a layer are taken anew that differ too much from each other."""
+
+_SETTLED, _SETTLED_S = 0.25, 100e-6
+"""How much the middle half of some times may differ: of their median, or in seconds."""
+
+_UNKNOWN = 0.2
+"""The share of all time that may be unknown for a profile to say where to cut."""
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """Return by how much the middle half of some times differ, which a few stray ones do not raise.
+
+    Of less than four times, it is by how much all of them differ.
+    """
+    ordered, left_out = sorted(times), len(times) // 4
+    return ordered[len(times) - 1 - left_out] - ordered[left_out]
+
+
+def timed_until_settled(
+    timed: Callable[[], tuple[float, float, float]], repeats: int
+) -> list[tuple[float, float, float]]:
+    """Return the times of a layer, as `_Part.timed` takes them, so many that they tell its time.
+
+    Other processes that use the machine make some of them longer; then more are taken.
+
+    Args:
+        timed: Takes them once.
+        repeats: The number of times in a round.
+    """
+    times: list[tuple[float, float, float]] = []
+    for _ in range(_ROUNDS):
+        times += [timed() for _ in range(repeats)]
+        totals = [forward + both for forward, _, both in times]
+        if spread_of(totals) <= max(_SETTLED * statistics.median(totals), _SETTLED_S):
+            break
+    return times
+
+
+def refuse_unsettled(layers: Sequence[LayerCosts]) -> None:
+    """Refuse a profile whose times say too little of what layers cost.
+
+    Raises:
+        ConfigError: More than a fifth of the time of all layers is unknown.
+    """
+    whole = sum(each.forward + each.backward_input + each.backward_weight for each in layers)
+    unknown = sum(layer.spread for layer in layers)
+    if unknown > max(_UNKNOWN * whole, _SETTLED_S * len(layers)):
+        worst = max(layers, key=lambda layer: layer.spread)
+        raise ConfigError(
+            f"the layers take {1e3 * whole:.3g} ms, and the times measured differ by "
+            f"{1e3 * unknown:.3g} ms, most of all those of {worst.name} (by "
+            f"{1e3 * worst.spread:.3g} ms): too much to say where to cut. Other processes may be "
+            "using the machine, so measure again when it is quiet; or name the first layer of each "
+            "stage but the first, as stages=[2, 4]"
+        )
+
 
 class _Meter:
     """Measures parts of a model, one after another.
@@ -378,8 +437,10 @@ class _Meter:
 
     def _costs(self, part: _Part, output_bytes: float) -> LayerCosts:
         """Return the costs of a part, of which so many bytes go out."""
-        times = [part.timed() for _ in range(self._warm_up + self._repeats)]
-        forwards, inputs, both = zip(*times[self._warm_up :], strict=True)
+        for _ in range(self._warm_up):
+            part.timed()
+        times = timed_until_settled(part.timed, self._repeats)
+        forwards, inputs, both = zip(*times, strict=True)
         forward, for_input = statistics.median(forwards), statistics.median(inputs)
         backward = max(statistics.median(both), for_input)
         totals = [a + b for a, b in zip(forwards, both, strict=True)]
@@ -395,7 +456,7 @@ class _Meter:
             frozen_bytes=float(part.frozen_bytes),
             saved_bytes=float(part.saved_bytes()),
             optimizer_bytes=float(state),
-            spread=max(totals) - min(totals),
+            spread=spread_of(totals),
         )
 
     def _update(self, weights: Sequence[Tensor]) -> tuple[float, int]:

@@ -1,18 +1,27 @@
 """The profiler, with layers that move a clock of the tests."""
 
 import copy
+import itertools
+import statistics
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ticking import Layer
+from support.ticking import Clock, Layer
 from torch import nn
 
 import pipedream_rt.profiling
 from pipedream_rt import ConfigError, LayerSpec, profile
 from pipedream_rt.coordinator.batches import batch_of
 from pipedream_rt.partitioning.cuts import cuts_of
-from pipedream_rt.profiling import hash_of, optimizer_choice
+from pipedream_rt.partitioning.profile import LayerCosts
+from pipedream_rt.profiling import (
+    hash_of,
+    optimizer_choice,
+    refuse_unsettled,
+    spread_of,
+    timed_until_settled,
+)
 
 
 def test_each_time_is_that_of_the_layer(clock):
@@ -241,3 +250,62 @@ class Bare(nn.Module):
 def test_what_cannot_be_profiled_is_refused(model, batch, options, message):
     with pytest.raises(ConfigError, match=message):
         profile(model, batch, **options)
+
+
+# -- times that differ ----------------------------------------------------------------------------
+
+
+def noisy(*totals):
+    """What a layer is timed as, one after another, without an end."""
+    times = itertools.chain(totals, itertools.repeat(totals[-1]))
+    return lambda: (next(times), 0.0, 0.0)
+
+
+def test_a_few_times_that_stray_do_not_count():
+    assert spread_of([1.0, 1.0, 1.0, 72.0, 1.0]) == 0.0
+    assert spread_of([1.0, 72.0]) == 71.0
+    assert spread_of([3.0]) == 0.0
+
+
+def test_times_are_taken_until_they_agree():
+    assert len(timed_until_settled(noisy(1.0), 5)) == 5
+    assert len(timed_until_settled(noisy(1.0, 1.0, 1.0, 72.0, 1.0), 5)) == 5
+    # A round that another process has disturbed is outweighed by two that it has not.
+    found = timed_until_settled(noisy(5.0, 9.0, 14.0, 8.0, 2.0, 1.0), 5)
+    assert len(found) == 20
+    assert statistics.median(total for total, *_ in found) == 1.0
+    assert len(timed_until_settled(noisy(1e-6, 90e-6, 1e-6, 60e-6, 1e-6), 5)) == 5
+    erratic = itertools.cycle([(0.001, 0.0, 0.0), (0.072, 0.0, 0.0)])
+    assert len(timed_until_settled(lambda: next(erratic), 5)) == 30
+
+
+def test_a_profile_that_says_nothing_is_refused():
+    def layer(name, seconds, spread):
+        zeros = dict.fromkeys(("backward_input", "backward_weight", "step"), 0.0)
+        sizes = ("output", "parameter", "frozen", "saved", "optimizer")
+        return LayerCosts(
+            name=name, forward=seconds, spread=spread, **zeros, **{f"{s}_bytes": 0.0 for s in sizes}
+        )
+
+    refuse_unsettled([layer("a", 0.010, 0.001), layer("b", 0.010, 0.002)])
+    refuse_unsettled([layer("a", 10e-6, 60e-6), layer("b", 10e-6, 90e-6)])
+    refuse_unsettled([layer("a", 1.0, 0.01), layer("b", 0.001, 0.1)])
+    with pytest.raises(ConfigError, match=r"0\.8 ms, .* differ by 72 ms, .* of a .*quiet"):
+        refuse_unsettled([layer("a", 0.0004, 0.072), layer("b", 0.0004, 0.0)])
+
+
+class Erratic(nn.Linear):
+    """A layer that takes one or seventy units of the clock, in turn."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        Clock.now += 70.0 if self.calls % 4 < 2 else 1.0
+        return super().forward(x)
+
+
+def test_a_layer_whose_times_never_agree_is_named(clock):
+    model = nn.Sequential(nn.Linear(4, 4), Erratic(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="most of all those of 1 "):
+        profile(model, (torch.ones(2, 4), torch.ones(2, 4)), loss_fn=F.mse_loss)

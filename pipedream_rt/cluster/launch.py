@@ -112,6 +112,13 @@ def starts_here(workers: Workers) -> bool:
     return workers == "local" or (workers is None and not elsewhere)
 
 
+def cores_for(workers: Workers) -> int:
+    """Return how many cores of this machine its worker processes share; 0 if they are elsewhere."""
+    of_run = workers is None and LISTEN_FD in os.environ
+    here = starts_here(workers) or of_run or _are_ranks_here(workers)
+    return len(os.sched_getaffinity(0)) if here else 0
+
+
 _CHOOSING = timedelta(minutes=30)
 """How long other ranks of torchrun wait for rank 0 to choose; torchrun ends them if it fails."""
 

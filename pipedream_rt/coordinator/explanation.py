@@ -27,7 +27,8 @@ def explain(
     """
     rows: list[tuple[str, ...]] = [
         (
-            *("stage", "worker", "layers", "parameters", "in flight", "versions", "staleness"),
+            *("stage", "worker", "layers", "parameters", "in flight", "staleness"),
+            *("versions", "weights MiB"),
             *(["corrections MiB"] if corrections else []),
             "peak MiB",
         )
@@ -42,8 +43,9 @@ def explain(
                 layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}",
                 f"{counters['parameters']:,}",
                 f"<= {plan.in_flight(stage)}",
-                f"{counters['versions_kept']} of {plan.kept(stage)}",
                 f"<= {plan.staleness(stage)}",
+                f"{counters['versions_kept']} of {plan.kept(stage)}",
+                _of_most(counters["versions_kept"], plan.kept(stage), counters["weight_bytes"]),
                 *([_memory(plan, stage, corrections, counters)] if corrections else []),
                 f"{counters['peak_memory_bytes'] / 2**20:.0f}",
             )
@@ -53,11 +55,21 @@ def explain(
     lines = [head, how]
     if corrections:
         lines.append(f"corrections: {', '.join(map(repr, corrections))}")
+        if passes := sum(each.passes for each in corrections):
+            lines.append(
+                f"  in each update they take the time of {passes:.0f} passes over a stage's "
+                "weights in memory; AdamW takes that of about 30"
+            )
     lines += [
         f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"
         for tie in plan.ties
     ]
     return "\n".join([*lines, table(rows)])
+
+
+def _of_most(count: int, most: int, size: int) -> str:
+    """Return the MiB of some versions of a size, of those of the most that there may be."""
+    return f"{count * size / 2**20:.1f} of {most * size / 2**20:.1f}"
 
 
 def _memory(

@@ -72,7 +72,8 @@ class Feeder:
         fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
             no fingerprints.
         refuse: Called before every injection, to refuse what would not reach the stages.
-        first: Called with the first mini-batch, before it is fed; None for nothing.
+        first: Called with the first mini-batch, before it is fed.
+        watch: Called with every result, in order.
 
     Attributes:
         forwards: What the forwards of the model do.
@@ -96,10 +97,12 @@ class Feeder:
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] = lambda: None,
-        first: Callable[[Batch], object] | None = None,
+        first: Callable[[Batch], object] = lambda batch: None,
+        watch: Callable[[StepResult], object] = lambda result: None,
     ) -> None:
         """Feed nothing yet."""
         self._first = first
+        self._watch = watch
         self._fingerprint_every = fingerprint_every
         self._refuse = refuse
         self._settings = settings_now()
@@ -136,7 +139,7 @@ class Feeder:
         refuse_no_grad()
         self._refuse_what_stays_here()
         self._refuse()
-        if self._first is not None and not self.step:
+        if not self.step:
             self._first(batch)
         cut = self._cutter.cut(batch, self._group.training)
         parts, shares = cut.parts, cut.shares
@@ -282,6 +285,7 @@ class Feeder:
                 self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
         pending.outcome = _result(pending, taken)
         self.pending.popleft()
+        self._watch(pending.outcome)
 
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""

@@ -33,7 +33,7 @@ class LayerCosts:
         frozen_bytes: The size of its other weights and of its buffers, which have no versions.
         saved_bytes: What its forward keeps for its backward, weights not counted.
         optimizer_bytes: The size of the optimizer's state for its weights.
-        spread: The largest less the smallest of the measured forwards and backwards; 0 if the
+        spread: How much the middle half of the measured forwards and backwards differ; 0 if the
             times were not measured.
 
     Raises:

@@ -1,0 +1,161 @@
+"""What is said at the start of a run, and of stages that take unequal times."""
+
+import dataclasses
+
+import pytest
+from torch import nn
+
+from pipedream_rt.coordinator.notices import (
+    Balance,
+    LeftOut,
+    about_balance,
+    about_cores,
+    about_micro_batches,
+    about_plan,
+)
+from pipedream_rt.coordinator.results import StepResult
+from pipedream_rt.corrections import ErrorFeedback, Extrapolation
+from pipedream_rt.schedules import plan_for
+
+NOTHING = LeftOut(micro_batches=False, corrections=False)
+BOTH = LeftOut(micro_batches=True, corrections=True)
+CORRECTED = (ErrorFeedback(), Extrapolation())
+
+
+def plan(schedule="async-1f1b", per_update=None, stages=4, **options):
+    return plan_for(schedule, num_stages=stages, per_update=per_update, **options)
+
+
+# -- the schedule -------------------------------------------------------------------------------
+
+
+def test_what_was_chosen_is_said_with_what_gives_the_rest():
+    (said,) = about_plan(plan(), CORRECTED, BOTH)
+    assert 'micro_batches=4 and corrections="auto" (ErrorFeedback, Extrapolation)' in said
+    assert "no gradient is more than one update stale" in said
+    assert "micro_batches=1, corrections=()" in said
+    (said,) = about_plan(plan(), (), BOTH)
+    assert "corrections=" not in said.split("as nothing else was given")[0]
+    (said,) = about_plan(plan(), CORRECTED, LeftOut(micro_batches=False, corrections=True))
+    assert "micro_batches=4" not in said
+
+
+def test_nothing_is_said_of_what_the_user_has_written():
+    assert about_plan(plan(per_update=4), CORRECTED, NOTHING) == []
+    assert about_plan(plan(per_update=1, stages=1), CORRECTED, BOTH) == []
+    assert about_plan(plan("1f1b", per_update=1), (), NOTHING) == []
+    assert about_plan(plan("1f1b", per_update=4), (), BOTH) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+def test_a_flush_with_whole_mini_batches_lets_one_stage_work_at_a_time(schedule):
+    (said,) = about_plan(plan(schedule), (), BOTH)
+    assert "no two workers compute at once. With micro_batches=8 they do" in said
+
+
+def test_a_staleness_above_one_is_told_in_a_line_about_this_run():
+    (said,) = about_plan(plan(per_update=1), (), NOTHING)
+    assert "up to 3 updates stale" in said
+    assert "with micro_batches=4 they are one update stale at most" in said
+    assert about_plan(plan(per_update=3), (), NOTHING) == []
+    (said,) = about_plan(plan(per_update=1, slack=1), (), NOTHING)
+    assert "up to 6 updates" in said
+    assert "micro_batches=7" in said
+
+
+# -- the machine --------------------------------------------------------------------------------
+
+
+def test_more_workers_than_cores_are_told_of():
+    (said,) = about_cores(workers=4, threads=1, cores=2)
+    assert "4 workers share 2 cores of this machine, so no more than 2 of them compute" in said
+    (said,) = about_cores(workers=4, threads=2, cores=4)
+    assert "4 workers of 2 threads share 4 cores" in said
+    assert about_cores(workers=4, threads=1, cores=4) == []
+    assert about_cores(workers=1, threads=4, cores=2) == []
+
+
+# -- the first mini-batch -----------------------------------------------------------------------
+
+
+def test_batch_norm_sees_micro_batches():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
+    (said,) = about_micro_batches({"": model}, samples=30, per_update=4)
+    assert "(1 and 1 more) sees micro-batches of 8 samples, not mini-batches of 30" in said
+    assert about_micro_batches({"": model}, samples=30, per_update=1) == []
+    assert about_micro_batches({"": model.eval()}, samples=30, per_update=4) == []
+    assert about_micro_batches({"0": nn.GroupNorm(1, 2)}, samples=30, per_update=4) == []
+
+
+def test_layers_that_take_time_in_dimension_0_are_named():
+    model = nn.Sequential(nn.LSTM(2, 2), nn.LSTM(2, 2, batch_first=True))
+    (said,) = about_micro_batches({"": model}, samples=30, per_update=4)
+    assert "cut along dimension 0, which is 30 long, and 0 takes time there" in said
+    assert (
+        about_micro_batches({"0": nn.LSTM(2, 2, batch_first=True)}, samples=30, per_update=4) == []
+    )
+
+
+# -- how long stages take -----------------------------------------------------------------------
+
+
+def result(step, *busy_s):
+    return StepResult(
+        step=step, loss=0.0, losses=(0.0,), versions=(0,) * len(busy_s), staleness=0,
+        busy_s=busy_s, fingerprint=None,
+    )  # fmt: skip
+
+
+def test_stages_of_which_a_fifth_of_the_throughput_is_lost_are_told_of():
+    assert about_balance(plan(), [1.0, 0.8, 0.8, 0.7]) == []
+    (said,) = about_balance(plan(stages=2), [0.36, 5.9])
+    assert "stage 1 has computed 5.9 s, and stage 0 0.36 s" in said
+    assert "1.9 times as fast" in said
+    assert "pipedream-rt profile -o model.profile SCRIPT" in said
+    assert "pipedream-rt plan model.profile --workers 2" in said
+    assert 'stages="auto"' in said
+
+
+def test_a_stage_of_one_layer_cannot_be_cut():
+    layers = (("a", "b"), ("c",))
+    uneven = dataclasses.replace(plan(stages=2), layers=layers)
+    (said,) = about_balance(uneven, [0.3, 5.0])
+    assert "its one layer, c, can have several workers, by replicas=" in said
+    (said,) = about_balance(uneven, [5.0, 0.3])
+    assert "its one layer" not in said
+
+
+def test_stages_of_one_worker_are_counted_together():
+    interleaved = plan("interleaved-1f1b", per_update=2, stages=4)
+    assert interleaved.workers == 2
+    assert about_balance(interleaved, [2.0, 1.0, 0.1, 1.0]) == []
+    assert len(about_balance(interleaved, [2.0, 0.5, 2.0, 0.5])) == 1
+
+
+def test_replicas_share_what_their_stage_computes():
+    replicated = plan(stages=2, replicas=(3, 1))
+    assert about_balance(replicated, [1.0, 1.0]) == []
+    assert len(about_balance(replicated, [1.0, 4.0])) == 1
+
+
+def test_the_balance_is_told_once_when_enough_was_measured():
+    said = []
+    balance = Balance(plan(stages=2), said.append)
+    for step in range(3):  # of which the first takes long
+        balance(result(step, 100.0, 1.0))
+    balance(result(3, 100.0, 1.0))
+    for step in range(4, 13):
+        balance(result(step, 100.0, 1.0 + step))
+    assert said == []  # not enough updates yet
+    balance(result(13, 100.5, 14.0))
+    assert len(said) == 1
+    balance(result(14, 100.5, 100.0))
+    assert len(said) == 1
+
+
+def test_short_runs_are_not_judged():
+    said = []
+    balance = Balance(plan(stages=2), said.append)
+    for step in range(200):
+        balance(result(step, 0.0, step * 0.001))
+    assert said == []
