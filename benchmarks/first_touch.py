@@ -13,10 +13,12 @@ run is a line of JSON in ``benchmarks/results/first_touch.jsonl``, and is not do
 
     python benchmarks/first_touch.py run [SET ...] [--jobs 2]
     python benchmarks/first_touch.py table [SET ...]
+    python -m benchmarks defaults                      # the set "defaults" alone, as a table
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -39,6 +41,7 @@ from rich.table import Table
 from torch import nn
 
 from pipedream_rt import Pipeline
+from pipedream_rt.corrections.advice import advised
 from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,9 +135,18 @@ class Run:
 
     @property
     def key(self) -> str:
-        """A short digest of the run."""
+        """A short digest of the run, and of the defaults that it leaves to the pipeline."""
         text = json.dumps(asdict(self), sort_keys=True)
+        if self.k is None or self.corrections == "default":
+            text += advised_for(self.optimizer)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@functools.cache
+def advised_for(optimizer: str) -> str:
+    """What the pipeline does about a staleness of one with an optimizer, as text."""
+    cls, options, *_ = optimizer_named(optimizer, nn.Linear(2, 2), 0.1)
+    return repr(advised(cls, [options], 1))
 
 
 def done(run: Run) -> dict[str, Any]:
@@ -325,24 +337,46 @@ def main() -> None:
     """Parse the command."""
 
 
+def do(runs: Sequence[Run], jobs: int) -> None:
+    """Do those of some runs that are not done yet, and keep what came of each."""
+    results = read()
+    todo = {run.key: run for run in runs if run.key not in results}
+    if not todo:
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs) as pool:  # whose workers end with this process
+        for line in pool.imap_unordered(done, todo.values()):
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            shown = ("task", "optimizer", "stages", "k", "corrections", "rate", "updates")
+            last = round(line["curve"][-1][1], 4)
+            told = {k: line[k] for k in shown}
+            print(told, last, line["processor_s"], file=sys.stderr, flush=True)
+
+
 @main.command()
 @click.argument("names", nargs=-1)
 @click.option("--jobs", default=2, show_default=True, help="Runs at a time, one core each.")
 def run(names: tuple[str, ...], jobs: int) -> None:
     """Do the runs of sets that are not done yet."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs) as pool:  # whose workers end with this process
-        for runs in [all_sets()[name] for name in names or ("defaults",)]:
-            for _ in range(2):  # plain training first, which says what the other runs are
-                results = read()
-                todo = {e.key: e for r in runs for e in wanted(results, r) if e.key not in results}
-                for line in pool.imap_unordered(done, todo.values()):
-                    with RESULTS.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-                    shown = ("task", "optimizer", "stages", "k", "corrections", "rate", "updates")
-                    last = round(line["curve"][-1][1], 4)
-                    print({k: line[k] for k in shown}, last, line["processor_s"], flush=True)
+    for name in names or ("defaults",):
+        for _ in range(2):  # plain training first, which says what the other runs are
+            results = read()
+            do([each for run in all_sets()[name] for each in wanted(results, run)], jobs)
+
+
+@main.command()
+@click.argument("task", type=click.Choice(TASKS))
+@click.argument("optimizer", type=click.Choice(list(RATES)))
+@click.argument("stages", type=int)
+def one(task: str, optimizer: str, stages: int) -> None:
+    """Print the slowdown of the defaults for a task, an optimizer and a number of stages."""
+    run = Run(task=task, optimizer=optimizer, stages=stages)
+    for _ in range(2):
+        do(wanted(read(), run), jobs=1)
+    results = read()
+    print(json.dumps(outcome(results, run)))
 
 
 @main.command()
@@ -354,21 +388,34 @@ def table(names: tuple[str, ...]) -> None:
     shown = Table(*columns, "rate", "loss", "slowdown")
     for name in names or ("defaults",):
         for run in all_sets()[name]:
-            if (rate := best_rate(results, run)) is None:
+            if not (made := outcome(results, run)):
                 continue
-            made = [(final(results, seeded(replace(run, rate=rate / p))), rate / p) for p in (1, 2)]
-            found = [(loss, at) for loss, at in made if loss is not None]
-            if not found:
-                continue
-            loss, at = min(found)
-            curve = plain_curve(results, run, rate)
-            plain = next((loss for number, loss in curve if number >= 0.95 * Run.updates), math.nan)
             shown.add_row(
                 *(name, run.task, run.optimizer, str(run.stages), str(run.k or "default")),
-                *(run.corrections, f"{rate:g}", f"{plain:.3f}", f"{at:g}", f"{loss:.3f}"),
-                f"{slowdown(curve, run.task, loss):.2f}",
+                *(run.corrections, f"{made['plain_rate']:g}", f"{made['plain_loss']:.3f}"),
+                *(f"{made['rate']:g}", f"{made['loss']:.3f}", f"{made['slowdown']:.2f}"),
             )
     Console(width=150).print(shown)
+
+
+def outcome(results: Results, run: Run) -> dict[str, float]:
+    """Return the better of two rates of a run, beside plain training; nothing if it is not done."""
+    if (rate := best_rate(results, run)) is None:
+        return {}
+    made = [(final(results, seeded(replace(run, rate=rate / p))), rate / p) for p in (1, 2)]
+    found = [(loss, at) for loss, at in made if loss is not None]
+    if not found:
+        return {}
+    loss, at = min(found)
+    curve = plain_curve(results, run, rate)
+    plain = next((loss for number, loss in curve if number >= 0.95 * Run.updates), math.nan)
+    return {
+        "plain_rate": rate,
+        "plain_loss": round(plain, 4),
+        "rate": at,
+        "loss": round(loss, 4),
+        "slowdown": round(slowdown(curve, run.task, loss), 3),
+    }
 
 
 if __name__ == "__main__":

@@ -145,6 +145,37 @@ def _slow_link_table(lines: list[Line]) -> Table:
     return table
 
 
+# -- what the defaults cost in samples ------------------------------------------------------------
+
+TASKS = ("text", "pictures")
+LEARNERS = ("adamw", "adam", "momentum", "nadam")
+
+
+def _defaults() -> list[Case]:
+    """Two tasks, four optimizers, 4 and 8 stages, with all options left out."""
+    return [
+        Case(
+            {"task": task, "optimizer": name, "stages": stages},
+            ("first_touch.py", "one", task, name, str(stages)),
+        )
+        for task in TASKS
+        for name in LEARNERS
+        for stages in (4, 8)
+    ]
+
+
+def _defaults_table(lines: list[Line]) -> Table:
+    """Times the updates of plain training, to the same held-out loss."""
+    title = "updates to the held-out loss that was reached, over those of plain training"
+    table = table_of(title, "<task", "<optimizer", "4 stages", "8 stages")
+    for task in TASKS:
+        for name in LEARNERS:
+            mine = {x["stages"]: x for x in lines if (x["task"], x["optimizer"]) == (task, name)}
+            cells = [f"{mine[n]['slowdown']:.2f}" if "slowdown" in mine[n] else "" for n in (4, 8)]
+            table.add_row(task, name, *cells)
+    return table
+
+
 BENCHMARKS: dict[str, Benchmark] = {
     "hop": Benchmark(
         "From one process to another", _hop(), _hop_table, _latency,
@@ -152,4 +183,5 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "stash": Benchmark("What weight versions cost", _stash(), _stash_table),
     "slow_link": Benchmark("Slow links", _slow_link(), _slow_link_table),
+    "defaults": Benchmark("What the defaults cost in samples", _defaults(), _defaults_table),
 }  # fmt: skip
