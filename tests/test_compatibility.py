@@ -16,20 +16,29 @@ pytestmark = [
 ]
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_on_threads(row):
-    judge(row, "in-process")
+def test_a_sequence(row):
+    judge(row, "serial")
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_given_whole(row):
-    judge(row, "in-process", whole=True)
+    judge(row, "serial", whole=True)
+
+
+def marked(row):
+    """Rows on processes: those whose class is about what a process is sent, and one of each other.
+
+    The rest runs in ``make stress``.
+    """
+    of_group = [each for each in ROWS if each.group == row.group]
+    ours = row.group in ("values between stages", "mini-batches", "hyper-parameters", "contexts")
+    here = ours or row is next(each for each in of_group if bool(each.refused) == bool(row.refused))
+    return pytest.param(row, id=row.name, marks=[] if here else pytest.mark.stress)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [marked(row) for row in ROWS])
 def test_on_processes(row):
     judge(row, "local")
 

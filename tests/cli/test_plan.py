@@ -23,7 +23,7 @@ def plan_of(*words):
 
 
 def test_it_prints_the_choices_and_the_best_plan():
-    result = run(CLASSIFIER, "--workers", "8x2", "--bandwidth", "80Gbit,10Gbit", "--explain")
+    result = run(CLASSIFIER, "--workers", "4x2", "--bandwidth", "80Gbit,10Gbit", "--explain")
     assert result.exit_code == 0, result.output
     for expected in ("11 layers", "data-parallel", "worth/s", "the bottleneck is", "twice the"):
         assert expected in result.output

@@ -1274,7 +1274,7 @@ def page():
         "<!-- Made by `python -m support.compatibility` in the folder `tests`. -->",
         "",
         "What a script may write, and what a pipeline does with it. Each row is tested with a",
-        "sequence, on threads and on processes, and with a model given whole, whose forward is",
+        "sequence, on processes too, and with a model given whole, whose forward is",
         "recorded. **Same** means: the losses and the weights of a training are those of plain",
         "PyTorch, bit for bit, with the schedule `1f1b`, given in both ways. **Refused** means:",
         "`ConfigError`, or `StageFailed` for what only a forward shows, with these words, before",
