@@ -34,7 +34,7 @@ def opened(model, workers, **given):
     with Pipeline(model, stages=workers, optimizer=(torch.optim.AdamW, {"lr": 0.1}), **given):
         return time.perf_counter() - start
 if sys.argv[1] == "gpt2":
-    from transformers import GPT2Config, GPT2LMHeadModel
+    %s
     start = time.perf_counter()
     model = GPT2LMHeadModel(GPT2Config(use_cache=False))
     found["build_s"] = time.perf_counter() - start
@@ -61,20 +61,20 @@ IMPORTS = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def main(workers: int, model: str, repeats: int, under_run: bool, as_json: bool) -> None:
     """Open pipelines in programs, one after another."""
+    command = [sys.executable]
+    if under_run:
+        command = [str(Path(sys.executable).with_name("pipedream-rt")), "run"]
+        command += ["--nproc-per-node", str(workers)]
     for where, line in IMPORTS.items():
-        command, program = [sys.executable, "-", model, str(workers)], PROGRAM % line
-        if under_run:
-            verb = [str(Path(sys.executable).with_name("pipedream-rt")), "run"]
-            with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-                file.write(program)
-            script = [file.name, model, str(workers)]
-            command = [*verb, "--nproc-per-node", str(workers), *script]
         lines = []
-        for _ in range(repeats):
-            done = subprocess.run(
-                command, check=True, capture_output=True, text=True, input=program
-            )
-            lines.append(json.loads(done.stdout))
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "script.py"
+            of_model = "from transformers import GPT2Config, GPT2LMHeadModel"
+            script.write_text(PROGRAM % (line, of_model if model == "gpt2" else "pass"))
+            for _ in range(repeats):
+                words = [*command, str(script), model, str(workers)]
+                done = subprocess.run(words, check=True, capture_output=True, text=True)
+                lines.append(json.loads(done.stdout))
         found: dict[str, Any] = {"imported": where}
         for name in lines[0]:
             if name == "openings_s":

@@ -1,12 +1,13 @@
 """Keeps torch from importing its compiler where nothing is compiled.
 
 Some methods of torch's optimizers are hidden from torch's compiler, dynamo. torch imports dynamo to
-hide each at its first call, which takes as long as to import torch itself. While dynamo is not
-imported nothing can be compiled, so there is nothing to hide from.
+hide each at its first call, and at each step, which takes as long as to import torch itself. While
+dynamo is not imported nothing can be compiled, so there is nothing to hide from.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +28,59 @@ def dynamo_spared() -> Iterator[None]:
     It changes no result. If something else imports the compiler meanwhile, the functions are hidden
     from it as ever.
     """
-    spared = [method for method in _hidden_methods() if not hasattr(method.__wrapped__, _HIDDEN)]
-    for method in spared:
-        setattr(method.__wrapped__, _HIDDEN, _direct(method))
+    spared = _spare_methods()
     try:
         yield
     finally:
         for method in spared:
             if getattr(method.__wrapped__, _HIDDEN, None) is not None:
                 delattr(method.__wrapped__, _HIDDEN)  # torch sets it anew at the next call
+
+
+def spare_dynamo() -> None:
+    """Let torch build and use optimizers in this process, a worker's, without its compiler.
+
+    It changes no result. If something else imports the compiler, all is as ever from then on.
+    """
+    _spare_methods()
+    for cls in _classes(torch.optim.Optimizer):
+        step = vars(cls).get("step")
+        code = getattr(step, "__code__", None)
+        if code is not None and code.co_name == "_use_grad" and hasattr(step, "__wrapped__"):
+            cls.step = _step_of(step)
+
+
+def _spare_methods() -> list[Any]:
+    """Let hidden methods of optimizers be called as they are; return those that were not yet."""
+    spared = [method for method in _hidden_methods() if not hasattr(method.__wrapped__, _HIDDEN)]
+    for method in spared:
+        setattr(method.__wrapped__, _HIDDEN, _direct(method))
+    return spared
+
+
+def _classes(base: type[Any]) -> Iterator[type[Any]]:
+    """Yield a class and all that are made of it."""
+    yield base
+    for cls in base.__subclasses__():
+        yield from _classes(cls)
+
+
+def _step_of(step: Any) -> Callable[..., Any]:
+    """Return a step without the compiler, which it asks for a break in what it compiles.
+
+    Args:
+        step: The step of an optimizer, as ``_use_grad_for_differentiable`` of torch wraps it.
+    """
+    beneath = step.__wrapped__
+
+    @functools.wraps(beneath)
+    def without_compiler(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _DYNAMO in sys.modules:
+            return step(self, *args, **kwargs)
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return beneath(self, *args, **kwargs)
+
+    return without_compiler
 
 
 def _hidden_methods() -> list[Any]:

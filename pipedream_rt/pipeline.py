@@ -315,7 +315,8 @@ class Pipeline:
             counts = chosen.replicas
         forks = fork_server()
         if starts_here(workers):  # it imports while the model is recorded and pickled
-            forks.prepare(installed_modules([*self._model.whole.modules(), loss_fn]))
+            objects = [*self._model.whole.modules(), loss_fn]
+            forks.prepare(installed_modules(objects, compiles=bool(compile)))
         split = split_model(self._model, stages, example, forward)
         self.plan = _plan_of(
             self._model,

@@ -43,7 +43,6 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
     """
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
-    import_module("torch._dynamo")  # which torch does for the first step of an optimizer
     # The threads of NumPy's library of linear algebra only wait, and it handles forks itself.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     woken, wake = socket.socketpair()
@@ -88,9 +87,12 @@ def _import(names: Sequence[str], connection: socket.socket) -> None:
     A child of a process with threads may wait for a lock for ever.
     """
     threads = _threads()
-    for name in names:
+    for each in names:
+        module, _, name = each.partition(":")
         with contextlib.suppress(Exception):  # a foreign module may raise anything
-            import_module(name)
+            found = import_module(module)
+            if name:
+                getattr(found, name)  # which some packages import only now
     if _threads() > threads:
         os.set_inheritable(connection.fileno(), True)
         command = [sys.executable, "-m", "pipedream_rt.workers", "--no-imports"]

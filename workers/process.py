@@ -23,6 +23,7 @@ from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.dynamo import spare_dynamo
 from pipedream_rt.errors import (
     ConfigError,
     MessageTimeout,
@@ -91,6 +92,7 @@ def host_stage(
         PeerLost: The coordinator has sent a record that no worker knows.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
+    spare_dynamo()
     worker, stages = welcome["rank"] - 1, welcome["stages"]
     timeout = timedelta(seconds=welcome["timeout_s"])
     group = Group(

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -28,6 +28,7 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
@@ -87,7 +88,8 @@ def run(
         **({RESUME: "1"} if resume else {}),
     }
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        workers = _Workers(nproc_per_node, threads, listener)
+        imports = [] if module else imports_of(script)
+        workers = _Workers(nproc_per_node, threads, listener, imports)
         with workers.ended():
             named = ["-m", script] if module else [script]
             code = _run_script([sys.executable, *named, *arguments], workers, settings)
@@ -101,13 +103,16 @@ class _Workers:
         count: Number of workers.
         threads: Number of threads for torch's own parallel loops in each worker.
         listener: The socket at which they join the script's pipelines.
+        imports: What the script imports that they need too.
 
     Attributes:
         listener: The same socket.
         secret: The secret of the job, made here.
     """
 
-    def __init__(self, count: int, threads: int, listener: socket.socket) -> None:
+    def __init__(
+        self, count: int, threads: int, listener: socket.socket, imports: Sequence[str]
+    ) -> None:
         """Start no worker yet, but what forks them: it imports torch while the script does."""
         self.listener = listener
         self.secret = secrets.token_bytes(NONCE)
@@ -115,7 +120,7 @@ class _Workers:
         self._threads = threads
         self._children: list[ForkedWorker] = []
         self._forks = ForkServer()
-        self._forks.prepare()
+        self._forks.prepare(imports)
 
     @contextmanager
     def ended(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from typing import Any
 import msgpack
 
 from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE
+from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
@@ -54,6 +55,12 @@ _LARGEST_REQUEST = 1 << 16
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "TORCH",
                    "PYTORCH_", "ATEN_", "PYTHON", "LD_", "MALLOC_", "GLIBC_")  # fmt: skip
 """How the names of environment variables begin that libraries read when they are loaded."""
+
+_READ_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Those of them that torch sets itself when its compiler is imported, and reads when it is used."""
+
+_COMPILER = "torch._dynamo"
+"""The module of torch's compiler, which takes as long to import as torch."""
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +158,8 @@ class ForkServer:
         """Start the process before it is needed, so that it imports while the caller goes on.
 
         Args:
-            imports: Names of installed modules that the workers will need.
+            imports: Names of installed modules that the workers will need, or of what is taken out
+                of them, as ``module:name``.
         """
         with self._lock:
             if self._connection is not None and self._inherited != _inherited():
@@ -325,7 +333,11 @@ def _inherited() -> object:
         for name, number in sorted(vars(resource).items())
         if name.startswith("RLIMIT_")
     ]
-    variables = {k: v for k, v in os.environ.items() if k.startswith(_READ_AT_IMPORT)}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
+    }
     return variables, os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), limits
 
 
@@ -365,18 +377,26 @@ def start_with_program() -> None:
     """
     launched = (LISTEN_FD, PROFILE, "RANK", "SLURM_PROCID")
     if not any(name in os.environ for name in launched):
+        program = getattr(sys.modules["__main__"], "__file__", None)
         with contextlib.suppress(OSError):  # a pipeline will say it, if there is one
-            fork_server().prepare()
+            fork_server().prepare(imports_of(program) if program else ())
 
 
-def installed_modules(objects: Iterable[object]) -> list[str]:
+def installed_modules(objects: Iterable[object], compiles: bool = False) -> list[str]:
     """Return the names of the installed modules in which the classes of objects are.
 
     Modules of the user's own are left out, which may do anything when they are imported; and torch,
-    which is imported in any case.
+    which is imported in any case, but for its compiler.
+
+    Args:
+        objects: The objects.
+        compiles: Whether workers compile.
     """
     roots = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
     names = {type(each).__module__ for each in objects}
     files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
     ours = ("torch.", "pipedream_rt.")
-    return sorted(n for n, f in files.items() if f.startswith(roots) and not n.startswith(ours))
+    found = {n for n, f in files.items() if f.startswith(roots) and not n.startswith(ours)}
+    if compiles or any(name.startswith(_COMPILER) for name in names):
+        found.add(_COMPILER)
+    return sorted(found)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.cluster.base import Reference
+from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.planning.code import code_of
 from pipedream_rt.schedules.plan import EVERY_STAGE
@@ -277,6 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: every stage begins each update without gradients."""
 
+    @dynamo_spared()
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return state and groups as the unsplit model's own optimizer would.
 
@@ -294,6 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         packed["state"] = {i: plain[n] for i, n in enumerate(link.names) if plain.get(n)}
         return packed
 
+    @dynamo_spared()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of one over the unsplit model. Flushes.
 

@@ -41,6 +41,8 @@ _UNSEEN = {*sys.stdlib_module_names, "pipedream_rt"}
 _TOOLS = ("beartype", "jaxtyping", "typeguard")
 """Packages that wrap what a script imports, to check types."""
 
+_WRAPS_TORCH = "pipedream_rt.dynamo"
+
 _COMPUTES = frozenset({"forward", "step"})
 """The methods by which layers and optimizers compute, their own or of a base, also of torch's."""
 
@@ -261,8 +263,10 @@ class _Collector:
         """Take a function, and what its code reads by global names."""
         chain = list(_unwrapped(function))
         if by_name and name not in self._code.pieces:
-            if all(_package(f.__globals__.get("__name__")) == "torch" for f in _wrapping(function)):
-                # Of the same version everywhere; torch wraps some anew when they are called.
+            modules = [f.__globals__.get("__name__") for f in _wrapping(function)]
+            if all(_package(m) == "torch" or m == _WRAPS_TORCH for m in modules):
+                # Of the same version everywhere; torch wraps some anew when they are called, and
+                # so do workers.
                 piece = Piece(f"torch's {function.__qualname__}", "")
             else:
                 text = "|".join(_text_of(each) for each in chain)

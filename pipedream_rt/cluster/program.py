@@ -1,0 +1,65 @@
+"""What a program will import that its workers need too, read from its text before it does.
+
+A module of transformers takes longer to import than torch. The process that forks workers imports
+what the program names while the program does, on another core.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+_LARGEST = 1 << 20
+_OURS = ("torch", "pipedream_rt")
+"""Packages that workers have imported in any case."""
+
+_NOT_AT_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def imports_of(program: str | Path) -> list[str]:
+    """Return what a program imports, when it is run, of installed packages that build on torch.
+
+    Args:
+        program: The file of the program.
+
+    Returns:
+        Names of modules, as ``timm``, and of what is taken out of them, as
+        ``transformers:GPT2LMHeadModel``; nothing if the file cannot be read.
+    """
+    with suppress(OSError, ValueError, SyntaxError, RecursionError):
+        path = Path(program)
+        if path.stat().st_size <= _LARGEST:
+            found = dict.fromkeys(_imported(ast.parse(path.read_bytes())))
+            roots = {root: _builds_on_torch(root) for root in map(_root_of, found)}
+            return [name for name in found if roots[_root_of(name)]]
+    return []
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Yield what a program imports by itself, not in functions that it may call."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}:{alias.name}" for alias in node.names)
+        elif not isinstance(node, _NOT_AT_ONCE):
+            yield from _imported(node)
+
+
+def _root_of(name: str) -> str:
+    """Return the package of a name."""
+    return re.split("[.:]", name)[0]
+
+
+def _builds_on_torch(package: str) -> bool:
+    """Whether an installed package says that it needs torch, or can use it."""
+    if package in _OURS:
+        return False
+    with suppress(metadata.PackageNotFoundError, ValueError):
+        needs = metadata.distribution(package).requires or ()
+        return any(re.match(r"torch(?![\w.-])", each) for each in needs)
+    return False

@@ -1,0 +1,102 @@
+"""torch's compiler is imported where something is compiled, and nowhere else."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipedream_rt import Pipeline
+
+OPTIMIZERS = sorted(
+    name
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam")
+)
+
+ALONE = """
+import hashlib, sys, torch
+from pipedream_rt.dynamo import spare_dynamo
+
+def trained(name):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight ** 2).sum().backward()
+        assert torch.is_grad_enabled()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
+
+names = sys.argv[2:]
+if sys.argv[1] == "spared":
+    spare_dynamo()
+    spare_dynamo()
+found = [trained(name) for name in names]
+assert ("torch._dynamo" in sys.modules) == (sys.argv[1] != "spared")
+if sys.argv[1] == "spared":
+    import torch._dynamo  # from here on everything is as ever
+    assert found == [trained(name) for name in names]
+print(*found)
+"""
+
+
+@pytest.mark.processes
+def test_every_optimizer_of_torch_steps_to_the_same_bits_without_it():
+    found = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", ALONE, how, *OPTIMIZERS],
+            capture_output=True, text=True, timeout=100, check=True,
+        ).stdout
+        for how in ("spared", "plain")
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert len(found[0].split()) == len(OPTIMIZERS) > 10
+
+
+def is_imported(module):
+    return "torch._dynamo" in sys.modules
+
+
+@pytest.mark.processes
+def test_workers_import_it_if_they_compile():
+    model = [nn.Linear(4, 4) for _ in range(4)]
+    data = [(torch.randn(8, 4), torch.randn(8, 4))] * 3
+    adam = (torch.optim.Adam, {"lr": 0.01})
+    options = {"stages": 2, "loss_fn": F.mse_loss, "optimizer": adam, "workers": "local"}
+    with Pipeline(model, compile={"backend": "eager"}, **options) as pipe:
+        list(pipe.train_epoch(data))
+        assert pipe.on_stages(is_imported) == [True, True]
+
+
+FRESH = """
+import sys, torch
+import torch.nn.functional as F
+from torch import nn
+from pipedream_rt import Pipeline
+
+def is_imported(module):
+    return "torch._dynamo" in sys.modules
+
+with Pipeline(
+    [nn.Linear(4, 4) for _ in range(4)], stages=2, loss_fn=F.mse_loss,
+    optimizer=(torch.optim.AdamW, {"lr": 0.01}),
+) as pipe:
+    list(pipe.train_epoch([(torch.randn(8, 4), torch.randn(8, 4))] * 3))
+    pipe.evaluate([(torch.randn(8, 4), torch.randn(8, 4))])
+    pipe.optimizer.state_dict()
+    print(pipe.on_stages(is_imported), is_imported(None))
+"""
+
+
+@pytest.mark.processes
+def test_a_run_that_compiles_nothing_never_imports_it():
+    command = [sys.executable, "-W", "ignore", "-c", FRESH]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout.split() == ["[False,", "False]", "False"]
