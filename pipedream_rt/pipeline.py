@@ -385,6 +385,7 @@ class Pipeline:
             corrections=self._corrections,
             pretrained=pretrained,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
+            modes=split.modes,
             compared=workers not in ("serial", "in-process"),
         )
         for text in said:

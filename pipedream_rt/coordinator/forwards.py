@@ -27,6 +27,7 @@ from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
 from pipedream_rt.planning import dumps
 from pipedream_rt.planning.counted import Counting, counting
 from pipedream_rt.planning.cut import Cut, StageProgram, Ways, cut
+from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.program import NONE_CARRIED, Program, Slot
 from pipedream_rt.planning.record import record
 from pipedream_rt.schedules import COORDINATOR
@@ -202,6 +203,7 @@ class RecordedForwards:
         layers: The modules that stay whole, by name.
         own_loss: Whether the model computes its loss itself.
         autocast: The dtype of autocast; None for none.
+        modes: Which modules do not follow the mode of the model.
 
     Attributes:
         own_loss: See `Forwards`.
@@ -219,9 +221,11 @@ class RecordedForwards:
         layers: dict[str, nn.Module],
         own_loss: bool,
         autocast: torch.dtype | None = None,
+        modes: Modes = Modes(),  # noqa: B008 - a tuple
     ) -> None:
         """Record nothing yet."""
         self._model = model
+        self._modes = modes
         self._layers = layers
         self.own_loss = own_loss
         self.takes_total = TOTAL in inspect.signature(model.forward).parameters
@@ -285,6 +289,7 @@ class RecordedForwards:
             grad=mode is Mode.TRAIN,
             autocast=self._autocast,
             carried=carried,
+            modes=self._modes,
         )
         if mode.has_target and self.own_loss and not has_own_loss(program.output):
             raise ConfigError(

@@ -28,6 +28,7 @@ from pipedream_rt.planning import (
     why_unpicklable,
 )
 from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
@@ -294,6 +295,7 @@ def pickled_specs(
     corrections: tuple[Correction, ...],
     pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
+    modes: Modes,
     compared: bool,
 ) -> list[tuple[Tensor, ...]]:
     """Pickle the `StageSpec` of every stage.
@@ -314,6 +316,7 @@ def pickled_specs(
         corrections: The corrections for staleness.
         pretrained: Where the workers read weights; None for nowhere.
         programs: By stage, what a forward does, as in `StageSpec`.
+        modes: As in `StageSpec`.
         compared: Whether workers are other processes, which compare their code with the script's.
 
     Returns:
@@ -358,6 +361,7 @@ def pickled_specs(
             hooks=_hooks(part, plan, corrections),
             shared=shared[stage],
             aliases=_aliases(model, parts, plan, stage),
+            modes=modes,
             settings=settings,
         )
         if compared:

@@ -28,6 +28,7 @@ from pipedream_rt.planning import (
     split_points,
 )
 from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.record import MANUAL
 
 Stages: TypeAlias = int | Sequence[int | str]
@@ -42,12 +43,14 @@ class Split(NamedTuple):
         links: The pairs of a producer and a consumer; None for a chain.
         entries: The stages that take inputs of the model; empty for the first alone.
         forwards: What the forwards of the model do.
+        modes: Which modules do not follow the mode of the model.
     """
 
     layers: tuple[tuple[str, ...], ...]
     links: tuple[tuple[int, int], ...] | None
     entries: tuple[int, ...]
     forwards: Forwards
+    modes: Modes
 
     def programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence."""
@@ -87,7 +90,7 @@ def split_model(
         names = list(model.sequence)
         bounds = [*points, len(names)]
         layers = tuple(tuple(names[a:b]) for a, b in pairwise(bounds))
-        return Split(layers, None, (), SequenceForwards())
+        return Split(layers, None, (), SequenceForwards(), model.modes(model.sequence.values()))
     batch = default_example(model.whole) if example is None else example_of(example)
     if batch is None:
         raise ConfigError(
@@ -108,7 +111,10 @@ def _split_whole(
     """
     named = [] if isinstance(stages, int | str) else [s for s in stages if isinstance(s, str)]
     layers = find_layers(model.whole, named)
-    forwards = RecordedForwards(model.whole, layers, options.own_loss, options.autocast)
+    set_apart = model.modes(layers.values())
+    forwards = RecordedForwards(
+        model.whole, layers, options.own_loss, options.autocast, modes=set_apart
+    )
     modes = [Mode.TRAIN, Mode.EVALUATE] if options.trains else [Mode.INFER]
     programs = [forwards.record(batch, mode) for mode in modes]
     firsts = _first_layers(stages, programs[0], layers, model.whole)
@@ -118,6 +124,7 @@ def _split_whole(
         forwards.links,
         forwards.entries,
         forwards,
+        set_apart,
     )
 
 

@@ -22,6 +22,7 @@ from pipedream_rt.planning import (
     refuse_unfit_layers,
 )
 from pipedream_rt.planning.layer_spec import Blueprint
+from pipedream_rt.planning.modes import Modes, modes_of
 from pipedream_rt.planning.pretrained import (
     Pretrained,
     find_pretrained,
@@ -93,6 +94,17 @@ class UnsplitModel:
         """The parameters of the model and of the loss, by all of their names."""
         of_loss = self._loss.named_parameters(prefix=LOSS_LAYER) if self._loss is not None else ()
         return dict(self.whole.named_parameters(remove_duplicate=False)) | dict(of_loss)
+
+    def modes(self, layers: Iterable[nn.Module]) -> Modes:
+        """Return which modules do not follow the mode of the model, where it sets its own.
+
+        Args:
+            layers: The modules that stay whole.
+
+        Raises:
+            ConfigError: It does something else when its mode is set.
+        """
+        return modes_of(self._model, layers) if isinstance(self._model, nn.Module) else Modes()
 
     def pretrained(self, folder: str | os.PathLike[str] | None) -> Pretrained | None:
         """Return where the weights of the model are that workers read.

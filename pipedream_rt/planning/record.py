@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.program import (
     NONE_CARRIED,
     Around,
@@ -107,6 +108,7 @@ def record(
     grad: bool = True,
     autocast: torch.dtype | None = None,
     carried: Mapping[str, Any] = NONE_CARRIED,
+    modes: Modes = Modes(),  # noqa: B008 - a tuple
 ) -> Program:
     """Record one forward of a model; the model is afterwards as it was.
 
@@ -120,6 +122,7 @@ def record(
         autocast: The dtype of autocast around the forward; None for none.
         carried: Objects among the keyword arguments in which layers keep what a later forward
             needs, by name. They are afterwards as after this forward, with tensors without values.
+        modes: Which modules do not follow a mode that all modules are set to.
 
     Returns:
         The program. Its inputs are the tensors in ``(args, kwargs)``, in order.
@@ -142,7 +145,12 @@ def record(
     at_first = {name: dumps(value)[0] for name, value in carried.items()}
     _refuse_unfit_modules(model, layers)
     cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-    with _as_it_was(model, layers), _mode(model, training), torch.set_grad_enabled(grad), cast:
+    with (
+        _as_it_was(model, layers),
+        _mode(model, training, modes),
+        torch.set_grad_enabled(grad),
+        cast,
+    ):
         recorder.begin()
         with recorder.called(), _Watch(recorder), recorder:
             output = _called(model, args, {**kwargs, **carried})
@@ -933,13 +941,16 @@ def _refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> 
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Set the mode of every module while the body runs."""
+def _mode(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[None]:
+    """Set the mode of every module while the body runs, but of those that do not follow it."""
     before = [(module, module.training) for module in model.modules()]
+    others = modes.in_training if training else modes.in_eval
     try:
         if training is not None:
             for module, _ in before:
                 module.training = training
+            for name in others:
+                model.get_submodule(name).training = not training
         yield
     finally:
         for module, mode in before:

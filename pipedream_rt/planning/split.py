@@ -8,17 +8,27 @@ from typing import TypeAlias
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.planning.modes import own_methods
 from pipedream_rt.schedules.plan import Tie
 
 Layers: TypeAlias = dict[str, nn.Module]
 """The layers of a model in order, by their names in the unsplit model."""
 
 
+_CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "forward", "__iter__")
+"""The methods by which a sequence calls its layers one after another."""
+
+
 def is_sequence(model: object) -> bool:
-    """Whether a model is a sequence of layers, each of which takes what the one before returns."""
-    if isinstance(model, nn.Sequential):
-        return type(model).forward is nn.Sequential.forward
-    return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
+    """Whether a model is a sequence of layers, each of which takes what the one before returns.
+
+    One that is called in a way of its own is none: its class has another ``forward`` or
+    ``__call__``, or one was put on the model itself, as by ``model.forward = wrapper``.
+    """
+    for kind in (nn.Sequential, nn.ModuleList):
+        if isinstance(model, kind):
+            return not own_methods(model, kind, _CALLING)
+    return not isinstance(model, nn.Module)
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
@@ -59,11 +69,9 @@ def _refuse_more_than_a_sequence(model: nn.Module) -> None:
     """Refuse a model that has more than its layers, which would be lost when it is cut.
 
     Raises:
-        ConfigError: It has a forward, parameters, buffers or hooks of its own.
+        ConfigError: It has parameters, buffers or hooks of its own.
     """
     lost = []
-    if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
-        lost.append("a forward")
     if model._parameters or model._buffers:
         lost.append("parameters or buffers")
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:

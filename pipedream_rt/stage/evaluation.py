@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import dumps
+from pipedream_rt.planning.modes import Modes
 from pipedream_rt.stage.parameters import VersionedParameters
 
 Metric: TypeAlias = Callable[[Any, Any], Any]
@@ -37,6 +38,7 @@ def changes_modes(module: nn.Module) -> bool:
 def eval_mode(
     module: nn.Module,
     parameters: VersionedParameters,
+    modes: Modes,
     buffers: AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
     """Set every module to eval mode while the body runs, and leave everything as it was.
@@ -46,17 +48,18 @@ def eval_mode(
     Args:
         module: The module of a stage.
         parameters: The weights of the stage.
+        modes: Which modules do not follow the mode of the model.
         buffers: What becomes of the buffers; None for that they get their values back.
     """
     buffers = buffers or same_buffers(module)
     # Left in the reverse order: the modes first, since to set them may change what comes after.
     with _same_extra_state(module), buffers, _same_weights(module, parameters):
-        modes = [(each, each.training) for each in module.modules()]
+        before = [(each, each.training) for each in module.modules()]
         try:
-            module.eval()
+            modes.set(module, training=False)
             yield
         finally:
-            for each, mode in modes:  # parents come first, and may change the modes of children
+            for each, mode in before:  # parents come first, and may change the modes of children
                 if each.training != mode:
                     each.train(mode)
 

@@ -246,7 +246,7 @@ def _begun(stage: Stage, start: Start) -> Stage:
     for number, pickled in enumerate(start.definitions, defined):
         stage.define(number, cloudpickle.loads(pickled)[stage.index])
     if start.training is not None:
-        stage.module.train(start.training)
+        stage.modes.set(stage.module, start.training)
     if start.restore is not None and not restore_stage(stage, **start.restore):
         raise CheckpointError(
             f"{start.restore['folder']} lacks older weight versions that stage {stage.index} read "

@@ -13,6 +13,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.planning.code import Code, code_of
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
+from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.clipping import Clip
@@ -87,6 +88,7 @@ class StageSpec:
         shared: The names of the buffers that other stages have too, which must not change.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
             by their keys on this stage.
+        modes: Which modules do not follow the mode of the model, by their names in it.
         settings: The settings of torch in the user's process.
         code: The code of all that, as the user's process has it; None to compare none.
     """
@@ -112,6 +114,7 @@ class StageSpec:
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    modes: Modes = field(default_factory=Modes)
     settings: Settings = field(default_factory=settings_now)
     code: Code | None = None
 

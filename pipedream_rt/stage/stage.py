@@ -202,6 +202,7 @@ class Stage:
         kept: The kept versions.
         caches: By number, the objects by name in which layers keep what the next micro-batch needs.
         evaluations: By number, the buffers as evaluations that are under way have them.
+        modes: Which modules do not follow the mode of the model.
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
@@ -248,6 +249,7 @@ class Stage:
         self._buffers = ForwardBuffers(self.module)
         self._filled = _names_of_buffers(self.module)
         self._kinds = _kinds(self.module)
+        self.modes = spec.modes
         self.at: tuple[Step, Any] | None = None
         self.optimizer: StageOptimizer | None = None
         self.steps = self.taken = 0
@@ -964,7 +966,7 @@ class Stage:
             ConfigError: The loss is no tensor with one element.
         """
         of_buffers = self.evaluations.of(buffers, keep_buffers)
-        mode = eval_mode(self.module, self.parameters, of_buffers)
+        mode = eval_mode(self.module, self.parameters, self.modes, of_buffers)
         with torch.no_grad(), mode, self._casting():
             made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
@@ -995,7 +997,7 @@ class Stage:
         Returns:
             The value for each consumer; on the last stage the output alone.
         """
-        mode = nullcontext() if training else eval_mode(self.module, self.parameters)
+        mode = nullcontext() if training else eval_mode(self.module, self.parameters, self.modes)
         carried = self._cache(cache, program)
         with torch.no_grad(), mode, self._casting():
             made = self._pass(f"infer {number}", inputs, program, carried)
@@ -1047,10 +1049,10 @@ class Stage:
             ConfigError: That changes weights of which there are several versions.
         """
         if not changes_modes(self.module):
-            self.module.train(training)
+            self.modes.set(self.module, training)
             return
         with self._refusing_changes("to set the mode"):
-            self.module.train(training)
+            self.modes.set(self.module, training)
 
     def call(self, pickled: bytes) -> tuple[bool, Any]:
         """Call a function of the user's with the module of the stage.

@@ -1,0 +1,142 @@
+"""Which modules are in another mode than the rest, where a model sets modes in a way of its own.
+
+A model that is taken apart into layers is on no stage as a whole, so no stage calls its ``train``
+or ``eval``, which may keep some modules as they are: frozen statistics of BatchNorm in training, or
+dropout that goes on in evaluation. They are called once in the script, and what they do is told to
+the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+
+_METHODS = ("train", "eval")
+
+
+class Modes(NamedTuple):
+    """The names of modules that do not follow the mode of the model.
+
+    Attributes:
+        in_training: Those that are in eval mode while the model is in training mode.
+        in_eval: Those that are in training mode while the model is in eval mode.
+    """
+
+    in_training: tuple[str, ...] = ()
+    in_eval: tuple[str, ...] = ()
+
+    def set(self, module: nn.Module, training: bool) -> None:
+        """Set the mode of a module that has some modules of the model, under their names."""
+        module.train(training)
+        for name in self.in_training if training else self.in_eval:
+            part = module
+            for key in name.split(".") if name else ():
+                inner = part._modules.get(key)
+                if inner is None:
+                    break
+                part = inner
+            else:
+                part.training = not training
+
+
+def own_methods(module: nn.Module, kind: type[nn.Module], names: Iterable[str]) -> list[str]:
+    """Return those methods of a module that are not those of a class of torch.
+
+    Args:
+        module: The module.
+        kind: The class.
+        names: The names of the methods.
+    """
+    return [
+        name
+        for name in names
+        if name in vars(module) or getattr(type(module), name) is not getattr(kind, name)
+    ]
+
+
+def modes_of(model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
+    """Return which modules of a model do not follow its mode.
+
+    Args:
+        model: The model, which is afterwards as it was.
+        layers: The modules that stay whole; what they do when their mode is set, stages do.
+
+    Raises:
+        ConfigError: A module that is taken apart does something else when its mode is set.
+    """
+    whole = [each for layer in layers for each in layer.modules()]
+    inside = {id(module) for module in whole}
+    apart = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
+    own = [(n, m) for n, m in apart if own_methods(m, nn.Module, _METHODS)]
+    if not own:
+        return Modes()
+    with _as_they_were(model), _setting_flags(whole):
+        before = _state(apart)
+        model.train()
+        in_training = tuple(n for n, m in model.named_modules() if not m.training)
+        model.eval()
+        in_eval = tuple(n for n, m in model.named_modules() if m.training)
+        model.train()
+        after = _state(apart)
+    keys = [*before, *(key for key in after if key not in before)]
+    if changed := [key for key in keys if before.get(key, _state) != after.get(key, _state)]:
+        name, module = own[0]
+        raise ConfigError(
+            f"{name or 'the model'}, a {type(module).__name__}, has a method "
+            f"{own_methods(module, nn.Module, _METHODS)[0]}() of its own that changes "
+            f"{changed[0]!r}, and it is taken apart into layers, so that no stage would call it; "
+            "put it on a layer, which stays whole"
+        )
+    return Modes(in_training, in_eval)
+
+
+def _state(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+    """Return what tells whether modules have changed, but for their modes."""
+    found: dict[str, Any] = {}
+    for name, module in modules:
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):
+                for short, tensor in value.items():
+                    mark = None if tensor is None else (id(tensor), tensor._version)
+                    found[f"{name}.{short}".strip(".")] = mark
+            elif key not in ("training", "_modules"):
+                found[f"{name}.{key}".strip(".")] = id(value)
+    return found
+
+
+@contextmanager
+def _as_they_were(model: nn.Module) -> Iterator[None]:
+    """Put the mode of every module back at the end."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _setting_flags(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules do nothing but note their mode when it is set; adapters would merge weights."""
+
+    def noting(module: nn.Module) -> Callable[..., nn.Module]:
+        def train(mode: bool = True) -> nn.Module:
+            for each in module.modules():
+                each.training = mode
+            return module
+
+        return train
+
+    changed = [module for module in modules if "train" not in vars(module)]
+    for module in changed:
+        vars(module)["train"] = noting(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del vars(module)["train"]
