@@ -30,13 +30,13 @@ from pipedream_rt.planning import (
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.pretrained import Pretrained
+from pipedream_rt.planning.settings import refuse_global_hooks, settings_now
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.execution import Execution
 from pipedream_rt.schedules.plan import LOSS_LAYER
 from pipedream_rt.stage.clipping import Clip, is_exact
 from pipedream_rt.stage.scaling import LossScale
-from pipedream_rt.stage.settings import refuse_global_hooks, settings_now
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from pipedream_rt.planning import (
 )
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.modes import Modes
-from pipedream_rt.planning.record import MANUAL
+from pipedream_rt.planning.record import MANUAL, refuse_changing
 
 Stages: TypeAlias = int | Sequence[int | str]
 """The number of stages; or the first layer of every stage but the first, by index or by name."""
@@ -117,6 +117,7 @@ def _split_whole(
     )
     modes = [Mode.TRAIN, Mode.EVALUATE] if options.trains else [Mode.INFER]
     programs = [forwards.record(batch, mode) for mode in modes]
+    refuse_changing(programs[0], forwards.record(batch, modes[0]))
     firsts = _first_layers(stages, programs[0], layers, model.whole)
     forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)
     return Split(

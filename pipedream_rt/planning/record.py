@@ -23,6 +23,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from hashlib import blake2b
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
@@ -50,6 +52,7 @@ from pipedream_rt.planning.program import (
     slots_in,
 )
 from pipedream_rt.planning.shipping import dumps
+from pipedream_rt.planning.surroundings import Surroundings, difference, surroundings_now
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
 """What a value depends on: the inputs, layers or weights, random numbers; and whether its shape
@@ -68,11 +71,13 @@ _FACTS = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
     "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
     "storage_offset", "get_device", "type", "__len__", "is_same_size", "is_pinned", "is_shared",
-    "has_names", "result_type", "can_cast", "is_tensor", "is_storage", "__repr__", "__str__",
-    "__hash__", "__format__", "data_ptr", "storage", "untyped_storage", "is_set_to", "__dir__",
+    "has_names", "result_type", "can_cast", "is_tensor", "is_storage", "__hash__", "__dir__",
     "__deepcopy__", "_is_view", "is_coalesced", "_is_zerotensor", "__torch_function__",
 }  # fmt: skip
 """The functions that tell of a tensor what its signature has."""
+
+_PLACES = {"data_ptr", "storage", "untyped_storage", "is_set_to"}
+"""The functions that tell where a tensor lies."""
 
 _OURS = (
     str(Path(__file__).resolve().parent.parent),
@@ -151,10 +156,55 @@ def record(
         torch.set_grad_enabled(grad),
         cast,
     ):
-        recorder.begin()
-        with recorder.called(), _Watch(recorder), recorder:
+        watch = _Watch(recorder)
+        with recorder.called(), watch, recorder:
+            recorder.begin(watch)
             output = _called(model, args, {**kwargs, **carried})
         return recorder.finish(output, at_first)
+
+
+def refuse_changing(one: Program, other: Program) -> None:
+    """Refuse a model whose forward does something else in two calls with the same inputs.
+
+    Args:
+        one: What was recorded of the first call.
+        other: What was recorded of the second.
+
+    Raises:
+        ConfigError: It does; the message names the line.
+    """
+    for first, second in zip_longest(one.steps, other.steps):
+        if _content_of(first) != _content_of(second):
+            step = first or second
+            assert step is not None
+            lines = " and then ".join(
+                f"`{each}`" if each else "nothing" for each in (first, second)
+            )
+            raise ConfigError(
+                f"the model cannot be cut into stages: at {step.where} its forward did {lines} "
+                "when it was called twice with the same inputs, so it depends on something else "
+                "that changes from call to call, such as a counter, an iterator or a clock, which "
+                "would be read once, when the forward is recorded. Keep it in a buffer of a layer "
+                f"that reads it. {MANUAL}"
+            )
+
+
+def _content_of(step: Step | None) -> Any:
+    """Return what two steps have in common that do the same."""
+    if step is None:
+        return None
+    target = step.target
+    named = target if isinstance(target, str) else getattr(target, "__qualname__", type(target))
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return value.dtype, value.shape, blake2b(data).hexdigest()
+        return type(value) if type(value) not in _PLAIN_LEAVES else repr(value)
+
+    given = (step.args, step.kwargs)
+    kinds = tuple({type(v) for v in _leaves_of(given)} - {Slot, Held, Carried})
+    return step.name, named, repr(replaced(given, kinds, plain)), step.slots, step.around
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -307,6 +357,11 @@ class _Recorder(TorchFunctionMode):
             raise _refusal("the forward sets an attribute of a tensor, such as x.data")
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
+        if name in _PLACES and self._seen(args)[1]:
+            raise _refusal(
+                f"{name}() tells where a tensor lies, which is another place in each call; a model "
+                "that depends on it cannot be followed"
+            )
         if name in _FACTS or (name == "__get__" and not _is_view_getter(func)):
             fact = func(*args, **kwargs)
             what = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -328,6 +383,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call and note a function."""
+        self._refuse_surroundings(f"{name.strip('_')}()")
         given, depends, after = self._seen((args, kwargs))
         if any(isinstance(value, torch.Generator) for value in _leaves_of((args, kwargs))):
             raise _refusal(
@@ -516,7 +572,11 @@ class _Recorder(TorchFunctionMode):
                 return original(*args, **kwargs)
             if cls.__name__ == "CheckpointFunction":  # it computes what its first argument does
                 return args[0](*args[2:])
-            return recorder._function(_Applied(cls), cls.__name__, args, kwargs)
+            recorder.paused += 1  # no mode is left for the recorder's own calls, as otherwise
+            try:
+                return recorder._function(_Applied(cls), cls.__name__, args, kwargs)
+            finally:
+                recorder.paused -= 1
 
         for layer in self._layers.values():
             cls = type(layer)
@@ -554,6 +614,8 @@ class _Recorder(TorchFunctionMode):
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the call of a layer; return zeros of the shapes of its outputs."""
         name, where = self._names[id(layer)], _line()
+        self._refuse_surroundings(f"layer {name!r}")
+        self._refuse_other_weights(layer, name)
         given, depends, after = self._seen((args, kwargs))
         objects = self._objects_in(given)
         has_weights = any(True for _ in layer.parameters())
@@ -600,6 +662,20 @@ class _Recorder(TorchFunctionMode):
                 self._over.setdefault(memory, []).append(ref(other))
         return result
 
+    def _refuse_other_weights(self, layer: nn.Module, name: str) -> None:
+        """Refuse to call a layer with other weights than its own, as functional_call does.
+
+        Raises:
+            ConfigError: It has some.
+        """
+        for short, tensor in (*layer.named_parameters(name), *layer.named_buffers(name)):
+            if id(tensor) not in self._held:
+                raise _refusal(
+                    f"layer {name!r} is called with another tensor in the place of {short!r}, as "
+                    "torch.func.functional_call does, which a stage would not have; write an "
+                    "nn.Module that makes such weights and uses them, which is then a layer"
+                )
+
     def _objects_in(self, given: Any) -> list[tuple[Any, bytes]]:
         """Return the objects among arguments that are neither tensors nor plain, pickled."""
         return [
@@ -631,9 +707,34 @@ class _Recorder(TorchFunctionMode):
 
     # -- the whole ------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Note the contexts around the forward."""
-        self._grad, self._cast = torch.is_grad_enabled(), _autocast()
+    def begin(self, watch: object) -> None:
+        """Note the contexts around the forward.
+
+        Args:
+            watch: The mode that notes what is made.
+        """
+        self._grad, self._cast, self._ours = torch.is_grad_enabled(), _autocast(), (self, watch)
+        self._before = self._surroundings()
+
+    def _surroundings(self) -> Surroundings:
+        """Return what is on around the function or layer that is called now."""
+        self.paused += 1  # to read some of it calls functions of torch
+        try:
+            return surroundings_now(self._ours)
+        finally:
+            self.paused -= 1
+
+    def _refuse_surroundings(self, what: str) -> None:
+        """Refuse to call something under a context that the stages would not be in.
+
+        Raises:
+            ConfigError: The forward is in one.
+        """
+        if name := difference(self._surroundings(), self._before):
+            raise _refusal(
+                f"{what} is called while {name} is on, without which the stages would compute; put "
+                "the lines under it into an nn.Module of their own, which is then a layer"
+            )
 
     def finish(self, output: Any, at_first: dict[str, bytes]) -> Program:
         """Return the program of a forward.
@@ -699,12 +800,23 @@ class _Watch(TorchDispatchMode):
         """Call an operator, and note what it makes."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._recorder.drew = True
-        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}:
+        if _SHAPED_BY_VALUES & {*func.tags} and not _is_index_of_integers(func, args):
             self._recorder.sized = True
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
             self._recorder.note_made(tensor)
         return result
+
+
+_SHAPED_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def _is_index_of_integers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator takes elements by numbers: the shape of numbers says how many."""
+    if func.overloadpacket is not torch.ops.aten.index:
+        return False
+    masks = (torch.bool, torch.uint8)
+    return all(index is None or index.dtype not in masks for index in args[1])
 
 
 _CONTEXTS = {torch._C._set_grad_enabled}

@@ -18,13 +18,13 @@ from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.code import refuse_other_code
+from pipedream_rt.planning.settings import apply_settings
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.plan import name_of, name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of
 from pipedream_rt.stage.saving import remove_part, restore_stage
-from pipedream_rt.stage.settings import apply_settings
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.threads import name_this_thread

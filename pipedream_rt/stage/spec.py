@@ -15,11 +15,11 @@ from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.layer_spec import Blueprint
 from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.pretrained import Pretrained
+from pipedream_rt.planning.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.scaling import LossScale
-from pipedream_rt.stage.settings import Settings, settings_now
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element."""

@@ -1,9 +1,11 @@
 """Recording forwards: what a program says, and what cannot be followed."""
 
 import inspect
+import itertools
 import random
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from torch.nn.utils import rnn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.cut import cut, find_layers, first_layer
-from pipedream_rt.planning.record import record
+from pipedream_rt.planning.record import record, refuse_changing
 
 
 class Base(nn.Module):
@@ -185,6 +187,11 @@ OUTSIDE = torch.ones(4, requires_grad=True)
         (lambda self, x: x * torch.rand(1).item(), "were drawn at random"),
         (unknown, "is no parameter of the model"),
         (sets_data, "sets an attribute of a tensor"),
+        (lambda self, x: x * len(str(x)), r"repr\(\) reads values that layers"),
+        (lambda self, x: x * len(f"{x.sum():.3f}"), r"format\(\) reads values that layers"),
+        (lambda self, x: print(self.scale) or x, r"repr\(\) reads values that layers"),
+        (lambda self, x: x * (x.data_ptr() % 2), r"data_ptr\(\) tells where a tensor lies"),
+        (lambda self, x: x * x.untyped_storage().nbytes(), r"untyped_storage\(\) tells where"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_refused_with_its_line(between, words):
@@ -201,6 +208,79 @@ def test_what_cannot_be_followed_is_refused_with_its_line(between, words):
         assert first <= line <= first + 3
     assert dict(vars(model)) == before
     assert type(model.a) is nn.Linear
+
+
+CALLS = itertools.count()
+
+
+class Shared(Base):
+    """A class that counts the calls of all of its instances."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return self.b(self.a(x) * type(self).calls)
+
+
+def by_counter(self, x):
+    return x * next(CALLS)
+
+
+def by_parity(self, x):
+    return x if next(CALLS) % 2 else self.a(x)
+
+
+def by_clock(self, x):
+    return x * time.perf_counter()
+
+
+def by_tensor(self, x):
+    return x * torch.tensor([float(next(CALLS))])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Shared, *(lambda f=f: Base(f) for f in (by_counter, by_parity, by_clock, by_tensor))],
+)
+def test_what_changes_from_call_to_call_is_refused_with_its_line(make):
+    model = make()
+    with pytest.raises(
+        ConfigError, match=r"twice with the same inputs.*such as a counter"
+    ) as error:
+        refuse_changing(recorded(model, X), recorded(model, X))
+    assert re.search(r"test_record\.py:\d+ in (forward|by_)", str(error.value))
+
+
+def test_what_is_made_anew_in_each_call_is_the_same():
+    """Functions, constants and objects that are equal count as equal."""
+
+    def between(self, x):
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return torch.where(x > 0, x * scale, torch.full((4,), 0.5)) + torch.arange(4)
+
+    model = Base(between)
+    refuse_changing(recorded(model, X), recorded(model, X))
+
+
+def test_an_index_of_integers_does_not_make_a_shape_that_depends_on_values():
+    index = torch.tensor([0, 2])
+
+    def between(self, x, index):
+        x = x[index]
+        y = x[:, index] + self.shift[index]
+        return x * len(y) + y.shape[1]
+
+    assert [s.name for s in recorded(Base(between), X, index=index).steps][:2] == [
+        "a",
+        "(__getitem__ 1)",
+    ]
+
+    def by_mask(self, x, index):
+        return x[x.sum(1) > 0].repeat(len(x[x.sum(1) > 0]), 1)
+
+    with pytest.raises(ConfigError, match="reads values that layers"):
+        recorded(Base(by_mask), X, index=index)
 
 
 def test_inputs_that_do_not_fit_are_refused():

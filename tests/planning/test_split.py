@@ -8,6 +8,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.split import (
     balanced,
+    is_sequence,
     layers_of,
     split_points,
     ties_of,
@@ -85,9 +86,24 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
+class Listed(nn.ModuleList):
+    def forward(self, x):
+        return x
+
+
+def test_a_sequence_that_is_called_in_a_way_of_its_own_is_none():
+    plain = nn.Sequential(nn.Linear(1, 1))
+    assert is_sequence(plain)
+    assert is_sequence(nn.ModuleList())
+    assert is_sequence([nn.Linear(1, 1)])
+    assert not is_sequence(nn.Linear(1, 1))
+    assert not is_sequence(Residual(nn.Linear(1, 1)))
+    assert not is_sequence(Listed())
+    plain.forward = lambda x: x
+    assert not is_sequence(plain)
+
+
 def test_what_a_cut_would_lose_is_refused():
-    with pytest.raises(ConfigError, match="a Residual, has a forward of its own"):
-        layers_of(Residual(nn.Linear(1, 1)))
     hooked = nn.Sequential(nn.Linear(1, 1))
     hooked.register_forward_hook(lambda *_: None)
     hooked.register_buffer("scale", None)

@@ -128,6 +128,11 @@ def settings_now() -> Settings:
     return {name: setting.read() for name, setting in _SETTINGS.items()}
 
 
+def settings_in_forward() -> Settings:
+    """Return the settings that can be read while a forward is recorded: they compute nothing."""
+    return {name: s.read() for name, s in _SETTINGS.items() if s.read is not _flushes_denormals}
+
+
 def apply_settings(settings: Settings) -> None:
     """Apply settings to this process and thread, but only those that differ.
 
