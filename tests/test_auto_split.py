@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.pinned import Pipeline
 from support.ticking import Clock, Layer
 from torch import nn
@@ -184,7 +185,7 @@ def test_under_torchrun_rank_0_chooses(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
     done = subprocess.run(
         [*torchrun, "--standalone", "script.py"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=100,
+        timeout=LATEST_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 0 workers") == done.stdout.count("rank") == 1

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from torch import nn
 
 from pipedream_rt import Pipeline
@@ -52,7 +53,7 @@ def test_every_optimizer_of_torch_steps_to_the_same_bits_without_it():
     found = [
         subprocess.run(
             [sys.executable, "-W", "ignore", "-c", ALONE, how, *OPTIMIZERS],
-            capture_output=True, text=True, timeout=100, check=True,
+            capture_output=True, text=True, timeout=LATEST_S, check=True,
         ).stdout
         for how in ("spared", "plain")
     ]  # fmt: skip
@@ -98,5 +99,5 @@ with Pipeline(
 @pytest.mark.processes
 def test_a_run_that_compiles_nothing_never_imports_it():
     command = [sys.executable, "-W", "ignore", "-c", FRESH]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S, check=True)
     assert ended.stdout.split() == ["[False,", "False]", "False"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import whole
+from support.deadlines import LATEST_S
 from support.faults import kill, losses_through_death
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -361,7 +362,7 @@ def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path):
     for more in ([], ["--weights", tmp_path / "one"]):
         out = ["--workers=in-process", "--out", tmp_path / "one"]
         command = [sys.executable, script, *small, *out, *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("loaded by transformers: True\n"), done.stdout
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compatibility import LearnedLoss, ScheduleFreeSGD
+from support.deadlines import LATEST_S
 from support.models import OPTIMIZERS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -385,7 +386,8 @@ def test_the_same_loss_has_the_same_name_in_another_process():
     )
     runs = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+            [sys.executable, "-c", code],
+            capture_output=True, text=True, timeout=LATEST_S, check=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
@@ -481,7 +483,7 @@ def test_fingerprints_of_checkpoints_find_the_step_at_which_two_runs_part(worker
     def command(*words):
         return subprocess.run(
             [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "checkpoint",
-             *map(str, words)], capture_output=True, text=True, timeout=60,
+             *map(str, words)], capture_output=True, text=True, timeout=LATEST_S,
         )  # fmt: skip
 
     same = command("compare", tmp_path / "calm", tmp_path / "same")
@@ -601,7 +603,7 @@ def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
     process = run_script(tmp_path, tmp_path / "run", 30)
     read_until(process, "waiting")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate("\n", timeout=60)
+    _, errors = process.communicate("\n", timeout=LATEST_S)
     assert process.returncode == 143, errors
     assert "a checkpoint is made after the next mini-batch" in errors
     assert "is written; the script ends" in errors
@@ -626,7 +628,7 @@ def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
     process = run_script(tmp_path, tmp_path / "run", 0.5, "stuck")
     read_until(process, "waiting")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143
+    assert process.wait(LATEST_S) == 143
     assert "no mini-batch came within" in process.stderr.read()
     assert not list((tmp_path / "run").iterdir())
     for stream in (process.stdin, process.stdout, process.stderr):
@@ -661,7 +663,7 @@ def test_ctrl_c_prints_five_lines_at_most(tmp_path):
     process.stdin.flush()
     read_until(process, "12 ")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LATEST_S)
     if process.returncode:  # it may have come to its end before
         assert errors.strip().endswith("KeyboardInterrupt")
         assert len(errors.strip().splitlines()) <= 5, errors

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -186,7 +187,7 @@ class Rogue:
 
     def end(self):
         """What he has reached."""
-        said, _ = self.process.communicate(timeout=60)
+        said, _ = self.process.communicate(timeout=LATEST_S)
         return json.loads(said)
 
 
@@ -252,7 +253,7 @@ def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, mo
     transport.tunnel.guard = late
     try:
         endpoint.join(Deadline(timedelta(seconds=20)))
-        said, _ = agents[0].communicate(timeout=30)
+        said, _ = agents[0].communicate(timeout=LATEST_S)
         assert said.startswith("refused"), said
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(TimeoutError):
@@ -279,7 +280,7 @@ def test_a_rogue_cannot_join(environment):
 
     def then_the_right_one():
         """First the rogue and some junk; the true worker when the rogue has been told."""
-        errors.append(rogue.communicate(timeout=60)[1])
+        errors.append(rogue.communicate(timeout=LATEST_S)[1])
         for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b"\0\0\0\5ab"):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 connection.sendall(junk)
@@ -298,7 +299,7 @@ def test_a_rogue_cannot_join(environment):
     finally:
         thread.join()
         for worker in workers:
-            worker.wait(timeout=30)
+            worker.wait(LATEST_S)
     assert rogue.returncode == 1
     assert "does not know the job's secret" in errors[0]
 
@@ -328,7 +329,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
     command = ["-c", "from pipedream_rt.cli import main; main()", "run", "--nproc-per-node", "1"]
     for arguments in ([str(script)], [*command, str(script)]):
         done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, timeout=60
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=LATEST_S
         )
         assert done.stdout == "looked\n", done.stderr
         assert done.stderr == ""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.table import Table
+from support.deadlines import LATEST_S
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.suite import runs
@@ -106,7 +107,7 @@ def test_a_table_can_be_made_of_what_is_kept_and_of_nothing(name):
 
 def loss_of(script, w, *words):
     command = [sys.executable, "-W", "ignore", HERE / script, w.to_json(), *words]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LATEST_S)
     return json.loads(done.stdout.splitlines()[-1])["loss"]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import RunLock, checkpoints
@@ -57,7 +58,7 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path, more):
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid}, "):
             RunLock(tmp_path)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(20)
+        process.wait(LATEST_S)
         RunLock(tmp_path).release()
         process.stdin.close()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.deadlines import LATEST_S
 
 from pipedream_rt.cli import main
 
@@ -26,7 +27,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def output_of(command, code=0, timeout=60):
+def output_of(command, code=0, timeout=LATEST_S):
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=timeout, cwd="/"
     )
@@ -54,7 +55,7 @@ def gone(pid):
         return True
 
 
-def wait_gone(pids, seconds=10):
+def wait_gone(pids, seconds=LATEST_S):
     """Wait for processes that are not our children, by pidfd."""
     import select
 
@@ -98,7 +99,7 @@ def test_a_script_that_never_closes_its_pipeline_ends_all_the_same(tmp_path, wor
         f"{ending}\n"
     )
     code = {"": 0, "1 / 0": 1}.get(ending, 4)
-    out, err = output_of([sys.executable, script], code=code, timeout=30)
+    out, err = output_of([sys.executable, script], code=code)
     assert out == "0\n"
     assert ("ZeroDivisionError" in err) == (code == 1)
 
@@ -161,7 +162,7 @@ def test_workers_elsewhere_join_by_address_also_before_the_coordinator(digest):
     assert "ready w9 w10" in out, "stages go to the names in natural order"
     assert digest_of(out) == digest
     for worker in workers:
-        worker.communicate(timeout=20)
+        worker.communicate(timeout=LATEST_S)
         assert worker.returncode == 0
 
 
@@ -186,9 +187,9 @@ def test_a_worker_with_another_torch_is_refused_before_it_imports_it(tmp_path):
     coordinator = waiting_for_two(address, 6)
     worker = subprocess.run(
         [*COMMAND, "worker", address, "--name", "old"], env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.PIPE, text=True, timeout=40,
+        stderr=subprocess.PIPE, text=True, timeout=LATEST_S,
     )  # fmt: skip
-    message = coordinator.communicate(timeout=30)[1]
+    message = coordinator.communicate(timeout=LATEST_S)[1]
     assert worker.returncode == 1
     assert "the coordinator refused this worker: it has torch 1.13.0, Python" in worker.stderr
     assert "'old' was refused: it has torch 1.13.0" in message
@@ -204,8 +205,8 @@ def test_two_workers_of_one_name():
         )
         for _ in range(2)
     ]
-    errors = [worker.communicate(timeout=30)[1] for worker in workers]
-    message = coordinator.communicate(timeout=30)[1]
+    errors = [worker.communicate(timeout=LATEST_S)[1] for worker in workers]
+    message = coordinator.communicate(timeout=LATEST_S)[1]
     assert coordinator.returncode == 1
     assert "1 of 2 workers did not join within 8 s; joined: w;" in message
     assert "refused worker 'w'" in message
@@ -218,7 +219,7 @@ def started(command, **kwargs):
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
-    timer = threading.Timer(60, process.kill)
+    timer = threading.Timer(LATEST_S, process.kill)
     timer.start()
     assert process.stdout.readline().startswith("ready")
     timer.cancel()
@@ -234,7 +235,7 @@ def test_ctrl_c_ends_everything():
     family = descendants(process.pid)
     assert len(family) == 3  # two workers, and what has forked them
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=LATEST_S)
     assert "KeyboardInterrupt" in err
     assert process.returncode in (-signal.SIGINT, 130)
     assert wait_gone(family)
@@ -245,7 +246,7 @@ def test_when_the_coordinator_dies_its_workers_end_by_themselves(number):
     process = started([sys.executable, *LONG])
     family = descendants(process.pid)
     process.send_signal(number)
-    process.communicate(timeout=10)
+    process.communicate(timeout=LATEST_S)
     assert process.returncode == -number
     assert wait_gone(family)
 
@@ -257,7 +258,7 @@ def test_a_signal_to_run_ends_script_and_workers(number):
     # The script; what forks the workers; the two workers, each with the process of its first job.
     assert len(family) == 6
     process.send_signal(number)
-    _, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=LATEST_S)
     assert process.returncode in (128 + number, 1)
     assert f"pipedream-rt: ending on {number.name}" in err
     assert wait_gone(family)
@@ -269,7 +270,7 @@ def test_when_run_is_killed_nothing_stays():
     script = next(p for p in family if "script.py" in Path(f"/proc/{p}/cmdline").read_text())
     process.kill()
     os.kill(script, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=LATEST_S)
     assert wait_gone(family)
 
 
@@ -290,7 +291,7 @@ def test_a_worker_whose_coordinator_never_listens_gives_up():
 )
 def test_wrong_arguments_of_a_worker(arguments, words):
     done = subprocess.run(
-        [*COMMAND, "worker", *arguments], capture_output=True, text=True, timeout=30
+        [*COMMAND, "worker", *arguments], capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.returncode in (1, 2)
     assert words in done.stderr
@@ -322,9 +323,9 @@ def test_a_stranger_at_the_rendezvous_does_not_disturb(digest):
         )
         for n in "ab"
     ]
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LATEST_S)
     for other in workers:
-        other.communicate(timeout=20)
+        other.communicate(timeout=LATEST_S)
     strangers[1].close()
     assert digest_of(out) == digest, err
 
@@ -417,6 +418,6 @@ def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
     finally:
         for worker in workers:
             worker.terminate()
-            worker.wait(timeout=30)
+            worker.wait(LATEST_S)
     assert losses == expected
     assert names == ["early", "later"]

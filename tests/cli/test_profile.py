@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt.partitioning import files
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.processes
 def run(*words, cwd):
     command = [sys.executable, "-m", "pipedream_rt.cli.main", *map(str, words)]
     command[1:3] = ["-c", "from pipedream_rt.cli import main; main()"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LATEST_S)
 
 
 def test_the_script_runs_up_to_its_first_mini_batch(tmp_path):

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.deadlines import LATEST_S
 from support.two_hosts import A6, CONT, KILL, STOP, A, two_hosts, why_not
 
 from pipedream_rt.transport.tls import make_certificate
@@ -25,7 +26,7 @@ def expected(stages, *more):
     """The digest of the same training on threads of one process."""
     done = subprocess.run(
         [sys.executable, SCRIPT, "--workers", "in-process", "--stages", str(stages), *more],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=LATEST_S, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()[-1]
 

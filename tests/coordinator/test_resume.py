@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.deadlines import LATEST_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -21,7 +22,7 @@ def lines_until(command, stop_after, environment):
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment,
     )  # fmt: skip
-    timer = threading.Timer(100, process.kill)
+    timer = threading.Timer(LATEST_S, process.kill)
     timer.start()
     lines = []
     try:

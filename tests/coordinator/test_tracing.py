@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.events import check_trace_events
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
@@ -252,7 +253,7 @@ def test_run_with_a_trace(tmp_path):
     command = [sys.executable, "-c", code, "run", "--nproc-per-node", "2"]
     options = ["--trace", "run.trace", str(SCRIPT), "--pipelines", "2"]
     done = subprocess.run(
-        [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["run-2.trace", "run.trace"]

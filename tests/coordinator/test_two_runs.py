@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from support.deadlines import LATEST_S
 from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -232,7 +233,7 @@ def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
             assert run.stdout.readline() == "begun\n"
             assert parts(tmp_path)
             run.send_signal(end)
-        run.communicate(timeout=60)
+        run.communicate(timeout=LATEST_S)
     if workers == "in-process" and end is signal.SIGKILL:
         assert parts(tmp_path)
     else:
@@ -240,7 +241,7 @@ def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
     if end is not signal.SIGKILL:
         return
     with start(tmp_path, workers, "go") as run:
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=LATEST_S)
     assert out == "done 20\n", err
     assert parts(tmp_path) == []
 
@@ -251,8 +252,8 @@ def test_two_scripts(tmp_path):
     with start(tmp_path, "in-process", "stop") as first:
         assert first.stdout.readline() == "begun\n"
         with start(tmp_path, "in-process", "go") as second:
-            _, err = second.communicate(timeout=60)
+            _, err = second.communicate(timeout=LATEST_S)
         assert second.returncode == 1
         assert f"{tmp_path} is in use by process {first.pid}, which writes" in err
-        out, _ = first.communicate("\n", timeout=60)
+        out, _ = first.communicate("\n", timeout=LATEST_S)
         assert out == "done 20\n"

@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.deadlines import LATEST_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -67,7 +68,7 @@ def workers(count, monkeypatch):
     started = [subprocess.Popen([*command, f"node{i}"], cwd=ROOT) for i in range(count)]
     try:
         yield
-        assert [each.wait(60) for each in started] == [0] * count
+        assert [each.wait(LATEST_S) for each in started] == [0] * count
     finally:
         for each in started:
             each.kill()

@@ -12,13 +12,15 @@ import sys
 import threading
 from contextlib import ExitStack, contextmanager
 
+from .deadlines import LATEST_S
+
 A, B = "10.77.0.1", "10.77.0.2"
 A6, B6 = "fd77::1", "fd77::2"
 SECRET = "a secret of two machines and of no other"
 
 
 def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=LATEST_S)
 
 
 def why_not():
@@ -70,7 +72,7 @@ class Child:
             self.lines.append("(end)")
             self._came.notify_all()
 
-    def wait_for(self, words, timeout=90):
+    def wait_for(self, words, timeout=LATEST_S):
         """Wait for a line that has the words, after the one waited for last, and return it."""
 
         def found():
@@ -92,7 +94,7 @@ class Child:
     def signal(self, number):
         os.kill(self.pid, number)
 
-    def ended(self, timeout=90):
+    def ended(self, timeout=LATEST_S):
         """Wait for the end, and for the last line, and return the exit code."""
         try:
             code = self.process.wait(timeout)
@@ -152,7 +154,7 @@ class TwoHosts:
             subprocess.run(
                 ["tc", "-n", f"{self._prefix}{host}", "qdisc", "add", "dev", f"eth{host.upper()}",
                  "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"],
-                check=True, capture_output=True, timeout=20,
+                check=True, capture_output=True, timeout=LATEST_S,
             )  # fmt: skip
 
     def add_card(self, host, device, address):
@@ -188,7 +190,9 @@ class TwoHosts:
         self._children.close()
         for host in "ab":
             subprocess.run(
-                ["ip", "netns", "del", f"{self._prefix}{host}"], capture_output=True, timeout=20
+                ["ip", "netns", "del", f"{self._prefix}{host}"],
+                capture_output=True,
+                timeout=LATEST_S,
             )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.tunnel import _PART, Tunnel
@@ -130,7 +131,7 @@ with socket.socket() as stranger:
 def stranger(host, gate, port):
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, host, str(gate), str(port)],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=LATEST_S, check=True,
     )  # fmt: skip
     return done.stdout.strip()
 
