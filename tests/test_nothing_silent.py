@@ -753,3 +753,113 @@ def test_a_grace_time_is_a_time():
     with pytest.raises(ConfigError, match="the grace time of the checkpoints must be a positive"):
         Checkpoints("run", grace=5)
     assert Checkpoints("run").grace == timedelta(seconds=20)
+
+
+# -- changes in place ---------------------------------------------------------------------------
+
+
+class Changes(nn.Module):
+    """Four layers, between which something is changed in place."""
+
+    def __init__(self, change, tied=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("scale", torch.ones(4))
+        self.change = change
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x) * self.scale)
+        self.change(self)
+        return self.layers[3](self.layers[2](x) * self.scale)
+
+
+def clamps_data(model):
+    model.layers[0].weight.data.clamp_(-0.1, 0.1)
+
+
+def clamps(model):
+    with torch.no_grad():
+        model.layers[3].weight.clamp_(-0.1, 0.1)
+
+
+def counts(model):
+    model.scale.add_(1)
+
+
+def fills(model):
+    model.layers[2].bias.data[0] = 1.0
+
+
+def changed_on(change, name, options, **more):
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(3)]
+    defaults = {"schedule": "1f1b", "workers": "serial", "example": data[0]}
+    with Pipeline(
+        Changes(change, **more), loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        **{**defaults, **options},
+    ) as pipe:  # fmt: skip
+        return [result.loss for result in pipe.train_epoch(data)], pipe.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "together"),
+    [
+        (clamps_data, "layers.0.weight", ["layers.2"]),
+        (clamps, "layers.3.weight", None),
+        (fills, "layers.2.bias", None),
+    ],
+)
+def test_a_weight_is_not_changed_on_another_stage_than_its_own(change, name, together):
+    expected = changed_on(change, name, {"stages": 1})
+    words = rf"changes {name} in place on stage 1, and layers.{name[7]} uses it on stage [023]"
+    with pytest.raises(ConfigError, match=words) as caught:
+        changed_on(change, name, {"stages": 4})
+    assert f"{__file__}:" in str(caught.value)
+    if together:
+        found = changed_on(change, name, {"stages": together})
+        assert found[0] == expected[0]
+
+
+def test_a_buffer_is_not_changed_between_layers_of_two_stages():
+    with pytest.raises(ConfigError, match=r"changes scale in place on stage 1, .* on stage 0"):
+        changed_on(counts, "scale", {"stages": 4})
+
+
+class Clamped(nn.Linear):
+    """A layer that clamps its own weight."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_layer_does_not_change_a_weight_that_another_stage_uses_too(schedule):
+    torch.manual_seed(0)
+    layers = [Clamped(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    data = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(3)]
+    options = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    options |= {"schedule": schedule, "workers": "serial", "stages": 3}
+    with Pipeline(layers, **options) as pipe:
+        list(pipe.train_epoch(data))
+    layers[2].weight = layers[0].weight
+    words = r"changed the parameter '0\.weight' .*other stages have copies"
+    with Pipeline(layers, **options) as pipe, pytest.raises(StageFailed, match=words):
+        list(pipe.train_epoch(data))
+
+
+class Rounds(nn.Module):
+    def forward(self, x):
+        return x["left"].round_() + x["right"][0]
+
+
+def test_a_change_of_the_mini_batch_itself_is_told_once_with_its_name(caplog):
+    data = [({"left": torch.randn(4, 2), "right": [torch.randn(4, 2)]}, torch.randn(4, 2))] * 4
+    before = data[0][0]["left"].clone()
+    options = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    with Pipeline([Rounds(), nn.Linear(2, 2)], stages=2, workers="serial", **options) as pipe:
+        list(pipe.train_epoch(data))
+    assert torch.equal(data[0][0]["left"], before)
+    assert caplog.text.count("changes the tensor 'left' of the mini-batch in place") == 1

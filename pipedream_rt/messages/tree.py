@@ -190,6 +190,26 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     return value
 
 
+def places(structure: Structure) -> dict[int, str]:
+    """Return where each tensor stands in a value, as ``1.mask`` in ``(x, {"mask": y})``.
+
+    Args:
+        structure: The structure from `flatten`.
+    """
+    tag = structure[0]
+    if tag == "T":
+        return {structure[1]: ""}
+    if tag == "P":
+        return {}
+    items = structure[1] if tag in (*_SEQUENCES.values(), *_MAPPINGS.values()) else structure[2]
+    named = enumerate(items) if tag in (*_SEQUENCES.values(), "n") else items
+    return {
+        number: f"{key}.{rest}".rstrip(".")
+        for key, item in named
+        for number, rest in places(item).items()
+    }
+
+
 def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Return the tensor detached and resolved, in a storage with its elements and nothing else.
 

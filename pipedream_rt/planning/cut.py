@@ -143,6 +143,7 @@ class _Cutter:
         """Cut the program."""
         steps, last = self._program.steps, len(self._done) - 1
         self._refuse_parted_changes()
+        self._refuse_changed_copies()
         for number, step in enumerate(steps):
             if not step.free:
                 self._do(number, self._stage_of[number])
@@ -273,6 +274,30 @@ class _Cutter:
                         "(x = x + 1 in the place of x += 1), or choose split points that keep "
                         "both in one stage"
                     )
+
+    def _refuse_changed_copies(self) -> None:
+        """Refuse to change a weight or a buffer in place on one stage that another one uses.
+
+        Each has a copy of it, and the change would reach that of one stage alone.
+
+        Raises:
+            ConfigError: A step does.
+        """
+        steps = self._program.steps
+        for here, step in zip(self._stage_of, steps, strict=True):
+            if step.layer is not None:  # what a layer does to its own is looked at on its stage
+                continue
+            for there, user in zip(self._stage_of, steps, strict=True):
+                layer = "" if user.layer is None else f"{user.layer}."
+                for name in step.changes_held if there != here else ():
+                    if name in user.held or (layer and name.startswith(layer)):
+                        raise ConfigError(
+                            f"{step.name}, at {step.where}, changes {name} in place on stage "
+                            f"{here}, and {user.name} uses it on stage {there}, which has a copy "
+                            "that the change does not reach. Do it in the layer that has it, for "
+                            "instance in its forward, or choose split points that keep both in one "
+                            "stage"
+                        )
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

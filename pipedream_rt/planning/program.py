@@ -132,6 +132,7 @@ class Step:
             weights, layers that have some, or random numbers.
         after: The earlier steps, by number, that have changed in place what this one takes.
         changes: The slots whose values it changes in place.
+        changes_held: The names, all of them, of parameters and buffers that it changes in place.
         around: The contexts of torch in which it runs.
         where: The line of the user's code that makes the step, for messages.
     """
@@ -147,6 +148,7 @@ class Step:
     free: bool = False
     after: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
+    changes_held: tuple[str, ...] = ()
     around: Around = SEQUENCE
     where: str = ""
 

@@ -269,8 +269,13 @@ class _Recorder(TorchFunctionMode):
             )
             for name, t in reversed(list(named))  # the first name of a tensor counts
         }
-        named = (*model.parameters(), *model.buffers())
-        self._held_memory = {t.untyped_storage()._cdata for t in named if not t.is_meta}
+        self._names_over: dict[int, list[str]] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            if not tensor.is_meta:
+                self._names_over.setdefault(tensor.untyped_storage()._cdata, []).append(name)
         for tensor in inputs:
             self._tag(tensor, _BATCH)
 
@@ -297,7 +302,7 @@ class _Recorder(TorchFunctionMode):
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight or a buffer, or lies over one's memory as ``.data`` does."""
-        return id(tensor) in self._held or tensor.untyped_storage()._cdata in self._held_memory
+        return id(tensor) in self._held or tensor.untyped_storage()._cdata in self._names_over
 
     def _was_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during the forward."""
@@ -528,6 +533,11 @@ class _Recorder(TorchFunctionMode):
                 free=not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS,
                 after=tuple(sorted(after)),
                 changes=tuple(changes),
+                changes_held=tuple(
+                    name
+                    for tensor in changed
+                    for name in self._names_over.get(tensor.untyped_storage()._cdata, ())
+                ),
                 around=self._around(),
                 where=_line() if where is None else where,
             )

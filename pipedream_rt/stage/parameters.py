@@ -23,7 +23,7 @@ that it has made of the version, in another set of buffers with their own leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -185,17 +185,24 @@ class VersionedParameters:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def copies(self, micro_batch: int) -> list[Tensor]:
-        """Return copies of the weights that a micro-batch reads, for `require_unchanged`."""
-        return [b.clone() for b in self._read_by(micro_batch).buffers]
+    def copies(self, micro_batch: int, names: Collection[str] | None) -> list[Tensor | None]:
+        """Return copies of the weights that a micro-batch reads, for `require_unchanged`.
 
-    def require_unchanged(self, micro_batch: int, before: Sequence[Tensor] | None) -> None:
+        Args:
+            micro_batch: Number of the micro-batch, which is in flight.
+            names: The names of those to copy, with None in the places of others; None for all.
+        """
+        buffers = self._read_by(micro_batch).buffers
+        named = zip(self._names, buffers, strict=True)
+        return [b.clone() if names is None or name in names else None for name, b in named]
+
+    def require_unchanged(self, micro_batch: int, before: Sequence[Tensor | None]) -> None:
         """Refuse a forward that has changed weights.
 
         Args:
             micro_batch: Number of the micro-batch, which is in flight.
-            before: The weights before the forward, where its version is not the only one; None
-                where a change in place does what it does in plain PyTorch.
+            before: The weights before the forward; None in the place of one of which there is no
+                other version or copy, so that a change in place does what it does in plain PyTorch.
 
         Raises:
             ConfigError: A weight was changed.
@@ -203,14 +210,16 @@ class VersionedParameters:
         version = self._read_by(micro_batch)
         for i, (leaf, buffer) in enumerate(zip(version.leaves, version.buffers, strict=True)):
             moved = leaf.data_ptr() != buffer.data_ptr()
-            if moved or (before is not None and not same(buffer, before[i])):
+            then = before[i]
+            if moved or (then is not None and not same(buffer, then)):
                 raise ConfigError(
                     f"stage {self._stage}: the forward changed the parameter {self._names[i]!r} "
                     + ("by assigning its .data" if moved else "in place")
-                    + ". Micro-batches in flight read several versions of it, or replicas have "
-                    "copies, so this would hold for some of them alone; use a schedule that "
-                    "flushes, without replicas, and change it in place, keep such values in a "
-                    "buffer, or change parameters by the optimizer alone"
+                    + ". Micro-batches in flight read several versions of it, or replicas or other "
+                    "stages have copies, so this would hold for some of them alone; use a schedule "
+                    "that flushes, without replicas, on a weight that one stage alone uses, and "
+                    "change it in place, keep such values in a buffer, or change parameters by the "
+                    "optimizer alone"
                 )
 
     @contextmanager

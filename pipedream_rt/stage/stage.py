@@ -48,6 +48,7 @@ from pipedream_rt.stage.evaluation import (
     measured,
 )
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
+from pipedream_rt.stage.guards import telling_changed_inputs
 from pipedream_rt.stage.kept import KeptVersions
 from pipedream_rt.stage.loss_check import LossCheck
 from pipedream_rt.stage.optimizer import (
@@ -337,6 +338,7 @@ class Stage:
         others = len(self._in_flight) > 1
         with (
             self._watching(micro_batch),
+            telling_changed_inputs(self._given(inputs) if micro_batch == 0 else None),
             self._buffers.kept_for_backward(others),
             self._reading(micro_batch),
             self._casting(),
@@ -393,6 +395,11 @@ class Stage:
             _unpack(unflatten(structure, tensors), program.takes.get(source, ()), values)
         return values
 
+    def _given(self, inputs: Sequence[Value]) -> Value | None:
+        """Return what came of the mini-batch itself, among the inputs of a forward."""
+        pairs = zip(self._sources, inputs, strict=True)
+        return next((value for source, value in pairs if source == COORDINATOR), None)
+
     def _reading(self, micro_batch: int) -> AbstractContextManager[None]:
         """Let all weights be those that a micro-batch reads, while the body runs."""
         return _all(weights.reading(micro_batch) for _, weights in self._by_owner)
@@ -436,10 +443,12 @@ class Stage:
     @contextmanager
     def _refusing(self, micro_batch: int, looks: bool) -> Iterator[None]:
         """See `_watching`; weights are only looked at if ``looks``."""
-        # Where a schedule flushes there is one version, and a change in place is one of it.
-        compares = looks and (not self.plan.flushes or self._is_replica)
+        # Where a schedule flushes there is one version, and a change in place is one of it; but of
+        # a weight that other stages use too, these have copies.
+        every = not self.plan.flushes or self._is_replica
+        compared = None if every else frozenset(self._tied_here)
         owners = [weights for _, weights in self._by_owner]
-        before = [weights.copies(micro_batch) if compares else None for weights in owners]
+        before = [weights.copies(micro_batch, compared) if looks else [] for weights in owners]
         shared = self._shared_buffers()
         values = {name: self.module.get_buffer(name).clone() for name in shared if looks}
         yield
