@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from pipedream_rt.coordinator.distributed_optimizer import (
 )
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
+from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.fingerprints import Fingerprint
 from pipedream_rt.coordinator.generation import generate
@@ -763,6 +764,30 @@ class Pipeline:
         """
         return self._model.copy_with(self.state_dict(version=version))
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield copies of all parameters, as `nn.Module.parameters` does. Flushes the pipe.
+
+        They are there to be looked at: what is done to them does not reach the stages.
+        """
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the names of all parameters and copies of them; see `parameters`."""
+        return copies_of(self._model.whole, self.state_dict())
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipeline:
+        """Return the pipeline, whose stages compute on CPUs, if asked for one on the CPU.
+
+        Raises:
+            ConfigError: Another device or dtype is asked for.
+        """
+        require_cpu(*args, **kwargs)
+        return self
+
+    def cpu(self) -> Pipeline:
+        """Return the pipeline, whose stages compute on CPUs."""
+        return self
+
     def loss_module(self) -> nn.Module:
         """Return a copy of the loss function with the weights of now. Flushes the pipe.
 
@@ -970,6 +995,27 @@ class Pipeline:
         """Return what runs, how far it has come, and whether it is open."""
         plan = self.plan
         return f"<Pipeline {plan.name}, {plan.in_words}, step {self.step}, {self.state.value}>"
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do instead, for what people look for on a module.
+
+        Raises:
+            AttributeError: Always.
+        """
+        advice = f": {ADVICE[name]}" if name in ADVICE else ""
+        raise AttributeError(f"a Pipeline has no attribute {name!r}{advice}", name=name, obj=self)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "a pipeline is workers and connections, so it can be neither pickled nor copied: "
+            "pipe.save(folder) writes all of its state, pipe.module() returns a copy of the model, "
+            "and pipe.state_dict() its weights"
+        )
 
     def __dir__(self) -> list[str]:
         """Return the public names alone, for people who look around."""

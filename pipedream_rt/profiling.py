@@ -39,9 +39,9 @@ from pipedream_rt.planning.program import (
     Step,
     filled,
     found,
+    held_by,
     put,
     replaced,
-    tensor_named,
 )
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
@@ -515,10 +515,12 @@ class _Part:
             for step in program.steps
         ]
         names = {n for step in program.steps for n in step.held} | {*program.held}
-        self._held = {n: tensor_named(model, n) for n in names}
+        self._held = {n: held_by(model, n) for n in names}
         layers = [call for step, call in self._calls if step.layer is not None]
+        layers += [each for each in self._held.values() if isinstance(each, nn.Module)]
         own = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
-        tensors = {id(t): t for t in (*own, *self._held.values())}.values()
+        used = [each for each in self._held.values() if isinstance(each, Tensor)]
+        tensors = {id(t): t for t in (*own, *used)}.values()
         self.weights = [t for t in tensors if t.requires_grad and t.is_leaf]
         self.frozen_bytes = sum(t.nbytes for t in tensors if not t.requires_grad)
         self._fixed = {t.untyped_storage().data_ptr() for t in tensors}

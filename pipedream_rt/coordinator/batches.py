@@ -62,6 +62,23 @@ def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
     )
 
 
+def require_loader(loader: Any, what: str) -> None:
+    """Refuse a loader that yields nothing one after another; it is not drawn from.
+
+    Args:
+        loader: The loader.
+        what: What it is given to, for the message.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        raise ConfigError(
+            f"{what} takes a loader, something that yields mini-batches, as a DataLoader or a list "
+            f"of pairs (x, y); it was given {loader!r:.80}"
+        )
+
+
 def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Cut a mini-batch into micro-batches.
 

@@ -105,8 +105,13 @@ class Cutter:
             ConfigError: The mini-batch has no samples, or cannot be cut.
         """
         k, samples = self._per_update, samples_of(batch)
-        if samples == 0 or (samples is None and k > 1):
+        if samples == 0:
             raise ConfigError("a mini-batch without samples cannot be trained on")
+        if samples is None and k > 1:
+            raise ConfigError(
+                "the mini-batch has no tensor with a dimension, so it cannot be cut into "
+                f"{k} micro-batches; give tensors of (samples, ...), or micro_batches=1"
+            )
         if k == 1 or samples is None:
             return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
         sizes = micro_batch_sizes(samples, k)

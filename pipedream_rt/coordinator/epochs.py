@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from pipedream_rt.checkpoint import Manifest
-from pipedream_rt.coordinator.batches import Prepare, batch_of
+from pipedream_rt.coordinator.batches import Prepare, batch_of, require_loader
 from pipedream_rt.coordinator.checkpointer import result_of
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.loading import Loading, begin_epoch_at, between_epochs
@@ -59,6 +59,7 @@ class Epochs:
             Exception: What the loader raised, after the results of the items before it.
         """
         feeder = self._feeder
+        require_loader(loader, "train_epoch")
         if self._loading is not None:
             raise ConfigError(
                 f"epoch {self.number} is under way: an iteration over train_epoch has not ended. "

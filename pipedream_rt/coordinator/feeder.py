@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of
+from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of, require_loader
 from pipedream_rt.coordinator.cutting import CutBatch, Cutter, LossChecks, Part
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.forwards import Cache, Fed, Forwards
@@ -355,6 +355,7 @@ class Feeder:
         self._group.life.check()
         if not self._has_loss:
             raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
+        require_loader(loader, "evaluate")
         target = _OfTarget(metrics=packed_metrics(metrics or {}))
         names = ["loss", *(metrics or {})]
         mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
@@ -446,6 +447,7 @@ class Feeder:
     ) -> Generator[Any, None, None]:
         """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
         self._group.life.check()
+        require_loader(loader, "predict")
         batches = (example_of(item if prepare is None else prepare(item)) for item in loader)
         parts = (self._part(batch, Mode.INFER) for batch in batches)
         with closing(self._passed(Mode.INFER, parts, version)) as passed:

@@ -30,6 +30,7 @@ from pipedream_rt.planning import (
 from pipedream_rt.planning.cut import StageProgram
 from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.pretrained import Pretrained
+from pipedream_rt.planning.record import MANUAL
 from pipedream_rt.planning.settings import refuse_global_hooks, settings_now
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
@@ -206,6 +207,9 @@ def correcting(
         if not isinstance(each, Correction):
             raise ConfigError(f"corrections must be Correction objects, not {each!r}")
         refuse_nonsense(each)
+        if optimizer is not None:
+            for _, options in optimizer.groups:
+                each.require_fit(optimizer.optimizer_class, {**optimizer.kwargs, **options})
         if plan.flushes or not overrides(each, "after_backward"):
             continue
         name = type(each).__name__
@@ -369,10 +373,15 @@ def pickled_specs(
         pieces = [
             *((f"layer {name}", module) for name, module in modules.items()),
             *(
-                (f"{step.name} at {step.where}", step.target)
+                piece
                 for p in programs[stage]
                 for step in p.steps
+                for piece in (
+                    (f"{step.name} at {step.where}", step.target),
+                    (f"an argument of {step.name} at {step.where}", (step.args, step.kwargs)),
+                )
             ),
+            ("what the forward returns", [p.output for p in programs[stage]]),
             ("loss_fn", loss),
             *((f"the hook of {hook.parameter}", hook.call) for hook in spec.hooks),
             *((f"the correction {type(each).__name__}", each) for each in corrections),
@@ -442,12 +451,21 @@ def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Ra
     """Find the layer, the loss function or the hook with a tensor over a weight's memory."""
     for what, value in pieces:
         if weight := alias(dumps(value)[1], weights):
+            old = weight.endswith("_orig")  # as the old ways to change how a weight is made have it
             return (
                 f"{what} holds a tensor over the memory of {weight}, such as a detached or sliced "
-                "one, in an attribute or a closure; on a worker the two would part. Take it in "
-                "forward, from the parameter or buffer itself"
+                "one, in an attribute or a closure; on a worker the two would part. "
+                + (
+                    "torch.nn.utils.parametrizations has what torch.nn.utils.spectral_norm did, "
+                    "without that"
+                    if old
+                    else "Take it in forward, from the parameter or buffer itself"
+                )
             )
-    raise AssertionError("the stage as a whole has such a tensor, and no piece of it")
+    return (
+        "what a stage is sent holds a tensor over the memory of a weight, and on a worker the two "
+        f"would part; none of its layers does by itself. {MANUAL}"
+    )
 
 
 def _hooks(
@@ -509,7 +527,11 @@ def _takes_along(
         if weight := foreign(dumps(value)[1], owners, stage):
             return (
                 f"{what} of stage {stage} refers to {weight}, by a closure, a tuple, a list or an "
-                "attribute that is no submodule; its stage would have a copy that is never "
-                "trained. Put both into one stage, or pass the value along"
+                "attribute that is no submodule, or is a module that is passed along; its stage "
+                "would have a copy that is never trained. Put both into one stage, or pass the "
+                "value along"
             )
-    raise AssertionError("the stage as a whole has a foreign weight, and no piece of it")
+    return (
+        f"what stage {stage} is sent holds a weight of another stage, of which it would have a "
+        f"copy that is never trained; none of its layers does by itself. {MANUAL}"
+    )

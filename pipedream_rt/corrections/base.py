@@ -95,6 +95,17 @@ class Correction:
     parameters: Mapping[str, Tensor]
     state: dict[str, dict[str, Any]]
 
+    def require_fit(self, optimizer: type, group: Mapping[str, Any]) -> None:
+        """Refuse an optimizer that the correction is not for; called before anything starts.
+
+        Args:
+            optimizer: The class of the optimizer.
+            group: The options of a parameter group that were given.
+
+        Raises:
+            ConfigError: The correction is not for it.
+        """
+
     def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
         """Change the weights that micro-batches will read in the place of a version.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,10 @@ class WeightPrediction(Correction):
         """Check the number."""
         require_number("strength", self.strength, 0.0)
 
+    def require_fit(self, optimizer: type, group: Mapping[str, Any]) -> None:
+        """See `Correction.require_fit`."""
+        _require_rule(optimizer, group)
+
     def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
         """See `Correction.before_forward`.
 
@@ -56,7 +61,7 @@ class WeightPrediction(Correction):
         """
         names = {id(p): name for name, p in self.parameters.items()}
         for group in optimizer.param_groups:
-            _require_rule(optimizer, group)
+            _require_rule(type(optimizer), group)
             for parameter in group["params"]:
                 if (name := names.get(id(parameter))) in weights and optimizer.state[parameter]:
                     step = expected_step(optimizer, group, parameter)
@@ -129,7 +134,7 @@ def expected_step(
         step = own(parameter, group)
         return step
     state = optimizer.state[parameter]
-    _require_rule(optimizer, group)
+    _require_rule(type(optimizer), group)
     if isinstance(optimizer, torch.optim.SGD):
         buffer = state.get("momentum_buffer")
         step = group["lr"] * (torch.zeros_like(parameter) if buffer is None else buffer)
@@ -141,20 +146,19 @@ def expected_step(
     return step_of_moments(group, state, parameter, decays)  # AdamW is an Adam too
 
 
-def _require_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Refuse an optimizer whose next step cannot be told.
+def _require_rule(optimizer: type, group: Mapping[str, Any]) -> None:
+    """Refuse a class of optimizers whose next step cannot be told.
 
     Raises:
         ConfigError: There is no rule for it.
     """
-    if hasattr(optimizer, "expected_step") or isinstance(
-        optimizer, torch.optim.Adam | torch.optim.NAdam
-    ):
+    moments = issubclass(optimizer, torch.optim.Adam | torch.optim.NAdam)
+    if hasattr(optimizer, "expected_step") or moments:
         return
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+    if issubclass(optimizer, torch.optim.SGD) and group.get("momentum", 0.0):
         return
     raise ConfigError(
-        f"WeightPrediction has no rule for {type(optimizer).__name__}: use SGD with momentum, "
+        f"WeightPrediction has no rule for {optimizer.__name__}: use SGD with momentum, "
         "Adam, AdamW or NAdam, or give the optimizer a method expected_step(parameter, group)"
     )
 

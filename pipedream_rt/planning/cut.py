@@ -288,9 +288,9 @@ class _Cutter:
             if step.layer is not None:  # what a layer does to its own is looked at on its stage
                 continue
             for there, user in zip(self._stage_of, steps, strict=True):
-                layer = "" if user.layer is None else f"{user.layer}."
+                whole = [*user.held, *([] if user.layer is None else [user.layer])]
                 for name in step.changes_held if there != here else ():
-                    if name in user.held or (layer and name.startswith(layer)):
+                    if any(name == each or name.startswith(f"{each}.") for each in whole):
                         raise ConfigError(
                             f"{step.name}, at {step.where}, changes {name} in place on stage "
                             f"{here}, and {user.name} uses it on stage {there}, which has a copy "

@@ -54,7 +54,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Stands for a parameter or a buffer that a step outside of the layers uses.
+    """Stands for a parameter or a buffer that a step outside of the layers uses, or for a module.
 
     Attributes:
         name: Its name in the unsplit model.
@@ -325,7 +325,7 @@ NONE_CARRIED: Mapping[str, Any] = {}
 def filled(
     value: Any,
     values: dict[int, Any],
-    held: dict[str, Tensor],
+    held: dict[str, Any],
     carried: Mapping[str, Any] = NONE_CARRIED,
 ) -> Any:
     """Return a value with slots and names replaced by what they stand for.
@@ -333,7 +333,7 @@ def filled(
     Args:
         value: The value.
         values: The values of slots.
-        held: Parameters and buffers, by name.
+        held: Parameters, buffers and modules, by name.
         carried: The objects that layers keep something in, by name.
     """
 
@@ -345,11 +345,10 @@ def filled(
     return replaced(value, (Slot, Held, Carried), meant)
 
 
-def tensor_named(model: nn.Module, name: str) -> Tensor:
-    """Return the parameter or the buffer that a `Held` stands for."""
+def held_by(model: nn.Module, name: str) -> Any:
+    """Return the parameter, the buffer or the module that a `Held` stands for."""
     path, _, short = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), short)
-    return tensor
+    return getattr(model.get_submodule(path), short)
 
 
 def put(step: Step, result: Any, values: dict[int, Any]) -> None:

@@ -221,9 +221,10 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         place = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in place if not frame.filename.startswith(_OURS)]
         at = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        how = "" if torch.is_grad_enabled() else " in eval mode, without gradients"
         raise ConfigError(
             f"the forward of the model, a {type(model).__name__}, does not take the example or the "
-            f"mini-batch{at}: {type(error).__name__}: {error}"
+            f"mini-batch{how}{at}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -254,6 +255,7 @@ class _Recorder(TorchFunctionMode):
         self.drew = self.sized = False
         self._layers = layers
         self._names = {id(layer): name for name, layer in layers.items()}
+        self._all_names = {id(module): name for name, module in model.named_modules()}
         self._calls: dict[str, int] = {}
         self._slots = 0
         self._inputs = inputs
@@ -325,6 +327,9 @@ class _Recorder(TorchFunctionMode):
             if id(tensor) in self._carried:
                 depends |= _LAYERS
                 return Carried(self._carried[id(tensor)][0])
+            if isinstance(tensor, nn.Module):
+                depends |= _LAYERS
+                return self._module(tensor)
             if not isinstance(tensor, Tensor):
                 return tensor
             if (tag := self.tag_of(tensor)) is not None:
@@ -346,7 +351,24 @@ class _Recorder(TorchFunctionMode):
                 )
             return tensor
 
-        return replaced(value, (Tensor, *self._carried_kinds), stand_in), depends, after
+        kinds: tuple[type, ...] = (Tensor, nn.Module, *self._carried_kinds)
+        return replaced(value, kinds, stand_in), depends, after
+
+    def _module(self, module: nn.Module) -> Any:
+        """Return what stands for a module that is passed to a layer, which stages then share.
+
+        Raises:
+            ConfigError: It is taken apart, so that no stage has it.
+        """
+        name = self._all_names.get(id(module))
+        if name is None:  # it was made by the forward, and has nothing of the model
+            return module
+        if any(layer == name or name.startswith(f"{layer}.") for layer in self._layers):
+            return Held(name)
+        raise _refusal(
+            f"the module {name or 'of the whole model'!r} is passed on, and it is taken apart into "
+            "layers, so that no stage has it; pass one of its layers, or the values that are needed"
+        )
 
     # -- functions ------------------------------------------------------------------------------
 
@@ -358,6 +380,11 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if self.paused or func in _CONTEXTS:
             return func(*args, **kwargs)
+        if name == "backward":
+            raise _refusal(
+                "backward() is called in the forward, which no stage can do for layers of others; "
+                "put the lines into an nn.Module of their own, which is then a layer"
+            )
         if name == "__set__":
             raise _refusal("the forward sets an attribute of a tensor, such as x.data")
         if name == "__iter__":
@@ -367,7 +394,8 @@ class _Recorder(TorchFunctionMode):
                 f"{name}() tells where a tensor lies, which is another place in each call; a model "
                 "that depends on it cannot be followed"
             )
-        if name in _FACTS or (name == "__get__" and not _is_view_getter(func)):
+        casts = name == "type" and len(args) + len(kwargs) > 1
+        if not casts and (name in _FACTS or (name == "__get__" and not _is_view_getter(func))):
             fact = func(*args, **kwargs)
             what = getattr(getattr(func, "__self__", None), "__name__", name)
             if what in _OF_SHAPE or name in _OF_SHAPE:
@@ -388,6 +416,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call and note a function."""
+        func = _PICKLED_AS.get(func, func)
         self._refuse_surroundings(f"{name.strip('_')}()")
         given, depends, after = self._seen((args, kwargs))
         if any(isinstance(value, torch.Generator) for value in _leaves_of((args, kwargs))):
@@ -425,8 +454,9 @@ class _Recorder(TorchFunctionMode):
         if not results and not changed and name not in _EFFECTS:
             self._reads(func, name, given, depends | (_DRAWN if self.drew else 0), after, result)
             return result
+        target, made = (_Silent(func), None) if name in _EFFECTS else (func, result)
         self._add(
-            f"({name})", func, given, result, results, depends, after, changed, random=self.drew
+            f"({name})", target, given, made, results, depends, after, changed, random=self.drew
         )
         return result
 
@@ -593,10 +623,21 @@ class _Recorder(TorchFunctionMode):
             if cls not in classes:
                 classes[cls] = type(cls.__name__, (cls,), {"__call__": self._stand_in(cls)})
             layer.__class__ = classes[cls]
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            if recorder.paused:
+                return derived(*args, **kwargs)
+            raise _refusal(
+                "torch.autograd.grad is called in the forward, which no stage can do for layers of "
+                "others; put the lines into an nn.Module of their own, which is then a layer"
+            )
+
+        derived, torch.autograd.grad = torch.autograd.grad, grad
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
+            torch.autograd.grad = derived
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for layer in self._layers.values():
                 layer.__class__ = type(layer).__mro__[1]
@@ -792,6 +833,23 @@ class _Applied:
         return hash(self._cls)
 
 
+class _Silent:
+    """Calls a function for its effect, as to hook a tensor; it can be pickled.
+
+    Args:
+        function: The function, whose result is of no use to later steps.
+    """
+
+    def __init__(self, function: Any) -> None:
+        """Keep the function."""
+        self._function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Call the function."""
+        self._function(*args, **kwargs)
+
+
 class _Watch(TorchDispatchMode):
     """Notes every tensor that is made, and whether random numbers are drawn.
 
@@ -828,6 +886,10 @@ def _is_index_of_integers(func: Any, args: tuple[Any, ...]) -> bool:
     masks = (torch.bool, torch.uint8)
     return all(index is None or index.dtype not in masks for index in args[1])
 
+
+_PICKLED_AS: dict[Any, Any] = {torch.ops.aten.lift_fresh.default: torch.clone}
+"""Operators of torch that calls of a forward come down to, and functions that do the same. What
+torch makes of an array of NumPy is lifted."""
 
 _CONTEXTS = {torch._C._set_grad_enabled}
 _EFFECTS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}

@@ -32,9 +32,9 @@ from pipedream_rt.planning.program import (
     Slot,
     Step,
     filled,
+    held_by,
     put,
     slots_in,
-    tensor_named,
 )
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.schedules.plan import LOSS_LAYER, Address
@@ -554,9 +554,9 @@ class Stage:
         dtype = self._spec.autocast
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
-    def _held(self, name: str) -> Tensor:
-        """Return a parameter, in the version that is read now, or a buffer."""
-        return tensor_named(self.module, name)
+    def _held(self, name: str) -> Any:
+        """Return a parameter, in the version that is read now, a buffer, or a module."""
+        return held_by(self.module, name)
 
     def _seed(self, number: int | str, name: str) -> None:
         """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""

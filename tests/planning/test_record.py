@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import pickle
 import random
 import re
 import threading
@@ -281,6 +282,49 @@ def test_an_index_of_integers_does_not_make_a_shape_that_depends_on_values():
 
     with pytest.raises(ConfigError, match="reads values that layers"):
         recorded(Base(by_mask), X, index=index)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda self, x: x.type(torch.float64).type(torch.float32),
+        lambda self, x: x.type("torch.DoubleTensor").float(),
+        lambda self, x: x * torch.from_numpy(np.arange(4, dtype=np.float32)),
+        lambda self, x: x + torch.from_numpy(np.ones((3, 4), dtype=np.float32)).sum(),
+    ],
+)
+def test_casts_and_constants_of_numpy_are_steps_that_reach_a_worker(between):
+    program = recorded(Base(between), X)
+    assert all(step.target == "a" or pickle.dumps(step.target) for step in program.steps)
+    given = between(Base(), torch.randn(3, 4))
+    assert [tuple(t.shape) for t in [given]] == [(3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda self, x: torch.func.vmap(torch.tanh)(x), r"tanh\(\) is called while a transform"),
+        (lambda self, x: torch.func.vmap(self.b)(x), "layer 'b' is called while a transform"),
+        (
+            lambda self, x: torch.autograd.grad((x**2).sum(), x, create_graph=True)[0],
+            r"torch\.autograd\.grad is called in the forward",
+        ),
+        (lambda self, x: (x**2).sum().backward() or x, r"backward\(\) is called in the forward"),
+    ],
+)
+def test_derivatives_and_transforms_between_layers_belong_into_a_module(between, words):
+    with pytest.raises(ConfigError, match=f"{words}.*nn.Module of their own"):
+        recorded(Base(between), X)
+
+
+def test_the_mode_in_which_a_forward_raises_is_said():
+    def hooked(self, x):
+        x.register_hook(lambda gradient: gradient)
+        return x
+
+    recorded(Base(hooked), X)
+    with pytest.raises(ConfigError, match=r"in eval mode, without gradients at .*RuntimeError"):
+        recorded(Base(hooked), X, training=False, grad=False)
 
 
 def test_inputs_that_do_not_fit_are_refused():
