@@ -259,8 +259,8 @@ def test_no_momentum_stays_none():
     assert_same(
         trained(open_pipe([StalenessMomentum()], optimizer=optimizer), regression(6)), plain
     )
-    with pytest.raises(StageFailed, match="no rule for SGD"):
-        trained(open_pipe([WeightPrediction()], optimizer=optimizer), regression(6))
+    with pytest.raises(ConfigError, match="no rule for SGD"):
+        open_pipe([WeightPrediction()], optimizer=optimizer)
 
 
 # -- moments ------------------------------------------------------------------------------------
