@@ -32,15 +32,19 @@ class Case(NamedTuple):
         command: Of a file in ``benchmarks``.
         metric: Which value of the line counts.
         more_is_better: Whether a higher value is better.
+        ours: Whether this checkout's file is taken for the older one too.
     """
 
     command: tuple[str, ...]
     metric: str
     more_is_better: bool
+    ours: bool = False
 
 
 SMALL = Workload("linear", 2, micro_batches=1, updates=2000, samples=8, width=256).to_json()
 """Layers that cost next to nothing, so that all else is seen."""
+
+OPENING = ("start.py", "--json", "--repeats", "1", "--where")
 
 CASES = {
     "2 stages that compute, async-1f1b": Case(
@@ -61,8 +65,11 @@ CASES = {
     "8 emulated stages, 1f1b": Case(
         ("scaling.py", "--workers", "8", "--only", "1f1b", "--json"), "micro_batches_per_s", True
     ),
-    "start of a script": Case(("start.py", "--groups", "1", "--json"), "first_s", False),
-    "start of a group of workers": Case(("start.py", "--json"), "group_ms", False),
+    "first opening in a script": Case((*OPENING, "at the top"), "first_s", False, ours=True),
+    "first opening, Pipeline imported in a module": Case(
+        (*OPENING, "in a module"), "first_s", False, ours=True
+    ),
+    "second opening in a script": Case((*OPENING, "at the top"), "second_s", False, ours=True),
     "recovery": Case(("recovery.py", "--kills", "6", "--pairs", "0", "--json"), "median_s", False),
     "processor time of a worker": Case(("ours.py", SMALL, "async-1f1b"), "worker_ms", False),
     "processor time of the coordinator": Case(
@@ -74,7 +81,9 @@ CASES = {
 def run(checkout: Path, case: Case) -> float:
     """Run a case in a checkout; with this checkout's file where the other has none."""
     script = checkout / "benchmarks" / case.command[0]
-    command = [checkout / ".venv/bin/python", script if script.exists() else HERE / script.name]
+    if case.ours or not script.exists():
+        script = HERE / script.name
+    command = [checkout / ".venv/bin/python", script]
     done = subprocess.run(  # there, since workers import what lies in the folder
         [*command, *case.command[1:]], cwd=checkout, check=True, stdout=subprocess.PIPE
     )

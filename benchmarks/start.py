@@ -43,7 +43,8 @@ if sys.argv[1] == "gpt2":
 else:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     given = {"loss_fn": F.mse_loss}
-found["openings_s"] = [opened(model, int(sys.argv[2]), **given) for _ in range(3)]
+for name in ("first_s", "second_s", "third_s"):
+    found[name] = opened(model, int(sys.argv[2]), **given)
 print(json.dumps(found))
 """
 
@@ -57,36 +58,31 @@ IMPORTS = {
 @click.option("--workers", default=4, show_default=True)
 @click.option("--model", type=click.Choice(["linear", "gpt2"]), default="linear")
 @click.option("--repeats", default=5, show_default=True)
+@click.option("--where", type=click.Choice(list(IMPORTS)), multiple=True, help="Leave others out.")
 @click.option("--run", "under_run", is_flag=True, help="Under `pipedream-rt run`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
-def main(workers: int, model: str, repeats: int, under_run: bool, as_json: bool) -> None:
+def main(
+    workers: int, model: str, repeats: int, where: tuple[str, ...], under_run: bool, as_json: bool
+) -> None:
     """Open pipelines in programs, one after another."""
     command = [sys.executable]
     if under_run:
         command = [str(Path(sys.executable).with_name("pipedream-rt")), "run"]
         command += ["--nproc-per-node", str(workers)]
-    for where, line in IMPORTS.items():
+    for place in where or IMPORTS:
         lines = []
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder) / "script.py"
             of_model = "from transformers import GPT2Config, GPT2LMHeadModel"
-            script.write_text(PROGRAM % (line, of_model if model == "gpt2" else "pass"))
+            script.write_text(PROGRAM % (IMPORTS[place], of_model if model == "gpt2" else "pass"))
             for _ in range(repeats):
                 words = [*command, str(script), model, str(workers)]
                 done = subprocess.run(words, check=True, capture_output=True, text=True)
                 lines.append(json.loads(done.stdout))
-        found: dict[str, Any] = {"imported": where}
-        for name in lines[0]:
-            if name == "openings_s":
-                found[name] = [statistics.median(e[name][i] for e in lines) for i in range(3)]
-            else:
-                found[name] = statistics.median(each[name] for each in lines)
-        if as_json:
-            print(json.dumps(found))
-            continue
-        openings = ", ".join(f"{seconds:.2f}" for seconds in found.pop("openings_s"))
-        others = ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "imported")
-        print(f"Pipeline imported {where}: {others}; openings {openings} s")
+        medians = {name: statistics.median(each[name] for each in lines) for name in lines[0]}
+        found: dict[str, Any] = {"imported": place, **medians}
+        figures = ", ".join(f"{name} {seconds:.2f}" for name, seconds in medians.items())
+        print(json.dumps(found) if as_json else f"Pipeline imported {place}: {figures}")
 
 
 if __name__ == "__main__":

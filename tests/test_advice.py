@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.models import mlp, regression
 
 from pipedream_rt import Pipeline
-from pipedream_rt.corrections import ErrorFeedback, Extrapolation, advice
+from pipedream_rt.corrections import ErrorFeedback, Extrapolation, StalenessDamping, advice
 from pipedream_rt.optimizers import Muon, hidden_matrices
 
 
@@ -63,15 +63,18 @@ def test_an_optimizer_without_momentum_gets_none():
         return [type(each) for each in advice.advised(optimizer, [group], staleness)]
 
     both = [ErrorFeedback, Extrapolation]
+    staler = [*both, StalenessDamping]
     assert chosen(torch.optim.SGD, momentum=0.9) == both
     assert chosen(Own, momentum=0.9) == both
     assert chosen(torch.optim.AdamW) == chosen(torch.optim.Adam, betas=(0.9, 0.99)) == both
     assert chosen(torch.optim.SGD) == chosen(torch.optim.Adam, betas=(0.0, 0.99)) == []
     assert chosen(torch.optim.AdamW, staleness=0) == []
+    assert chosen(torch.optim.AdamW, staleness=2) == chosen(torch.optim.Adam, staleness=9) == staler
     groups = [{"momentum": 0.9}, {"momentum": 0.0}]
     assert advice.advised(torch.optim.SGD, groups, 1) == []
     for name in ("NAdam", "RMSprop", "Adagrad", "Adafactor", "Adadelta", "RAdam"):
         assert chosen(getattr(torch.optim, name)) == []
+        assert chosen(getattr(torch.optim, name), staleness=3) == []
     assert chosen(type("AdamW", (torch.optim.Optimizer,), {})) == []
     assert chosen(None) == []
 
