@@ -129,6 +129,7 @@ def _peak(samples: int, width: int, depth: int, stages: int, recompute: bool) ->
         stages=stages,
         loss_fn=F.mse_loss,
         optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        micro_batches=1,
         recompute=recompute,
     ) as pipe:
         for _ in pipe.train_epoch(data):

@@ -62,6 +62,7 @@ def run(w: Workload, schedule: str) -> dict[str, Any]:
         optimizer=(optimizer, options),
         schedule=schedule,
         micro_batches=w.micro_batches,
+        corrections=(),  # the schedule alone is measured
         workers="local",
         schedule_options=ScheduleOptions(
             stages_per_worker=2 if schedule in TWO_STAGES else None,

@@ -128,6 +128,7 @@ def print_memory() -> None:
                     optimizer=optimizer,
                     schedule=schedule,  # type: ignore[arg-type]
                     micro_batches=WORKERS,
+                    corrections=(),  # whose memory no plan knows
                     slack=tuple(stage.slack for stage in plan.stages[:-1]),
                     replicas=[len(stage.workers) for stage in plan.stages],
                 ) as pipe

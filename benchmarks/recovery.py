@@ -45,6 +45,8 @@ def opened(stages: int, every: int | None, max_restarts: int) -> Iterator[Pipeli
             stages=stages,
             loss_fn=loss_fn,
             optimizer=ADAMW,
+            micro_batches=1,
+            corrections=(),  # what is computed again is one update for each mini-batch
             workers="local",
             checkpoint=Checkpoints(folder, every=every),
             max_restarts=max_restarts,

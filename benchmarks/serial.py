@@ -54,6 +54,8 @@ def piped(stack: ExitStack, stages: int, schedule: str) -> Callable[[Data], None
         loss_fn=task.loss_fn,
         optimizer=(torch.optim.AdamW, OPTIMIZER),
         schedule=schedule,  # type: ignore[arg-type]
+        micro_batches=1,
+        corrections=(),  # the schedule alone is measured
         workers="serial",
     )
     stack.enter_context(pipe)

@@ -32,6 +32,7 @@ def seconds(traced: bool, updates: int, stages: int) -> float:
         stages=stages,
         loss_fn=mse_loss,
         optimizer=(torch.optim.SGD, {"lr": 1e-3}),
+        micro_batches=1,
         workers="local",
         trace=traced,
     ) as pipe:
