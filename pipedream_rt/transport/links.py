@@ -12,7 +12,9 @@ what a socket did not take at once. A frame on a link is
     ...        meta: plain data, with the dtype and the shape of every tensor in the body
     ...        body: the bytes of the tensors, which are not signed
 
-The signature is checked before meta is parsed. A frame whose signature is wrong ends the link.
+The signature is checked before meta is parsed. A frame whose signature is wrong ends the link. A
+meta of more than 64 KiB is announced by a frame of its own before it, so that nobody who does not
+know the key can have more than that kept in memory.
 """
 
 from __future__ import annotations
@@ -44,6 +46,14 @@ _HEAD = struct.Struct(f"!{DIGEST}sBIQ")
 _KIND_AND_SIZE = struct.Struct("!BQ")
 _LARGEST_META = 1 << 28
 """Bytes that meta may have; tensors are in the body."""
+
+_LARGEST_UNANNOUNCED = 1 << 16
+"""Bytes that meta may have of which no frame has told before."""
+
+_ANNOUNCES = 255
+"""The kind of a frame that tells the length of the next one's meta."""
+
+_LENGTH = struct.Struct("!I")
 
 _CHUNK = 1 << 16
 """Bytes that are read at a time, if they do not go straight into a tensor."""
@@ -122,6 +132,7 @@ class Link:
         self._chunk = memoryview(bytearray(_CHUNK))
         self._buffer = bytearray()
         self._coming: Frame | None = None  # its body has not come yet
+        self._announced = 0  # bytes of the next frame's meta
         self._room: deque[memoryview] = deque()
 
     def fileno(self) -> int:
@@ -132,7 +143,7 @@ class Link:
         """Send a frame, or as much of it as the socket takes now. Never blocks.
 
         Args:
-            kind: A number of the caller's, below 256.
+            kind: A number of the caller's, below 255.
             data: Any bytes.
             tensors: Tensors, which nobody changes any more.
 
@@ -150,11 +161,17 @@ class Link:
             raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
         size = sum([body.nbytes for body in bodies])
         with self._lock:
-            signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
             idle = not self._queue
-            self._queue.append(memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta))
+            if len(meta) > _LARGEST_UNANNOUNCED:
+                self._add(_ANNOUNCES, 0, _LENGTH.pack(len(meta)))
+            self._add(kind, size, meta)
             self._queue.extend([body for body in bodies if body.nbytes])
             return self._write() if idle else False
+
+    def _add(self, kind: int, size: int, meta: bytes) -> None:
+        """Queue head and meta of a frame, signed."""
+        signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
+        self._queue.append(memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta))
 
     def flush(self) -> bool:
         """Send what was left; return whether nothing is left now.
@@ -222,8 +239,8 @@ class Link:
         Raises:
             TransportError: It is not signed, or is no frame.
         """
-        if self._coming is None:
-            self._begin()
+        while self._coming is None and self._begin():
+            pass  # an announcement, behind which a frame may have come
         while self._room and self._buffer:
             count = min(self._room[0].nbytes, len(self._buffer))
             self._room[0][:count] = self._buffer[:count]
@@ -235,23 +252,32 @@ class Link:
         self._coming = None
         return coming
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
         """Check and take head and meta from the buffer, once they are there, and make the tensors.
+
+        Returns:
+            Whether it was the announcement of a frame, which may be in the buffer too.
 
         Raises:
             TransportError: They are not signed, or do not fit each other.
         """
         if len(self._buffer) < _HEAD.size:
-            return
+            return False
         signature, kind, length, size = _HEAD.unpack_from(self._buffer)
-        if length > _LARGEST_META:
+        if length > _LARGEST_UNANNOUNCED and length != self._announced:
             raise TransportError("what came is no message of a member")
         end = _HEAD.size + length
         if len(self._buffer) < end:
-            return
+            return False
         meta = bytes(self._buffer[_HEAD.size : end])
         self._receives.check(signature, _KIND_AND_SIZE.pack(kind, size), meta)
         del self._buffer[:end]
+        self._announced = 0
+        if kind == _ANNOUNCES:
+            if len(meta) != _LENGTH.size:
+                raise TransportError("a frame announces none")
+            (self._announced,) = _LENGTH.unpack(meta)
+            return True
         try:
             data, about = msgpack.unpackb(meta)
             places = [place_for(each) for each in about]
@@ -261,6 +287,7 @@ class Link:
             raise TransportError("the tensors that come are not those that were signed")
         self._room.extend(place.room for place in places if place.room.nbytes)
         self._coming = Frame(kind, data, [place.tensor for place in places])
+        return False
 
     def close(self) -> None:
         """Close the socket."""

@@ -34,7 +34,9 @@ def test_frames_arrive_in_order_however_the_kernel_cuts_them():
     sent, came = [], []
     for number in range(60):
         size = draw.choice((0, 1, 3, 1000, 70_000))
-        sent.append((number % 3, draw.randbytes(draw.choice((0, 5, 5000))), torch.rand(size)))
+        sent.append(
+            (number % 3, draw.randbytes(draw.choice((0, 5, 5000, 150_000))), torch.rand(size))
+        )
         left.send(sent[-1][0], sent[-1][1], [sent[-1][2], torch.tensor(number)])
         if draw.random() < 0.5:
             right.receive(came.append)
@@ -98,6 +100,25 @@ def test_nothing_that_was_changed_is_delivered():
         frames, error = fed(good[:length])
         assert frames == []
         assert isinstance(error, ConnectionError)
+
+
+@pytest.mark.parametrize("length", [(1 << 16) + 1, 1 << 24, 1 << 28, (1 << 32) - 1])
+def test_nobody_without_the_key_has_much_kept_in_memory(length):
+    """A head that nobody has signed says how much is to come; a member announces so much."""
+    head = struct.pack("!32sBIQ", bytes(32), 0, length, 0)
+    frames, error = fed(head)
+    assert not frames
+    assert "no message of a member" in str(error)
+    large = b"x" * 70_000
+    sent = recorded((0, large, []), (1, b"small", []), (2, large, []))
+    frames, _ = fed(sent)
+    assert [(f.kind, len(f.data)) for f in frames] == [(0, 70_000), (1, 5), (2, 70_000)]
+    # What is announced is the next frame's, and no later one's.
+    announced = recorded((255, struct.pack("!I", length), []))
+    for wrong in (announced, sent[: 45 + 4] + head):
+        frames, error = fed(wrong)
+        assert not frames
+        assert isinstance(error, TransportError)
 
 
 def test_fuzz_of_frames():
