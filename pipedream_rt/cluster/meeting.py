@@ -243,8 +243,7 @@ class Meeting:
         code = talk.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
-        self._selector.unregister(talk.socket)
-        del self._talks[talk]
+        self._leave(talk)
         talk.socket = self._ready(talk.socket, True)
         talk.wanted = _ANSWER.size
         self._listen_to(talk)
@@ -287,6 +286,7 @@ class Meeting:
         """
         if not hmac.compare_digest(word, self._proof(b"met", talk)):
             raise PermissionError("it does not know the key of the group")
+        self._refuse_met(talk)
         self._has_met(talk)
 
     def _take_proof(self, talk: _Talk, word: bytes) -> None:
@@ -297,8 +297,9 @@ class Meeting:
         """
         if not hmac.compare_digest(word, self._proof(b"proof", talk)):
             raise PermissionError("it does not know the key of the group")
-        self._has_met(talk)
+        self._refuse_met(talk)
         talk.socket.sendall(self._proof(b"met", talk))
+        self._has_met(talk)
 
     def _proof(self, word: bytes, talk: _Talk) -> bytes:
         """Return the proof that belongs to a word."""
@@ -307,19 +308,27 @@ class Meeting:
         about = struct.pack("!III", self._group.generation & 0xFFFFFFFF, caller, door)
         return proof(self._group.key, b"meeting", word, about, talk.callers_nonce, talk.doors_nonce)
 
-    def _has_met(self, talk: _Talk) -> None:
-        """Keep a connection whose other end is a member.
+    def _refuse_met(self, talk: _Talk) -> None:
+        """Refuse a member that has been met already, or that is not to call.
 
         Raises:
-            OSError: That member has been met already.
+            OSError: It is one.
         """
         if talk.rank in self._met or (talk.calls is not (talk.rank < self._group.rank)):
             raise PermissionError("that member has come already")
-        self._selector.unregister(talk.socket)
-        del self._talks[talk]
+
+    def _has_met(self, talk: _Talk) -> None:
+        """Keep a connection whose other end is a member."""
+        self._leave(talk)
         nonces = (talk.callers_nonce, talk.doors_nonce)
         key = link_key(self._group.key, self._group.rank, talk.rank, *nonces)
         self._met[talk.rank] = (talk.socket, key)
+
+    def _leave(self, talk: _Talk) -> None:
+        """Wait for nothing more on a connection, if anything was waited for."""
+        if talk in self._talks:
+            del self._talks[talk]
+            self._selector.unregister(talk.socket)
 
     def _end(self, talk: _Talk, reason: str, *, final: bool = False) -> None:
         """Close a connection; a member that was called is called again in a moment.
@@ -327,8 +336,7 @@ class Meeting:
         Raises:
             RendezvousTimeout: To call again would not help.
         """
-        self._selector.unregister(talk.socket)
-        del self._talks[talk]
+        self._leave(talk)
         talk.socket.close()
         if talk.calls:
             self._problems[talk.rank] = reason

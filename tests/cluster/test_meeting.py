@@ -181,9 +181,68 @@ def test_a_member_cannot_be_met_twice_nor_the_wrong_way_round(stack):
     meeting = Meeting(group(0, 2), members.doors[0], members.addresses, Deadline(None))
     talk = module._Talk(connect(stack, members, 0), True, 1)
     with pytest.raises(PermissionError):
-        meeting._has_met(talk)
+        meeting._refuse_met(talk)
     meeting._met[1] = None
     talk.calls = False
     with pytest.raises(PermissionError):
-        meeting._has_met(talk)
+        meeting._refuse_met(talk)
     meeting._selector.close()
+
+
+class Breaking(socket.socket):
+    """A connection that breaks when it is used for the last time that it may be."""
+
+    left: int
+
+    def _use(self):
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    def recv(self, *arguments):
+        self._use()
+        return super().recv(*arguments)
+
+    def sendall(self, *arguments):
+        self._use()
+        return super().sendall(*arguments)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("uses", range(6))
+def test_a_connection_that_breaks_at_any_word_is_made_again(stack, monkeypatch, calls, uses):
+    """Whoever is at the other end, and whatever was said before; or the meeting ends in time."""
+    ready, broken = Meeting._ready, []
+
+    def breaking(self, connection, outwards):
+        made = ready(self, connection, outwards)
+        if outwards is not calls or broken:
+            return made
+        broken.append(Breaking(fileno=made.detach()))
+        broken[0].left = uses
+        return broken[0]
+
+    monkeypatch.setattr(Meeting, "_ready", breaking)
+    members = Members(stack, 2, seconds=2 if (calls, uses) == (True, 3) else 20)
+    members.meet()
+    if (calls, uses) == (True, 3):  # the door has met the caller, which does not know it
+        members.join()
+        assert members.met[0] is not None
+        assert "m1' has not met 'm0' at" in members.errors[1]
+    else:
+        members.check()
+
+
+def test_a_connection_that_is_reset_before_a_word_is_made_again(stack, monkeypatch):
+    ready, reset = Meeting._ready, []
+
+    def resetting(self, connection, outwards):
+        if outwards and not reset:
+            reset.append(connection)
+            raise OSError(22, "Invalid argument")
+        return ready(self, connection, outwards)
+
+    monkeypatch.setattr(Meeting, "_ready", resetting)
+    members = Members(stack, 2)
+    members.meet()
+    members.check()
