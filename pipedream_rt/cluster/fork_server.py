@@ -43,8 +43,14 @@ _START_TIMEOUT = timedelta(minutes=2)
 _ANSWER_TIMEOUT = timedelta(seconds=5)
 """For the server to fork a worker once it has torch, which takes milliseconds."""
 
+_REPORT_TIMEOUT = timedelta(seconds=1)
+"""For the server to report how a worker has ended, which it does at once unless it was stopped."""
+
 _EXIT_TIMEOUT = timedelta(seconds=5)
-"""For the server to report how a worker has ended, and to end itself."""
+"""For the server to end itself."""
+
+UNKNOWN = 1000
+"""What stands for the exit code of a worker of which no server can tell how it has ended."""
 
 _LARGEST = 1 << 12
 """Bytes that a record of the server may have."""
@@ -78,7 +84,8 @@ class ForkedWorker:
 
     Attributes:
         pid: Process number.
-        returncode: Exit code, negative for a signal as in `subprocess.Popen`; None while it runs.
+        returncode: Exit code, negative for a signal as in `subprocess.Popen`, `UNKNOWN` if the
+            server that forked it has ended before it; None while it runs.
     """
 
     def __init__(self, server: ForkServer, parent: socket.socket, pid: int, pidfd: int) -> None:
@@ -213,17 +220,21 @@ class ForkServer:
         """
         for last in (False, True):
             with self._lock:
-                connection = self._connection or self._start()
                 try:
+                    connection = self._connection or self._start()
                     request = msgpack.packb({**wanted, **self._changes()})
                     if len(request) > _LARGEST_REQUEST:
                         raise PeerLost("the environment has changed much", peer="fork server")
                     socket.send_fds(connection, [request], [fd, *_outputs()])
                     return ForkedWorker(self, connection, *self._answer(connection))
                 except (OSError, PeerLost) as error:
+                    gone = error
+                    if isinstance(error, OSError):
+                        text = f"the process that forks workers is gone: {error}"
+                        gone = PeerLost(text, peer="fork server")
                     if last or not self._life.is_open:
-                        raise
-                    _log.warning("%s; another one is started", error)
+                        raise gone from error
+                    _log.warning("%s; another one is started", gone)
                 self._end(at_once=True)
         raise AssertionError("the second attempt returns or raises")
 
@@ -242,7 +253,8 @@ class ForkServer:
             raise PipelineClosed("the fork server was closed")
         self._environment, self._inherited = dict(os.environ), _inherited()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             fd = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipedream_rt.workers", "--fork-server-fd", str(fd)],
@@ -251,10 +263,12 @@ class ForkServer:
                 pass_fds=(fd,),
                 start_new_session=True,
             )
+            undo.pop_all()
         close_in_forked_children(ours)
         self._connection, self._codes, self._answered = ours, {}, False
         if self._imports:  # of the server before this one
-            ours.sendall(msgpack.packb({"imports": sorted(self._imports)}))
+            with contextlib.suppress(OSError):  # it has ended already, as `fork` will notice
+                ours.sendall(msgpack.packb({"imports": sorted(self._imports)}))
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
@@ -288,13 +302,13 @@ class ForkServer:
         return record, fds
 
     def code_of(self, pid: int, parent: socket.socket) -> int:
-        """Exit code of a worker that has ended; negative for a signal, 1 if the server is gone.
+        """Exit code of a worker that has ended; negative for a signal, or `UNKNOWN`.
 
         Args:
             pid: Process number of the worker.
             parent: Connection to the server that forked it, which may be gone.
         """
-        deadline = Deadline(_EXIT_TIMEOUT)
+        deadline = Deadline(_REPORT_TIMEOUT)
         with self._lock:
             while pid not in self._codes and self._connection is parent:
                 try:
@@ -302,7 +316,29 @@ class ForkServer:
                 except (OSError, PeerLost):  # it was stopped, or is gone: the next one is better
                     self._end(at_once=True)
             # The code stays in the dict: several threads may ask.
-            return self._codes.get(pid, 1) if self._connection is parent else 1
+            return self._codes.get(pid, UNKNOWN) if self._connection is parent else UNKNOWN
+
+    def open_end(self) -> int | None:
+        """Return a descriptor that is readable once the server has ended; the caller closes it.
+
+        None if no server has forked a worker yet.
+        """
+        with self._lock:
+            if self._process is None or not self._answered or self._process.poll() is not None:
+                return None
+            return os.pidfd_open(self._process.pid)
+
+    def replace(self) -> None:
+        """Start another server in the place of one that has ended.
+
+        It imports torch while the workers go on, and is ready when one of them has to be replaced.
+        """
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                _log.warning("the process that forks workers is gone; another one is started")
+                self._end(at_once=True)
+                with contextlib.suppress(OSError, PipelineClosed):  # `fork` will say it
+                    self._start()
 
     def close(self) -> None:
         """End the server; it ends no workers. Idempotent."""

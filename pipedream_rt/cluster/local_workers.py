@@ -7,7 +7,7 @@ import socket
 import subprocess
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
+from pipedream_rt.cluster.fork_server import UNKNOWN, ForkedWorker, ForkServer
 
 
 class LocalWorkers:
@@ -48,6 +48,14 @@ class LocalWorkers:
                 self.controls[name] = Control(ours, f"worker {name!r}")
                 self.processes[name] = self._forks.fork(name, self._threads, theirs)
 
+    def open_end_of_forks(self) -> int | None:
+        """See `ForkServer.open_end`; None too if no worker was started here."""
+        return self._forks.open_end() if self.processes else None
+
+    def replace_forks(self) -> None:
+        """See `ForkServer.replace`."""
+        self._forks.replace()
+
     def name_of(self, control: Control) -> str | None:
         """Name of the worker at the other end of a connection; None if it was not started here."""
         return next((name for name, c in self.controls.items() if c is control), None)
@@ -71,4 +79,6 @@ class LocalWorkers:
             code = process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return "still running"
+        if code == UNKNOWN:
+            return "the process that forked it and could tell how it ended is gone too"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -65,8 +67,12 @@ class Watch:
 
     def _run(self) -> None:
         """Read the control connections until `end` is called."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector, ExitStack() as opened:
             selector.register(self._woken, selectors.EVENT_READ)
+            forks = self._local.open_end_of_forks()
+            if forks is not None:
+                opened.callback(os.close, forks)
+                selector.register(forks, selectors.EVENT_READ, forks)
             for member in self._members:
                 selector.register(member.control, selectors.EVENT_READ, member)
             beat_s = self._heartbeat_s / 4
@@ -77,7 +83,10 @@ class Watch:
                 for key, _ in selector.select(beat_s):
                     if key.data is None:
                         return
-                    if not self._read(key.data):
+                    if key.data is forks:  # before a worker needs it
+                        selector.unregister(key.fileobj)
+                        self._local.replace_forks()
+                    elif not self._read(key.data):
                         selector.unregister(key.fileobj)
                 # Where this process itself was stopped for a while, silence means nothing.
                 now, before = time.monotonic(), looked

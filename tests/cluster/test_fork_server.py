@@ -1,0 +1,113 @@
+"""The process that forks workers may end at any time, as other processes may."""
+
+import os
+import select
+import signal
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.deadlines import LATEST_S
+from support.models import mlp, regression
+
+from pipedream_rt import Pipeline
+from pipedream_rt.cluster.fork_server import UNKNOWN, ForkServer, fork_server
+from pipedream_rt.errors import PeerLost
+
+
+def has_ended(pid):
+    """Wait until a process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    assert poll.poll(1000 * LATEST_S)
+    os.close(fd)
+
+
+@pytest.fixture
+def forks():
+    with closing(ForkServer()) as server:
+        yield server
+
+
+def forked(forks):
+    """Have a worker forked, whose coordinator is gone at once."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        return forks.fork("w", 1, theirs)
+
+
+@pytest.mark.parametrize("prepared", [("json",), ()])
+def test_one_that_ended_before_it_was_needed_is_replaced(forks, prepared):
+    forks.prepare(prepared)
+    os.kill(forks.pid, signal.SIGKILL)
+    has_ended(forks.pid)
+    forks.prepare(("csv",))
+    worker = forked(forks)
+    assert worker.wait(LATEST_S) not in (None, UNKNOWN)
+
+
+def test_one_that_always_ends_is_told_of_in_words(forks, monkeypatch):
+    def ended():
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.close()
+        forks._connection = ours
+        return ours
+
+    monkeypatch.setattr(forks, "_start", ended)
+    with pytest.raises(PeerLost, match="the process that forks workers is gone"):
+        forked(forks)
+    monkeypatch.undo()
+
+    def refused(*arguments, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("subprocess.Popen", refused)
+    with pytest.raises(PeerLost, match=r"is gone: .*Cannot allocate memory"):
+        forked(forks)
+
+
+def test_how_a_worker_ended_is_not_known_without_it(forks):
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            worker = forks.fork("w", 1, theirs)
+        os.kill(forks.pid, signal.SIGKILL)
+        has_ended(forks.pid)
+        worker.kill()
+        assert worker.wait(LATEST_S) == UNKNOWN
+
+
+def test_it_is_replaced_while_the_workers_go_on(monkeypatch):
+    """So it is ready when one of them dies; and the bits are those of an undisturbed run."""
+    replace, replaced, digests = ForkServer.replace, threading.Event(), []
+
+    def replacing(self):
+        replace(self)
+        replaced.set()
+
+    monkeypatch.setattr(ForkServer, "replace", replacing)
+    for disturbed in (False, True):
+        with Pipeline(
+            mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+            max_restarts=1,
+        ) as pipe:  # fmt: skip
+            data = regression(12)
+            for result in pipe.train_epoch(data):
+                if disturbed and result.step == 3:
+                    before = fork_server().pid
+                    os.kill(before, signal.SIGKILL)
+                    assert replaced.wait(LATEST_S)
+                    assert fork_server().pid != before
+                    os.kill(pipe.on_stages(lambda module: os.getpid())[1], signal.SIGKILL)
+            digests.append(pipe.fingerprint().digest)
+            assert len(pipe.restarts) == disturbed
+            if disturbed:
+                assert "could tell how it ended is gone too" in str(pipe.restarts[0].reason)
+    assert digests[0] == digests[1]
