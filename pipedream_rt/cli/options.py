@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.shape import parse_slack
 
 
@@ -27,6 +28,28 @@ def _replicas(context: click.Context, option: click.Parameter, text: str | None)
     if not all(each.isascii() and each.isdecimal() for each in numbers):
         raise ConfigError(f"replicas must be integers of at least 1, not {text!r}")
     return int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
+
+
+def refuse_too_many(plan: Plan, updates: int, most: int, what: str) -> None:
+    """Refuse to do something for so many actions that it would take hours, or all memory.
+
+    Args:
+        plan: The plan.
+        updates: The number of updates.
+        most: The number of actions that can be borne.
+        what: What would be done, in words.
+
+    Raises:
+        ConfigError: There are more.
+    """
+    # On each stage a forward and a backward, which some schedules cut in two, for a micro-batch.
+    actions = 2 * plan.num_stages * plan.per_update * updates
+    if actions > most:
+        raise ConfigError(
+            f"{what} of {plan.num_stages} stages, {plan.per_update} micro-batches per update and "
+            f"{updates} updates has {actions:,} actions or more, and can have {most:,}; ask for "
+            "fewer updates, micro-batches or stages"
+        )
 
 
 replicas_option = click.option(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import click
 
-from pipedream_rt.cli.options import replicas_option, slack_option
+from pipedream_rt.cli.options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
+
+_MOST_DRAWN = 1_000_000
+"""Actions that a drawing may have; such a line is far wider than any terminal already."""
 
 
 @click.command()
@@ -50,6 +53,7 @@ def schedule(
         slack=slack or 0,
         replicas=replicas,
     )
+    refuse_too_many(chosen, updates, _MOST_DRAWN, "a drawing")
     grid = check(chosen, updates * micro_batches)
     click.echo(f"{name}: {RECIPES[chosen.name].line()}")
     click.echo(grid.render())

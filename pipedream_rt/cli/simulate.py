@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pipedream_rt.cli.options import replicas_option, slack_option
+from pipedream_rt.cli.options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.cli.timeline import drawn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.replay import Replay
@@ -16,6 +16,9 @@ from pipedream_rt.schedules import RECIPES, Plan, Shape, describe_schedules, pla
 from pipedream_rt.simulation.costs import Costs, parsed
 from pipedream_rt.simulation.predict import fit, regrouped
 from pipedream_rt.simulation.simulator import simulate as simulate_run
+
+_MOST_SIMULATED = 100_000_000
+"""Actions that may be simulated, which takes some six minutes and 6 GiB."""
 
 
 def _several(context: click.Context, option: click.Parameter, text: str | None) -> Any:
@@ -133,6 +136,7 @@ def simulate(
             replicas = trace.plan.shape.replicas
         chosen = plan_for(schedule, synchronous=synchronous_updates, replicas=replicas, **numbers)
         count = updates * chosen.per_update
+        refuse_too_many(chosen, updates, _MOST_SIMULATED, "a simulation")
     made = simulate_run(chosen, costs, count, credits=credits)
     click.echo(describe(made))
     click.echo(drawn(made))
@@ -225,6 +229,7 @@ def _comparison(
 
 def _row(plan: Plan, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
     """Simulate one schedule; where stages differ, the row has the number of the worst one."""
+    refuse_too_many(plan, updates, _MOST_SIMULATED, "a simulation")
     made = simulate_run(plan, costs, updates * plan.per_update, credits=credits)
     summary = summarize(made)
     memory = max(

@@ -10,8 +10,11 @@ import hashlib
 import itertools
 import math
 import os
+import socket
 import string
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipedream_rt.cluster.keys import NONCE
@@ -91,6 +94,49 @@ def private_folder() -> Path:
     return path
 
 
+def count_of_environment(name: str, default: int | None = None) -> int:
+    """Return the number in an environment variable.
+
+    Args:
+        name: The variable.
+        default: The number where it is not set; None if it must be.
+
+    Raises:
+        ConfigError: The variable holds no integer of at least 0.
+    """
+    text = os.environ.get(name, "" if default is None else str(default)).strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name} must be an integer of at least 0, not {text!r}")
+    return int(text)
+
+
+@contextmanager
+def socket_of_environment(name: str) -> Iterator[socket.socket]:
+    """Yield the socket whose descriptor an environment variable has, until the block ends.
+
+    Args:
+        name: The variable, which `pipedream-rt run` sets. The descriptor stays open.
+
+    Raises:
+        ConfigError: It is no open socket of this process.
+    """
+    fd = count_of_environment(name)
+    try:
+        opened = socket.socket(fileno=os.dup(fd))
+    except OSError as error:
+        raise ConfigError(_not_of_run(name, fd, error)) from error
+    with opened:
+        yield opened
+
+
+def _not_of_run(name: str, fd: int, error: Exception) -> str:
+    """Say that a descriptor is not what `pipedream-rt run` has set."""
+    return (
+        f"{name} is {fd}, which `pipedream-rt run` has not opened for this process: {error}; it "
+        f"sets the variable for the script that it starts, so unset {name} elsewhere"
+    )
+
+
 def secret_pipe(secret: bytes) -> int:
     """Put a secret into a pipe that a child process can inherit; reading it empties the pipe.
 
@@ -118,10 +164,13 @@ def read_secret(fd: int | None) -> bytes | None:
         ConfigError: The secret is too short, or can be guessed.
     """
     if fd is not None:
-        with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
-            text = stream.read().decode("utf-8", "replace").strip()
-        if len(text) == 2 * NONCE and fd != 0:
-            return bytes.fromhex(text)  # written by `secret_pipe`
+        try:
+            with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
+                text = stream.read().decode("utf-8", "replace").strip()
+            if len(text) == 2 * NONCE and fd != 0:
+                return bytes.fromhex(text)  # written by `secret_pipe`
+        except (OSError, ValueError) as error:
+            raise ConfigError(_not_of_run(SECRET_FD, fd, error)) from error
     else:
         text = os.environ.get(SECRET, "")
         if not text:

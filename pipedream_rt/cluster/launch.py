@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -16,8 +15,10 @@ from pipedream_rt.cluster.environment import (
     NPROC,
     SECRET_FD,
     SUPERVISOR_FD,
+    count_of_environment,
     read_secret,
     secret_of_environment,
+    socket_of_environment,
     tls_of_environment,
 )
 from pipedream_rt.cluster.fork_server import ForkServer
@@ -157,7 +158,7 @@ def numbers_of_workers(workers: Workers) -> Sequence[int]:
     if workers in ("in-process", "serial") or starts_here(workers):
         return range(1, len(os.sched_getaffinity(0)) + 1)
     if workers is None and NPROC in os.environ:
-        return range(1, int(os.environ[NPROC]) + 1)
+        return range(1, count_of_environment(NPROC) + 1)
     if _are_ranks_here(workers):
         return range(max(world_size() - 1, 1), world_size() + 1)
     return ()
@@ -198,16 +199,16 @@ def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
     Raises:
         ConfigError: It has started too few.
     """
-    available = int(os.environ[NPROC])
+    available = count_of_environment(NPROC)
     if plan.workers > available:
         raise ConfigError(
             f"{plan.in_words}: `pipedream-rt run` has started {available}; raise --nproc-per-node"
         )
     global _secret_of_run
     if _secret_of_run is None:
-        _secret_of_run = read_secret(int(os.environ[SECRET_FD]))
+        _secret_of_run = read_secret(count_of_environment(SECRET_FD))
         assert _secret_of_run is not None
-    with socket.socket(fileno=os.dup(int(os.environ[LISTEN_FD]))) as listener:
+    with socket_of_environment(LISTEN_FD) as listener:
         return ProcessCluster(
             plan,
             listener=listener,
@@ -224,7 +225,7 @@ def _replace_workers() -> None:
     Raises:
         PeerLost: It is gone, or does not answer.
     """
-    with socket.socket(fileno=os.dup(int(os.environ[SUPERVISOR_FD]))) as supervisor:
+    with socket_of_environment(SUPERVISOR_FD) as supervisor:
         supervisor.settimeout(_REPLACE_TIMEOUT.total_seconds())
         try:
             supervisor.sendall(b"r")

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.schedules.shape import MOST_STAGES
 from pipedream_rt.schema import (
     Check,
     anything,
@@ -28,7 +29,6 @@ from pipedream_rt.schema import (
 Record = dict[str, Any]
 """What is sent: a dict with the key ``"type"``."""
 
-_MOST_MEMBERS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
@@ -56,7 +56,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "welcome": {
         "nonce": exactly(NONCE),
         "beat_s": seconds,
-        "rank": whole(1, _MOST_MEMBERS),
+        "rank": whole(1, MOST_STAGES),
         "stages": list_of(_NUMBER),
         "names": list_of(is_name),
         "hosts": list_of(_NUMBER),
@@ -66,7 +66,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "start_timeout_s": maybe(seconds),
         "path": list_of(text(1 << 16)),
     },
-    "link": {"rank": whole(0, _MOST_MEMBERS)},
+    "link": {"rank": whole(0, MOST_STAGES)},
     "door": {"host": line(255), "port": whole(1, 65535)},
     "doors": {"by_name": _places},
     "joined": {},

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from pipedream_rt.cluster.addresses import interface_towards, joined, listening
 from pipedream_rt.cluster.base import Cluster
 from pipedream_rt.cluster.environment import (
+    count_of_environment,
     private_folder,
     read_secret,
     secret_of_environment,
@@ -82,12 +83,12 @@ def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
 
 def world_size() -> int:
     """Return the number of ranks of the job."""
-    return int(os.environ["WORLD_SIZE"])
+    return count_of_environment("WORLD_SIZE")
 
 
 def is_other_rank() -> bool:
     """Whether torchrun has started this process as another rank than 0."""
-    return under_torchrun() and int(os.environ["RANK"]) != 0
+    return under_torchrun() and count_of_environment("RANK") != 0
 
 
 def become_worker(threads: int, timeout: timedelta) -> NoReturn:
@@ -102,18 +103,27 @@ def become_worker(threads: int, timeout: timedelta) -> NoReturn:
         RendezvousTimeout: Rank 0 opened no pipeline in time.
     """
     store, key = _store_of_job(timeout)
-    _join_rank_0(store, key, int(os.environ["RANK"]), threads, Deadline(timeout))
+    _join_rank_0(store, key, count_of_environment("RANK"), threads, Deadline(timeout))
 
 
 def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
     """Return torchrun's store, and what names the one pipeline of this job in it.
 
     Raises:
-        ConfigError: The ranks have become workers before.
+        ConfigError: The ranks have become workers before, or a variable of torchrun makes no sense.
+        RendezvousTimeout: The store cannot be reached.
     """
     _use_ranks_once()
-    rank = int(os.environ["RANK"])
-    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world_size()))
+    rank = count_of_environment("RANK")
+    count_of_environment("MASTER_PORT")  # torch's own error does not name it
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world_size()))
+    except (dist.DistError, ValueError) as error:
+        raise RendezvousTimeout(
+            f"torchrun's store cannot be reached at MASTER_ADDR {os.environ['MASTER_ADDR']!r}, "
+            f"MASTER_PORT {os.environ['MASTER_PORT']}: {error}",
+            missing=world_size() - 1,
+        ) from error
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store, f"pipedream-rt/{attempt}"

@@ -14,7 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pipedream_rt.cluster.environment import MAX_RESTARTS, PROFILE, RESUME, TRACE
+from pipedream_rt.cluster.environment import (
+    MAX_RESTARTS,
+    PROFILE,
+    RESUME,
+    TRACE,
+    count_of_environment,
+)
 from pipedream_rt.coordinator.identity import require_acceptable
 from pipedream_rt.errors import ConfigError
 
@@ -290,20 +296,8 @@ def resume_option(checkpoints: Checkpoints | None) -> bool:
         return False
     if checkpoints.resume is not None:
         return bool(checkpoints.resume)
-    again = _count_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    again = count_of_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
     return RESUME in os.environ or again
-
-
-def _count_in_environment(name: str, default: int) -> int:
-    """Return the number in an environment variable.
-
-    Raises:
-        ConfigError: The variable holds no integer of at least 0.
-    """
-    text = os.environ.get(name, str(default)).strip()
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{name} must be an integer of at least 0, not {text!r}")
-    return int(text)
 
 
 def restart_option(max_restarts: int | None, default: int) -> int:
@@ -317,7 +311,7 @@ def restart_option(max_restarts: int | None, default: int) -> int:
         ConfigError: The option, or the variable that stands for it, is no integer of at least 0.
     """
     if max_restarts is None:
-        return _count_in_environment(MAX_RESTARTS, default)
+        return count_of_environment(MAX_RESTARTS, default)
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
         raise ConfigError(f"max_restarts must be an integer of at least 0, not {max_restarts!r}")
     return max_restarts

@@ -8,6 +8,12 @@ from itertools import accumulate
 
 from pipedream_rt.errors import ConfigError
 
+MOST_STAGES = 1 << 16
+"""Stages of a model at the most, and workers of a job."""
+
+_MOST_MICRO_BATCHES = 1 << 20
+_MOST_SLACK = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -54,13 +60,17 @@ class Shape:
 
     def __post_init__(self) -> None:
         """Check the numbers, and compute what is asked for often."""
-        for what, value in (
-            ("stages", self.workers),
-            ("micro_batches", self.per_update),
-            ("stages_per_worker", self.stages_per_worker),
+        for what, value, most in (
+            ("stages", self.workers, MOST_STAGES),
+            ("micro_batches", self.per_update, _MOST_MICRO_BATCHES),
+            ("stages_per_worker", self.stages_per_worker, MOST_STAGES),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{what} must be an integer of at least 1, not {value!r}")
+            if value > most:
+                raise ConfigError(f"{what} must be {most} at the most, not {value}")
+        if (stages := self.workers * self.stages_per_worker) > MOST_STAGES:
+            raise ConfigError(f"there can be {MOST_STAGES} stages at the most, not {stages}")
         count = self.synchronous
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ConfigError(
@@ -198,6 +208,8 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
     for value in given:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"slack must be integers of at least 0, not {value!r}")
+        if value > _MOST_SLACK:
+            raise ConfigError(f"slack must be {_MOST_SLACK} at the most, not {value}")
     if isinstance(slack, int) or not given:
         given = (given or [0]) * hops
     if len(given) != hops:

@@ -281,7 +281,10 @@ def costs_of(found: Mapping[str, Any]) -> Costs:
     Raises:
         ConfigError: A name or a value is no cost.
     """
-    return Costs(**{name: parsed(name, value) for name, value in found.items()})
+    given = {name: parsed(name, value) for name, value in found.items()}
+    if "forward" not in given:
+        raise ConfigError("costs: there is no 'forward', the time of each stage's forward")
+    return Costs(**given)
 
 
 def parsed(name: str, value: Any) -> Any:

@@ -1,0 +1,98 @@
+"""What a launcher sets in the environment may be wrong; numbers may be as large as they like."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pipedream_rt.cli.main import main
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import Shape
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+RUN = {"PIPEDREAM_RT_LISTEN_FD": "0", "PIPEDREAM_RT_NPROC": "2", "PIPEDREAM_RT_SECRET_FD": "0"}
+
+PROGRAM = """
+import torch
+from torch import nn
+from pipedream_rt import Pipeline
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+Pipeline(model, stages=2, loss_fn=nn.MSELoss(), optimizer=(torch.optim.SGD, {"lr": 0.1}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({**RUN, "PIPEDREAM_RT_NPROC": "many"}, "PIPEDREAM_RT_NPROC must be an integer"),
+        ({"PIPEDREAM_RT_LISTEN_FD": "3"}, "PIPEDREAM_RT_NPROC must be an integer"),
+        ({**RUN, "PIPEDREAM_RT_SECRET_FD": "x"}, "PIPEDREAM_RT_SECRET_FD must be an integer"),
+        ({**RUN, "PIPEDREAM_RT_SECRET_FD": "77"}, "PIPEDREAM_RT_SECRET_FD is 77, which"),
+        ({**RANK, "WORLD_SIZE": "y"}, "WORLD_SIZE must be an integer"),
+        ({**RANK, "RANK": "first"}, "RANK must be an integer"),
+        ({**RANK, "MASTER_PORT": "http"}, "MASTER_PORT must be an integer"),
+        ({"PIPEDREAM_RT_MAX_RESTARTS": "-1"}, "PIPEDREAM_RT_MAX_RESTARTS must be an integer"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(variables, words, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"pipedream_rt.errors.ConfigError: {words}")
+
+
+@pytest.mark.parametrize("fd", ["bad", "closed", "file"])
+def test_a_descriptor_that_is_no_socket_of_run_is_named(fd, monkeypatch, tmp_path):
+    from pipedream_rt.cluster.environment import LISTEN_FD, socket_of_environment
+
+    with (tmp_path / "file").open("w") as file:
+        number = {"bad": "-1", "closed": "1000", "file": str(file.fileno())}[fd]
+        monkeypatch.setenv(LISTEN_FD, number)
+        with pytest.raises(ConfigError, match=LISTEN_FD), socket_of_environment(LISTEN_FD):
+            pass
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schedule 1f1b --stages 1000000000",
+        "schedule 1f1b --micro-batches 1000000000",
+        "schedule async-1f1b --updates 1000000000",
+        "schedule async-1f1b --slack 1000000000",
+        "schedule interleaved-1f1b --stages 60000 --micro-batches 60000 --stages-per-worker 60000",
+        "simulate --stages 1000000000",
+        "simulate --updates 1000000000",
+        "simulate --updates 1000000000 --compare 1f1b,2bw",
+        "simulate --schedule 1f1b --replicas 1000000000",
+    ],
+)
+def test_numbers_beyond_all_bounds_are_refused_at_once(words):
+    result = CliRunner().invoke(main, words.split())
+    text = result.output + str(result.exception)
+    assert "at the most" in text or "can have" in text
+
+
+def test_costs_that_say_nothing_are_refused(tmp_path):
+    (tmp_path / "costs.json").write_text("{}")
+    result = CliRunner().invoke(main, ["simulate", "--profile", str(tmp_path / "costs.json")])
+    assert "there is no 'forward'" in result.output + str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"workers": 1 << 17},
+        {"workers": 1 << 10, "stages_per_worker": 1 << 10},
+        {"workers": 2, "per_update": 1 << 30},
+        {"workers": 2, "slack": (1 << 30,)},
+    ],
+)
+def test_shapes_beyond_all_bounds_are_refused(numbers):
+    with pytest.raises(ConfigError, match="at the most"):
+        Shape(**numbers)
