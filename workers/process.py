@@ -35,6 +35,7 @@ from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
+from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
@@ -102,11 +103,12 @@ def host_stage(
         hosts=tuple(welcome["hosts"]),
         key=group_key(secret, welcome["nonce"]),
     )
-    transport = SocketTransport(group)
-    endpoint = Endpoint(group, transport.tunnel, timeout)
     try:
+        make_room(len(group.others))
+        transport = SocketTransport(group)
+        endpoint = Endpoint(group, transport.tunnel, timeout)
         _join(control, welcome, group, transport, endpoint, bind, tls)
-    except (PipelineError, RuntimeError) as error:
+    except (PipelineError, RuntimeError, OSError) as error:
         _log.error("could not join the group: %s", error)
         with suppress(PeerLost):
             control.send({"type": "failed", "text": str(error)})

@@ -367,7 +367,7 @@ def _inherited() -> object:
     limits = [
         resource.getrlimit(number)
         for name, number in sorted(vars(resource).items())
-        if name.startswith("RLIMIT_")
+        if name.startswith("RLIMIT_") and number != resource.RLIMIT_NOFILE  # see `make_room`
     ]
     variables = {
         name: value

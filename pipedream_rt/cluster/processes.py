@@ -22,6 +22,7 @@ from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.transport.base import Receive, Transport
+from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc import Endpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
@@ -81,11 +82,13 @@ class ProcessCluster:
         """Start or await the workers and form a group with them; after an error nothing is left.
 
         Raises:
-            ConfigError: This process has an open pipeline on worker processes already.
+            ConfigError: This process has an open pipeline on worker processes already, or lacks
+                descriptors, threads or loopback.
             RendezvousTimeout: Some workers did not join in time.
             WorkerLost: A worker died on the way.
         """
         refuse_second()
+        make_room(plan.workers)
         self.generation = generation
         self._life = Lifecycle("the cluster")
         self._fail = fail

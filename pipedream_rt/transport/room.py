@@ -1,0 +1,105 @@
+"""What torch's RPC agent takes from the machine, tried before torch is touched.
+
+The agent (TensorPipe) ends its process by SIGABRT where it gets no descriptor, no thread or no
+connection over loopback. So all of these are tried first, and what is missing is told of in words.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+
+from pipedream_rt.errors import ConfigError
+
+_OWN, _FOR_EACH = 48, 10
+"""Descriptors that a process opens for itself, and for each other member of the group, at the most.
+With 2 to 8 workers a coordinator had 28 and 9 for each when the group had formed, and a worker 27
+and one for each; while it forms there are more."""
+
+_THREADS = 16
+"""Threads that a process starts for a group at the most: those of the agent, and ours."""
+
+_TRY_S = 5.0
+"""For a connection over loopback, which takes less than a millisecond."""
+
+
+def make_room(others: int) -> None:
+    """See to it that this process can join a group; raise its limit of open files if need be.
+
+    Args:
+        others: The number of the other members of the group.
+
+    Raises:
+        ConfigError: It cannot: the message has the numbers, and what to do.
+    """
+    _allow_descriptors(_OWN + _FOR_EACH * others)
+    _try_loopback()
+    _try_threads()
+
+
+def _allow_descriptors(needed: int) -> None:
+    """Raise the soft limit of open files to what is needed, and no further.
+
+    Raises:
+        ConfigError: The hard limit forbids it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        there = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even this one can be opened
+        there = soft
+    wanted = there + needed
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"a process of this job may need {needed} descriptors beside the {there} that it has "
+            f"open, and it may have {hard}. Allow more, as by `ulimit -n {wanted}` where it is "
+            'started, use fewer workers, or give Pipeline workers="in-process"'
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _try_loopback() -> None:
+    """Connect this process with itself.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname(), timeout=_TRY_S),
+        ):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"this process cannot connect to itself at 127.0.0.1: {error}. torch RPC needs the "
+            "loopback interface with this address: `ip link set lo up` brings it up (also in a "
+            'container or a network namespace of its own); or give Pipeline workers="in-process"'
+        ) from error
+
+
+def _try_threads() -> None:
+    """Start as many threads as a group needs, and end them.
+
+    Raises:
+        ConfigError: They cannot be started.
+    """
+    end, threads = threading.Event(), []
+    try:
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"this process can start {len(threads)} more threads, and {_THREADS} are needed: "
+            f"{error}. Allow more processes, as by `ulimit -u` or the limit of the container"
+        ) from error
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
