@@ -182,7 +182,7 @@ def done(run: Run) -> dict[str, Any]:
             pipe.submit(*item)
             scheduler.step()
             if number % (run.updates // EVALUATIONS) == 0 and number >= run.updates // 4:
-                curve.append((number, pipe.evaluate(validation)))
+                curve.append((number, round(pipe.evaluate(validation), 4)))
                 if not math.isfinite(curve[-1][1]):
                     break
     return {
