@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.ticking import Clock
 
+from pipedream_rt.cluster import environment as environment_of_job
 from pipedream_rt.cluster.fork_server import fork_server
 
 
@@ -84,6 +85,13 @@ def nothing_left_behind():
     end(left)  # else they would disturb the tests that follow
     assert not leaked, "leaked threads:\n" + "\n".join(f"{t.name}\n{stack_of(t)}" for t in leaked)
     assert not left, f"leaked processes of {os.getpid()}: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_another_test():
+    """Forget the secret that a test has had in its environment."""
+    yield
+    environment_of_job._taken.clear()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from support.pinned import Pipeline
 
 from pipedream_rt import Timeouts
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, session_key
+from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
@@ -107,7 +107,7 @@ def drain(control):
 def test_fuzz_of_the_control_connection():
     """Junk, and what is signed with another key, ends the connection and nothing else."""
     draw = random.Random(4)
-    key = session_key(b"secret", b"a", b"b")
+    key = Talk(b"secret", b"a", b"b").session_key()
     for i in range(2_000):
         left, right = socket.socketpair()
         with left:
@@ -116,7 +116,9 @@ def test_fuzz_of_the_control_connection():
             if i % 2:
                 control.secure(key, COORDINATOR_END, WORKER_END)
             if i % 4 == 3:
-                stranger.secure(session_key(b"other", b"a", b"b"), WORKER_END, COORDINATOR_END)
+                stranger.secure(
+                    Talk(b"other", b"a", b"b").session_key(), WORKER_END, COORDINATOR_END
+                )
                 stranger.send({"type": "joined"})
             else:
                 left.sendall(draw.randbytes(draw.randrange(1, 600)))
@@ -276,7 +278,7 @@ def test_a_rogue_cannot_join(environment):
         [*command, "--name", "rogue"], stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PIPEDREAM_RT_SECRET": "not the secret of these tests"},
     )  # fmt: skip
-    errors = []
+    errors, before = [], dict(os.environ)  # the secret is in it no more when it was read
 
     def then_the_right_one():
         """First the rogue and some junk; the true worker when the rogue has been told."""
@@ -284,7 +286,8 @@ def test_a_rogue_cannot_join(environment):
         for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b"\0\0\0\5ab"):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 connection.sendall(junk)
-        workers.append(subprocess.Popen([*command, "--name", "right"], stderr=subprocess.DEVNULL))
+        right = [*command, "--name", "right"]
+        workers.append(subprocess.Popen(right, stderr=subprocess.DEVNULL, env=before))
 
     workers = []
     thread = threading.Thread(target=then_the_right_one)
@@ -316,7 +319,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
         "if __name__ == '__main__':\n"
         "    with Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:\n"
         "        cluster = pipe._group.cluster\n"
-        "        secret = cluster._secret\n"
+        "        secret = cluster._key.key\n"
         "        pid = int(cluster._members[0].description.split()[1])\n"
         "        for place in ('cmdline', 'environ'):\n"
         "            for process in (pid, os.getpid(), os.getppid()):\n"

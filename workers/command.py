@@ -31,14 +31,13 @@ from pipedream_rt.cluster.control import (
     VERSION,
     Control,
 )
-from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
+from pipedream_rt.cluster.environment import TLS, read_secret, secret_pipe, tls_of_environment
 from pipedream_rt.cluster.keys import (
     COORDINATOR_END,
     NONCE,
     WORKER_END,
-    prove,
-    prove_refusal,
-    session_key,
+    Secret,
+    Talk,
 )
 from pipedream_rt.cluster.records import Record, is_name
 from pipedream_rt.deadline import Deadline
@@ -52,7 +51,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.schema import printable
 from pipedream_rt.software import processor, software
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.transport.tls import Tls, plain
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -62,6 +61,10 @@ listen yet. An attempt costs little, and a recovery waits for its workers."""
 
 _ANSWER_TIMEOUT = timedelta(seconds=60)
 """For a coordinator to answer a hello, which it does at once."""
+
+_CALL_TIMEOUT = timedelta(seconds=30)
+"""For a coordinator to call a worker that has connected, which it does at once, though a handshake
+may take 20 s."""
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl."""
@@ -115,7 +118,7 @@ def main(
     if bind is not None and bind not in interfaces:
         known = ", ".join(interfaces)
         raise click.UsageError(f"--bind {bind!r}: this machine has the interfaces {known}")
-    secret: bytes | None = None
+    secret: Secret | None = None
     try:
         secret = read_secret(0 if secret_stdin else secret_fd)
         if secret is None:
@@ -207,7 +210,8 @@ def _join_for_ever(address: str, worker: _Worker) -> int:
 def _serve_once(address: str, worker: _Worker, failures: int) -> int:
     """Be the worker for one job; return the exit code."""
     try:
-        return _serve_at(address, _JOIN_TIMEOUT_S, True, worker, failures)
+        # Its script may open a pipeline at any time, and calls this worker then.
+        return _serve_at(address, _JOIN_TIMEOUT_S, True, worker, failures, None)
     except PipelineError as error:
         _log.error("%s", error)
         return EXIT_FAILED
@@ -218,11 +222,11 @@ def _serve_once(address: str, worker: _Worker, failures: int) -> int:
         logging.shutdown()
 
 
-def _again(secret: bytes | None, failures: int) -> list[str]:
+def _again(secret: Secret | None, failures: int) -> list[str]:
     """Arguments of this command for a new process image, which gets the secret by a pipe.
 
     Args:
-        secret: The secret of the job; None to leave it to the environment.
+        secret: The secret of the job, which the environment of this process has no more.
         failures: Number of attempts to join a job in a row that have failed.
     """
     arguments, given = [], iter(sys.argv[1:])
@@ -259,12 +263,19 @@ class _Worker:
 
     name: str
     threads: int
-    secret: bytes | None = None
+    secret: Secret | None = None
     bind: str | None = None
     tls: Tls | None = None
 
 
-def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, failures: int) -> int:
+def _serve_at(
+    address: str,
+    timeout_s: float,
+    persist: bool,
+    worker: _Worker,
+    failures: int,
+    call_timeout: timedelta | None = _CALL_TIMEOUT,
+) -> int:
     """Join a coordinator, once it listens and has a place, and host stages until it says to end.
 
     Args:
@@ -274,6 +285,7 @@ def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, fa
             worker in the job.
         worker: The worker.
         failures: Number of attempts in a row that have failed before.
+        call_timeout: For who listens there to say its first word; None to wait for ever.
 
     Returns:
         Exit code of the process.
@@ -286,11 +298,16 @@ def _serve_at(address: str, timeout_s: float, persist: bool, worker: _Worker, fa
             _pause(min(_LONGEST_PAUSE_S, 2.0 ** (failures - 1)))
         connection = _connect(address, timeout_s)
         here = str(connection.getsockname()[0])
-        if worker.tls is not None:
-            connection = worker.tls.wrap(connection, True)
-        control = Control(connection, "the coordinator", here)
         try:
-            return serve(control, worker)
+            wrapped = plain(connection) if worker.tls is None else worker.tls.wrap(connection, True)
+        except OSError as error:
+            connection.close()
+            raise PeerLost(
+                f"the coordinator at {address} is gone: {error}", peer=address
+            ) from error
+        control = Control(wrapped.socket, "the coordinator", here, wrapped.channel)
+        try:
+            return serve(control, worker, call_timeout)
         except _NoPlace as problem:
             if not persist:
                 raise
@@ -356,12 +373,14 @@ class _Unproven(_NoPlace):
     """Who listens there refused this worker, and may be anybody."""
 
 
-def serve(control: Control, worker: _Worker) -> int:
+def serve(control: Control, worker: _Worker, call_timeout: timedelta | None = None) -> int:
     """Answer the call of a coordinator, and host stages until it says to end.
 
     Args:
         control: The control connection.
         worker: The worker.
+        call_timeout: For the coordinator to call; None for one that has started this worker, and
+            will call it or end.
 
     Returns:
         Exit code of the process.
@@ -369,7 +388,7 @@ def serve(control: Control, worker: _Worker) -> int:
     Raises:
         PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
-    secret = _be_admitted(control, worker)
+    key = _be_admitted(control, worker, call_timeout)
     # torch reads it when imported: a worker need not log that other processes end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported now, while the others join: it takes seconds, and a waiting worker stays small.
@@ -388,14 +407,14 @@ def serve(control: Control, worker: _Worker) -> int:
         return EXIT_AGAIN
     _expect(welcome, "welcome")
     try:
-        code: int = host_stage(control, welcome, worker.threads, secret, worker.bind, worker.tls)
+        code: int = host_stage(control, welcome, worker.threads, key, worker.bind, worker.tls)
         return code
     except PeerLost as error:
         _log.error("%s", error)
         return EXIT_COORDINATOR_LOST
 
 
-def _be_admitted(control: Control, worker: _Worker) -> bytes:
+def _be_admitted(control: Control, worker: _Worker, call_timeout: timedelta | None) -> bytes:
     """Answer the call of a coordinator, and become a member of its group.
 
     All further records of the connection are signed.
@@ -403,21 +422,23 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
     Args:
         control: The control connection.
         worker: The worker.
+        call_timeout: As in `serve`.
 
     Returns:
-        The secret of the job.
+        The key of the job.
 
     Raises:
         _NoPlace: The coordinator has no place for the worker now, or has ended.
         PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
     try:
-        # No deadline: a worker waits for its coordinator's call for as long as that lives.
-        call = control.receive(Deadline(None))
-        _expect(call, "call")
-        secret = call.get("secret") if control.is_local else worker.secret
-        if secret is None:
-            raise TransportError("the coordinator's call has no secret")
+        call = _call_of(control, call_timeout)
+        if control.is_local:
+            key = call.get("key")
+        else:
+            key = None if worker.secret is None else worker.secret.key(call["salt"])
+        if key is None:
+            raise TransportError("the coordinator's call has no key")
         nonce = secrets.token_bytes(NONCE)
         hello = {
             "type": "hello",
@@ -429,11 +450,12 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
             "version": VERSION,
             "nonce": nonce,
         }
-        control.send({**hello, "proof": prove(secret, call["nonce"], nonce, hello)})
+        talk = Talk(key, call["nonce"], nonce, control.channel)
+        control.send({**hello, "proof": talk.prove(hello)})
         answer = control.receive(Deadline(_ANSWER_TIMEOUT))
         if answer["type"] == "refused":
             reason = printable(answer["reason"])
-            right = prove_refusal(secret, call["nonce"], nonce, answer)
+            right = talk.prove_refusal(answer)
             if not hmac.compare_digest(right, answer.get("proof") or b""):
                 raise _Unproven(
                     "the coordinator refused this worker, and does not show that it knows the "
@@ -442,12 +464,34 @@ def _be_admitted(control: Control, worker: _Worker) -> bytes:
             kind = _NoPlace if answer["passing"] else PipelineError
             raise kind(f"the coordinator refused this worker: {reason}")
         _expect(answer, "admitted")
+        if not hmac.compare_digest(talk.prove_admission(), answer["proof"]):
+            raise TransportError("it does not know the job's secret, or somebody is in between")
     except PeerLost as error:
         raise _NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
     except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
         raise _NoPlace(f"what listens there is no coordinator: {error}") from error
-    control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
-    return secret
+    control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
+    return bytes(key)
+
+
+def _call_of(control: Control, timeout: timedelta | None) -> Record:
+    """Wait for the call of a coordinator.
+
+    Raises:
+        TransportError: Something else comes, or the other end is gone.
+        MessageTimeout: Nothing comes in time.
+    """
+    try:
+        call = control.receive(Deadline(timeout))
+    except MessageTimeout as error:
+        assert timeout is not None
+        raise MessageTimeout(
+            f"it has taken the connection, and has said nothing for {timeout.total_seconds():g} s; "
+            "it may be another program, or one end encrypts and the other does not: "
+            f"{TLS} must be the same for the script and its workers"
+        ) from error
+    _expect(call, "call")
+    return call
 
 
 def _expect(record: Record, kind: str) -> None:

@@ -19,6 +19,7 @@ from pipedream_rt.cluster.control import (
     EXIT_FAILED,
     Control,
 )
+from pipedream_rt.cluster.environment import tls_of_environment
 from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.records import Record
@@ -68,7 +69,7 @@ def host_stage(
     control: Control,
     welcome: Record,
     threads: int,
-    secret: bytes,
+    key: bytes,
     bind: str | None,
     tls: Tls | None = None,
 ) -> int:
@@ -82,9 +83,10 @@ def host_stage(
         control: The control connection.
         welcome: The coordinator's welcome.
         threads: Number of threads for torch's own parallel loops.
-        secret: The secret of the job.
+        key: The key of the job.
         bind: Network interface to listen on; None for loopback.
-        tls: Encrypts the links to other members that are not inherited; None to leave them.
+        tls: Encrypts the links to other members; None to leave them. A worker that the coordinator
+            has started looks into its own environment.
 
     Returns:
         Exit code of the process.
@@ -101,7 +103,7 @@ def host_stage(
         rank=welcome["rank"],
         names=tuple(welcome["names"]),
         hosts=tuple(welcome["hosts"]),
-        key=group_key(secret, welcome["nonce"]),
+        key=group_key(key, welcome["nonce"]),
     )
     try:
         make_room(len(group.others))
@@ -151,6 +153,8 @@ def _join(
         RuntimeError: torch could not join.
     """
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
+    if control.is_local:  # so far it has connected to nobody
+        tls = tls_of_environment()
     if welcome["host"] is None:
         transport.connect(_inherited_links(control, group, deadline))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -27,7 +26,7 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
 )
 from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
-from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
@@ -115,7 +114,7 @@ class _Workers:
     ) -> None:
         """Start no worker yet, but what forks them: it imports torch while the script does."""
         self.listener = listener
-        self.secret = secrets.token_bytes(NONCE)
+        self.secret = Secret.generated()
         self._count = count
         self._threads = threads
         self._children: list[ForkedWorker] = []

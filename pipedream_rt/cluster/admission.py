@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipedream_rt.cluster.addresses import boot_id
 from pipedream_rt.cluster.control import VERSION, Control
-from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, prove, session_key
+from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.records import HELLO, Record
 from pipedream_rt.schema import printable, problem_of
@@ -29,15 +29,25 @@ class Refusal(NamedTuple):
     proven: bool = False
 
 
-def refusal_of(
-    hello: Record, asked: bytes, secret: bytes, members: Iterable[Member]
-) -> Refusal | None:
+def talk_of(control: Control, hello: Record, asked: bytes, key: bytes) -> Talk:
+    """Return what this end and whoever says hello know in common, if it knows the key.
+
+    Args:
+        control: The connection.
+        hello: What the worker has said of itself; anybody may have sent it.
+        asked: The nonce of the call that it answers.
+        key: The key of the job.
+    """
+    answer = hello.get("nonce")
+    return Talk(key, asked, answer if isinstance(answer, bytes) else b"", control.channel)
+
+
+def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal | None:
     """Why a worker cannot become a member.
 
     Args:
         hello: What the worker has said of itself; anybody may have sent it.
-        asked: The nonce of the call that it answers.
-        secret: The secret of the job.
+        talk: What it must have made its proof of.
         members: The workers that are members already.
 
     Returns:
@@ -50,8 +60,11 @@ def refusal_of(
         return Refusal(f"it speaks protocol {spoken}, the coordinator {VERSION}")
     if problem := problem_of(hello, HELLO):
         return Refusal(f"its hello makes no sense: {problem}")
-    if not hmac.compare_digest(prove(secret, asked, hello["nonce"], hello), hello["proof"]):
-        return Refusal("it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET")
+    if not hmac.compare_digest(talk.prove(hello), hello["proof"]):
+        return Refusal(
+            "it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET, unless "
+            "somebody is in between"
+        )
     name = hello["name"]
     twin = next((member for member in members if member.name == name), None)
     if twin is not None:
@@ -66,22 +79,21 @@ def refusal_of(
     return None
 
 
-def admit(control: Control, hello: Record, asked: bytes, secret: bytes) -> Member:
+def admit(control: Control, hello: Record, talk: Talk) -> Member:
     """Tell a worker that it is a member; all further records of its connection are signed.
 
     Args:
         control: The connection.
         hello: What the worker has said of itself; `refusal_of` has found no reason.
-        asked: The nonce of the call that it answers.
-        secret: The secret of the job.
+        talk: What its proof was made of.
 
     Raises:
         PeerLost: The worker is gone.
     """
     name = hello["name"]
-    control.send({"type": "admitted"})
+    control.send({"type": "admitted", "proof": talk.prove_admission()})
     control.peer = f"worker {name!r}"
-    control.secure(session_key(secret, asked, hello["nonce"]), COORDINATOR_END, WORKER_END)
+    control.secure(talk.session_key(), COORDINATOR_END, WORKER_END)
     same_clock = hello.get("boot") == boot_id() != ""
     return Member(name, process_of(hello), control, same_clock=same_clock)
 

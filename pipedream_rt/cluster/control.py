@@ -43,6 +43,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from concurrent.futures import Future
 from datetime import timedelta
 
 import msgpack
@@ -54,7 +55,7 @@ from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.transport.signing import DIGEST, proof
 
-VERSION = 8
+VERSION = 9
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1
@@ -89,11 +90,19 @@ class Control:
         peer: Name of the other end, for error messages.
         local_host: Numeric address of this end of a connection between processes that do not
             inherit it; empty for a socket pair, which one process made.
+        channel: What the two ends have in common where the connection is encrypted; see `Wrapped`.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, local_host: str = "") -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str,
+        local_host: str = "",
+        channel: Future[bytes] | None = None,
+    ) -> None:
         """Take the socket over: `close` closes it."""
         self.peer = peer
+        self._channel = channel
         self._socket = connection
         close_in_forked_children(connection)
         self._buffer = bytearray()
@@ -108,6 +117,11 @@ class Control:
     def fileno(self) -> int:
         """Descriptor of the socket, for selectors."""
         return self._socket.fileno()
+
+    @property
+    def channel(self) -> bytes:
+        """What the two ends have in common, once something has come; empty if not encrypted."""
+        return b"" if self._channel is None else self._channel.result(0)
 
     @property
     def is_local(self) -> bool:

@@ -5,8 +5,6 @@ Imports no torch: the command line and a worker that waits use this module too.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
 import math
 import os
@@ -17,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.tls import Tls
 
@@ -51,8 +49,9 @@ SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
 for all workers to be replaced."""
 
 TLS = "PIPEDREAM_RT_TLS"
-"""The user sets it for the script and for the workers that are started elsewhere: the folder with
-the certificate and the key with which they encrypt their connections."""
+"""The user sets it for the script and for the workers that are started elsewhere: ``off`` not to
+encrypt what passes between them, ``on`` to encrypt also what stays on one machine, or the folder
+with the certificate and the key with which to encrypt all of it."""
 
 _SHORTEST_SECRET = 16
 """Characters that a secret of the user's must have at least."""
@@ -74,8 +73,6 @@ _ALPHABETS = (
     string.printable,
 )
 """Sets of characters that secrets are made of, small ones first."""
-
-_SALT = b"pipedream-rt: the secret of a job"
 
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
@@ -137,7 +134,7 @@ def _not_of_run(name: str, fd: int, error: Exception) -> str:
     )
 
 
-def secret_pipe(secret: bytes) -> int:
+def secret_pipe(secret: Secret) -> int:
     """Put a secret into a pipe that a child process can inherit; reading it empties the pipe.
 
     Returns:
@@ -145,13 +142,19 @@ def secret_pipe(secret: bytes) -> int:
     """
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as stream:
-        stream.write(secret.hex().encode())
+        stream.write(secret.text.encode())
     os.set_inheritable(reading, True)
     return reading
 
 
-def read_secret(fd: int | None) -> bytes | None:
+_taken: list[str] = []
+"""The secret that was in the environment of this process, once it was read."""
+
+
+def read_secret(fd: int | None) -> Secret | None:
     """Read the secret of the job from a descriptor, or else from the environment.
+
+    It leaves the environment of this process, so that no child inherits it.
 
     Args:
         fd: Descriptor to read to its end: 0, the standard input, stays open, and every other is
@@ -167,12 +170,10 @@ def read_secret(fd: int | None) -> bytes | None:
         try:
             with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
                 text = stream.read().decode("utf-8", "replace").strip()
-            if len(text) == 2 * NONCE and fd != 0:
-                return bytes.fromhex(text)  # written by `secret_pipe`
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ConfigError(_not_of_run(SECRET_FD, fd, error)) from error
     else:
-        text = os.environ.get(SECRET, "")
+        text = os.environ.get(SECRET) or (_taken[0] if _taken else "")
         if not text:
             return None
     if len(text) < _SHORTEST_SECRET:
@@ -185,7 +186,10 @@ def read_secret(fd: int | None) -> bytes | None:
             f"the secret of the job can be guessed: its {len(text)} characters have {bits:.0f} "
             f"bits at the most, and {_LEAST_BITS} are needed; make one with: {_MAKE_ONE}"
         )
-    return _slowly(text)
+    if fd is None:
+        _taken[:] = [text]
+        os.environ.pop(SECRET, None)
+    return Secret(text)
 
 
 def bits_of(text: str) -> float:
@@ -208,23 +212,25 @@ def bits_of(text: str) -> float:
     return counted * math.log2(size)
 
 
-@functools.cache
-def _slowly(text: str) -> bytes:
-    """Make a key of a text, at a cost that makes guessing dear: 16 MiB and some 50 ms for each."""
-    return hashlib.scrypt(text.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=NONCE)
-
-
 def tls_of_environment() -> Tls | None:
-    """Return what encrypts the connections of this process; None if the environment names none.
+    """Return what encrypts the connections of this process; None if the user wants none encrypted.
+
+    Unless the environment says otherwise, what leaves this machine is encrypted.
 
     Raises:
         ConfigError: The certificates cannot be used.
     """
-    folder = os.environ.get(TLS, "")
-    return Tls.of_folder(Path(folder)) if folder else None
+    said = os.environ.get(TLS, "")
+    match said.lower():
+        case "off":
+            return None
+        case "" | "on":
+            return Tls.of_process(always=said != "")
+        case _:
+            return Tls.of_folder(Path(said))
 
 
-def secret_of_environment() -> bytes:
+def secret_of_environment() -> Secret:
     """Read the secret that the user has given to the script and to the workers.
 
     Raises:

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgpack
 
-from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE
+from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE, SECRET
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
@@ -240,7 +240,7 @@ class ForkServer:
 
     def _changes(self) -> dict[str, Any]:
         """Return what has changed in this process since the server was started."""
-        now, then = dict(os.environ), self._environment
+        now, then = _environment(), self._environment
         return {
             "cwd": _folder(),
             "set": {name: value for name, value in now.items() if then.get(name) != value},
@@ -251,7 +251,7 @@ class ForkServer:
         """Start the server in a session of its own: Ctrl-C reaches the coordinator alone."""
         if not self._life.is_open:
             raise PipelineClosed("the fork server was closed")
-        self._environment, self._inherited = dict(os.environ), _inherited()
+        self._environment, self._inherited = _environment(), _inherited()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
@@ -375,6 +375,11 @@ def _inherited() -> object:
         if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
     }
     return variables, os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), limits
+
+
+def _environment() -> dict[str, str]:
+    """Return what workers are to have of the environment, to which no secret belongs."""
+    return {name: value for name, value in os.environ.items() if name != SECRET}
 
 
 def _folder() -> str | None:

@@ -72,13 +72,13 @@ class Formation:
         self._doors: Future[dict[str, tuple[str, int]]] = Future()  # all of them
         self._given_up = False
 
-    def welcome(self, *, generation: int, timeout: timedelta, secret: bytes) -> Group:
+    def welcome(self, *, generation: int, timeout: timedelta, key: bytes) -> Group:
         """Welcome the members to the group.
 
         Args:
             generation: Number of the group in this process.
             timeout: How long to wait for a message that is sure to come.
-            secret: The secret of the job.
+            key: The key of the job.
 
         Returns:
             The group, as this process sees it.
@@ -109,7 +109,7 @@ class Formation:
             rank=0,
             names=self._names,
             hosts=self._hosts,
-            key=group_key(secret, nonce),
+            key=group_key(key, nonce),
         )
 
     def _meeting_host(self) -> str:

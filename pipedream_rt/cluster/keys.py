@@ -7,8 +7,13 @@ else.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
+import secrets
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -21,48 +26,117 @@ COORDINATOR_END, WORKER_END = b"coordinator", b"worker"
 """Names of the two ends of a control connection, for `Control.secure`."""
 
 
-def prove(secret: bytes, asked: bytes, answer: bytes, hello: Mapping[str, Any]) -> bytes:
-    """Return what a worker shows to prove that it knows the secret of the job.
+class JobKey(NamedTuple):
+    """The key of a job, as its coordinator has made it of the secret.
 
-    Args:
-        secret: The secret of the job.
+    Attributes:
+        key: The key.
+        salt: With what it was made, which workers are told in their call.
+    """
+
+    key: bytes
+    salt: bytes
+
+    @staticmethod
+    def new() -> JobKey:
+        """Return a key that is made of no secret; workers get it over what they inherit."""
+        return JobKey(secrets.token_bytes(NONCE), bytes(NONCE))
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """The secret of a job: a generated token of 64 hexadecimal digits, or another text.
+
+    Attributes:
+        text: The secret.
+    """
+
+    text: str
+
+    @staticmethod
+    def generated() -> Secret:
+        """Return a new token."""
+        return Secret(secrets.token_hex(NONCE))
+
+    def key(self, salt: bytes) -> bytes:
+        """Return the key of the job that a coordinator has made with a salt.
+
+        A token is the key. Of another text it is made at a cost that makes guessing dear: 128 MiB
+        and some 0.4 s for each guess, with a salt that every coordinator draws anew.
+        """
+        if _TOKEN.fullmatch(self.text):
+            return bytes.fromhex(self.text)
+        return _slowly(self.text, salt)
+
+    def job_key(self) -> JobKey:
+        """Return the key of this process's jobs, with the salt that it has drawn once."""
+        return JobKey(self.key(_salt()), _salt())
+
+
+_TOKEN = re.compile(r"[0-9a-fA-F]{64}")
+
+_salt = functools.cache(lambda: secrets.token_bytes(NONCE))
+
+
+@functools.cache
+def _slowly(text: str, salt: bytes) -> bytes:
+    """Return scrypt of a text (RFC 7914), with N = 2^17, r = 8 and p = 1."""
+    return hashlib.scrypt(
+        text.encode(), salt=salt, n=1 << 17, r=8, p=1, maxmem=1 << 28, dklen=NONCE
+    )
+
+
+class Talk(NamedTuple):
+    """What the two ends of a control connection know in common, of which proofs are made.
+
+    Attributes:
+        key: The key of the job.
         asked: The nonce of the coordinator's call.
         answer: The nonce of the worker's hello.
-        hello: The worker's hello, whose proof, if it has one, is left out.
+        channel: The SHA-256 of the certificate with which the coordinator's end encrypts the
+            connection; empty where nothing is encrypted. Somebody in between has another one.
     """
-    said = [hello.get(name) for name in ("name", "pid", "host", "boot", "software", "version")]
-    return proof(secret, b"worker", asked, answer, msgpack.packb(said))
+
+    key: bytes
+    asked: bytes
+    answer: bytes
+    channel: bytes = b""
+
+    def prove(self, hello: Mapping[str, Any]) -> bytes:
+        """Return what a worker shows to prove that it knows the secret of the job.
+
+        Args:
+            hello: The worker's hello, whose proof, if it has one, is left out.
+        """
+        said = [hello.get(name) for name in ("name", "pid", "host", "boot", "software", "version")]
+        return self._proof(b"worker", msgpack.packb(said))
+
+    def prove_refusal(self, refused: Mapping[str, Any]) -> bytes:
+        """Return what a coordinator shows with a refusal, to a worker that knows the secret.
+
+        Args:
+            refused: The refusal, whose proof, if it has one, is left out.
+        """
+        return self._proof(b"refused", msgpack.packb([refused[n] for n in ("reason", "passing")]))
+
+    def prove_admission(self) -> bytes:
+        """Return what a coordinator shows to a worker that it admits."""
+        return self._proof(b"admitted")
+
+    def session_key(self) -> bytes:
+        """Return the key that signs every record of the connection after the hello."""
+        return self._proof(b"session")
+
+    def _proof(self, what: bytes, *said: bytes) -> bytes:
+        """Return a proof about this connection."""
+        return proof(self.key, what, self.asked, self.answer, self.channel, *said)
 
 
-def prove_refusal(secret: bytes, asked: bytes, answer: bytes, refused: Mapping[str, Any]) -> bytes:
-    """Return what a coordinator shows with a refusal, to prove that it knows the secret.
+def group_key(key: bytes, nonce: bytes) -> bytes:
+    """Return the key that signs what members of one generation send each other.
 
     Args:
-        secret: The secret of the job.
-        asked: The nonce of the coordinator's call.
-        answer: The nonce of the worker's hello.
-        refused: The refusal, whose proof, if it has one, is left out.
-    """
-    said = [refused.get(name) for name in ("reason", "passing")]
-    return proof(secret, b"refused", asked, answer, msgpack.packb(said))
-
-
-def session_key(secret: bytes, asked: bytes, answer: bytes) -> bytes:
-    """Return the key that signs every record of a control connection after the hello.
-
-    Args:
-        secret: The secret of the job.
-        asked: The nonce of the coordinator's call.
-        answer: The nonce of the worker's hello.
-    """
-    return proof(secret, b"session", asked, answer)
-
-
-def group_key(secret: bytes, nonce: bytes) -> bytes:
-    """Return the key that signs the RPCs of one generation.
-
-    Args:
-        secret: The secret of the job.
+        key: The key of the job.
         nonce: The nonce that the coordinator drew for this generation.
     """
-    return proof(secret, b"group", nonce)
+    return proof(key, b"group", nonce)

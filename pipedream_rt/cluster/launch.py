@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -23,7 +22,7 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.in_process import InProcessCluster
-from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.keys import JobKey, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.cluster.torchrun import (
@@ -46,7 +45,7 @@ a function that makes a `Cluster` of another kind (called with the plan and the 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
 
-_secret_of_run: bytes | None = None
+_secret_of_run: Secret | None = None
 """The secret that `pipedream-rt run` has made; read once, since it comes through a pipe."""
 
 
@@ -165,8 +164,8 @@ def numbers_of_workers(workers: Workers) -> Sequence[int]:
 
 
 def _start_local(plan: Plan, common: dict[str, Any]) -> Cluster:
-    """Start worker processes here; the secret goes to them over inherited connections."""
-    return ProcessCluster(plan, secret=secrets.token_bytes(NONCE), **common)
+    """Start worker processes here; the key goes to them over inherited connections."""
+    return ProcessCluster(plan, key=JobKey.new(), **common)
 
 
 def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
@@ -186,7 +185,7 @@ def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
         return ProcessCluster(
             plan,
             listener=listener,
-            secret=secret,
+            key=secret.job_key(),
             command=command,
             tls=tls_of_environment(),
             **common,
@@ -212,7 +211,7 @@ def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
         return ProcessCluster(
             plan,
             listener=listener,
-            secret=_secret_of_run,
+            key=_secret_of_run.job_key(),
             replace=_replace_workers,
             tls=tls_of_environment(),
             **common,

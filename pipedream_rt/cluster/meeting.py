@@ -6,12 +6,14 @@ parsed::
 
     caller                                        door
     mark, ranks of both, nonce, proof    ──►
+                  (from here on encrypted, where members encrypt)
                                          ◄──      nonce, proof
     proof                                ──►
                                          ◄──      proof
 
-Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks and the
-nonces. So a word that is repeated later, or elsewhere, proves nothing.
+Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks, the nonces
+and, but for the first, the certificate with which the door encrypts. So a word that is repeated
+later, or elsewhere, proves nothing, and nobody can be in between.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pipedream_rt.cluster.addresses import joined
@@ -67,6 +70,7 @@ class _Talk:
         doors_nonce: What the door has drawn.
         wanted: Bytes of the word that comes next; 0 while the kernel connects.
         came: What has come of it.
+        channel: What the two ends have in common where they encrypt; see `Wrapped`.
     """
 
     socket: socket.socket
@@ -76,6 +80,7 @@ class _Talk:
     doors_nonce: bytes = b""
     wanted: int = 0
     came: bytes = b""
+    channel: Future[bytes] | None = None
 
 
 class Meeting:
@@ -186,13 +191,24 @@ class Meeting:
         self._listen_to(talk)
 
     def _ready(self, connection: socket.socket, calls: bool) -> socket.socket:
-        """Set a connection up, and encrypt it where that is wanted.
+        """Set a connection up.
 
         Raises:
             OSError: It has ended.
         """
         prepare(connection)
-        return connection if self._tls is None else self._tls.wrap(connection, calls)
+        return connection
+
+    def _encrypt(self, talk: _Talk) -> None:
+        """Encrypt a connection, where that is wanted, before more is said on it.
+
+        A door does so only for who has said a right hello, which costs it no thread before.
+
+        Raises:
+            OSError: It has ended.
+        """
+        if self._tls is not None:
+            talk.socket, talk.channel = self._tls.wrap(talk.socket, talk.calls)
 
     def _drop_oldest(self) -> bool:
         """Close the oldest connection that was let in; return whether there was one."""
@@ -245,11 +261,12 @@ class Meeting:
             raise OSError(code, os.strerror(code))
         self._leave(talk)
         talk.socket = self._ready(talk.socket, True)
-        talk.wanted = _ANSWER.size
-        self._listen_to(talk)
         shown = self._proof(b"hello", talk)
         me = self._group.rank
         talk.socket.sendall(_HELLO.pack(_MARK, me, talk.rank, talk.callers_nonce, shown))
+        self._encrypt(talk)
+        talk.wanted = _ANSWER.size
+        self._listen_to(talk)
 
     def _take_hello(self, talk: _Talk, word: bytes) -> None:
         """Check the first word at the door, and answer it.
@@ -262,6 +279,9 @@ class Meeting:
         right = hmac.compare_digest(shown, self._proof(b"hello", talk))
         if not right or mark != _MARK or door != self._group.rank:
             raise PermissionError("it does not know the key of the group")
+        self._leave(talk)
+        self._encrypt(talk)
+        self._listen_to(talk)
         talk.doors_nonce = secrets.token_bytes(_NONCE)
         talk.wanted = DIGEST
         talk.socket.sendall(_ANSWER.pack(talk.doors_nonce, self._proof(b"answer", talk)))
@@ -306,7 +326,10 @@ class Meeting:
         ranks = (self._group.rank, talk.rank)
         caller, door = ranks if talk.calls else ranks[::-1]
         about = struct.pack("!III", self._group.generation & 0xFFFFFFFF, caller, door)
-        return proof(self._group.key, b"meeting", word, about, talk.callers_nonce, talk.doors_nonce)
+        # The caller says hello before it knows with whose certificate it is encrypted.
+        channel = b"" if word == b"hello" or talk.channel is None else talk.channel.result(0)
+        nonces = (talk.callers_nonce, talk.doors_nonce)
+        return proof(self._group.key, b"meeting", word, about, *nonces, channel)
 
     def _refuse_met(self, talk: _Talk) -> None:
         """Refuse a member that has been met already, or that is not to call.

@@ -11,6 +11,7 @@ from typing import Any
 from pipedream_rt.cluster.base import Fail, Reference, once
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.formation import Formation
+from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import tell
 from pipedream_rt.cluster.rendezvous import Rendezvous
@@ -49,7 +50,7 @@ class ProcessCluster:
         start_timeout: How long to wait for all workers to join.
         threads: Number of threads for torch's own parallel loops in workers started here.
         heartbeat: How long a worker may be silent.
-        secret: The secret of the job; a worker that joins by the listener proves that it knows it.
+        key: The key of the job; a worker that joins by the listener proves that it knows it.
         forks: The fork server that starts workers here.
         listener: Where workers that are started elsewhere join; None to start all of them here.
         own: With a listener, how many workers to start here besides.
@@ -71,7 +72,7 @@ class ProcessCluster:
         start_timeout: timedelta,
         threads: int,
         heartbeat: timedelta,
-        secret: bytes,
+        key: JobKey,
         forks: ForkServer,
         listener: socket.socket | None = None,
         own: int = 0,
@@ -92,14 +93,14 @@ class ProcessCluster:
         self.generation = generation
         self._life = Lifecycle("the cluster")
         self._fail = fail
-        self._secret = secret
+        self._key = key
         self._replace = replace
         self._killed = False
         self._tls = tls
         self._rpc: Endpoint | None = None
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(threads, forks)
-        rendezvous = Rendezvous(plan, self._local, secret, heartbeat, command, tls)
+        rendezvous = Rendezvous(plan, self._local, key, heartbeat, command, tls)
         self._members = rendezvous.members
         self._watch = Watch(self._members, self._local, fail, heartbeat, command)
         try:
@@ -109,7 +110,7 @@ class ProcessCluster:
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
             formation = Formation(plan, self._members, self._local, deadline, heartbeat, tls)
-            group = formation.welcome(generation=generation, timeout=timeout, secret=secret)
+            group = formation.welcome(generation=generation, timeout=timeout, key=key.key)
             self._sockets = SocketTransport(group)
             self.transport: Transport = self._sockets
             self._rpc = Endpoint(group, self._sockets.tunnel, timeout)

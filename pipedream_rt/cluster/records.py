@@ -47,10 +47,10 @@ _NUMBER = whole(0, 2**31)
 
 FIELDS: dict[str, dict[str, Check]] = {
     # What anybody may have sent. The fields of a hello depend on its version: see `HELLO`.
-    "call": {"nonce": exactly(NONCE), "secret": maybe(exactly(NONCE))},
+    "call": {"nonce": exactly(NONCE), "salt": exactly(NONCE), "key": maybe(exactly(NONCE))},
     "hello": {"version": anything},
     "refused": {"reason": text(4096), "passing": truth, "proof": maybe(exactly(32))},
-    "admitted": {},
+    "admitted": {"proof": exactly(32)},
     # What a member has signed.
     "ready": {"processor": line(255)},
     "welcome": {

@@ -11,10 +11,10 @@ from contextlib import suppress
 from datetime import timedelta
 
 from pipedream_rt.cluster.addresses import joined
-from pipedream_rt.cluster.admission import Refusal, admit, process_of, refusal_of
+from pipedream_rt.cluster.admission import Refusal, admit, process_of, refusal_of, talk_of
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.crowd import accept, most_strangers
-from pipedream_rt.cluster.keys import NONCE, prove_refusal
+from pipedream_rt.cluster.keys import NONCE, JobKey, Talk
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, natural
 from pipedream_rt.cluster.records import Record
@@ -23,7 +23,7 @@ from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, Wor
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import printable
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.transport.tls import Tls, plain
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Rendezvous:
     Args:
         plan: How many workers are needed, and which stages each hosts.
         local: The workers that were started here, which come over inherited connections.
-        secret: The secret of the job.
+        key: The key of the job.
         heartbeat: How long a worker that was started here may be silent.
         command: The command that starts a worker elsewhere, for messages.
         tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
@@ -55,7 +55,7 @@ class Rendezvous:
         self,
         plan: Plan,
         local: LocalWorkers,
-        secret: bytes,
+        key: JobKey,
         heartbeat: timedelta,
         command: str = "",
         tls: Tls | None = None,
@@ -71,7 +71,7 @@ class Rendezvous:
         self.members: list[Member] = []
         self._plan = plan
         self._local = local
-        self._secret = secret
+        self._key = key
         # Connections that have not said hello, oldest first, each with the nonce of its call.
         self._asked: dict[Control, bytes] = {}
 
@@ -130,7 +130,7 @@ class Rendezvous:
     def _call_local(self, selector: selectors.BaseSelector) -> None:
         """Call the workers that were started here; their calls carry the secret."""
         for control in self._local.controls.values():
-            self._call(control, secret=self._secret)
+            self._call(control, key=self._key.key)
             selector.register(control, selectors.EVENT_READ)
 
     def _attend(
@@ -165,9 +165,10 @@ class Rendezvous:
             here = str(connection.getsockname()[0])
             prepare(connection)
             connection.setblocking(True)
-            if self._tls is not None:
-                connection = self._tls.wrap(connection, False)
-            control = Control(connection, f"the worker at {joined(host, port)}", here)
+            wrapped = plain(connection) if self._tls is None else self._tls.wrap(connection, False)
+            connection = wrapped.socket
+            peer = f"the worker at {joined(host, port)}"
+            control = Control(connection, peer, here, wrapped.channel)
             self._call(control)
         except (OSError, PeerLost):  # whoever connected is gone again
             connection.close()
@@ -209,7 +210,7 @@ class Rendezvous:
     def _call(self, control: Control, **more: bytes) -> None:
         """Send the call with a new nonce, which the answer has to prove that it has seen."""
         self._asked[control] = nonce = secrets.token_bytes(NONCE)
-        control.send({"type": "call", "nonce": nonce, **more})
+        control.send({"type": "call", "nonce": nonce, "salt": self._key.salt, **more})
 
     def _forget(self, control: Control, selector: selectors.BaseSelector) -> bytes:
         """Wait for nothing more from a connection, and return the nonce of its call."""
@@ -232,14 +233,16 @@ class Rendezvous:
         if hello is None:
             return
         nonce = self._forget(control, selector)
-        refusal = refusal_of(hello, nonce, self._secret, self.members)
+        talk = talk_of(control, hello, nonce, self._key.key)
+        refusal = refusal_of(hello, talk, self.members)
         if refusal is None and self._full:
-            refusal = Refusal(f"the job has its {self._plan.workers} workers", passing=True)
+            reason = f"the job has its {self._plan.workers} workers"
+            refusal = Refusal(reason, passing=True, proven=True)
         if refusal is not None:
-            self._refuse(control, nonce, hello, refusal)
+            self._refuse(control, talk, hello, refusal)
             return
         try:
-            member = admit(control, hello, nonce, self._secret)
+            member = admit(control, hello, talk)
         except PeerLost as error:
             control.close()
             self._note_end(control, error)
@@ -297,12 +300,14 @@ class Rendezvous:
         _log.log(level, text + more, *arguments)
         self._said[text] = (now, 0)
 
-    def _refuse(self, control: Control, asked: bytes, hello: Record, refusal: Refusal) -> None:
+    def _refuse(self, control: Control, talk: Talk, hello: Record, refusal: Refusal) -> None:
         """Tell a worker why it cannot become a member, and close its connection.
+
+        A proof goes to those alone that have shown one: of another they could guess the secret.
 
         Args:
             control: The connection.
-            asked: The nonce of the call that the worker has answered.
+            talk: What proofs are made of.
             hello: What the worker has said of itself; anybody may have sent it.
             refusal: Why.
         """
@@ -311,10 +316,8 @@ class Rendezvous:
         self._note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):
             reason = {"reason": refusal.reason, "passing": refusal.passing}
-            answer = hello.get("nonce")
-            answer = answer if isinstance(answer, bytes) else b""
-            shown = prove_refusal(self._secret, asked, answer, reason)
-            control.send({"type": "refused", **reason, "proof": shown})
+            shown = {"proof": talk.prove_refusal(reason)} if refusal.proven else {}
+            control.send({"type": "refused", **reason, **shown})
         control.close()
         if refusal.proven and not refusal.passing:
             self._refused[name] = refusal.reason

@@ -29,7 +29,7 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
     tls_of_environment,
 )
-from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.keys import NONCE, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
@@ -78,7 +78,9 @@ def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
         )
         store.set(key, str(port))
         tls = tls_of_environment()
-        return ProcessCluster(plan, listener=listener, own=own, secret=secret, tls=tls, **common)
+        return ProcessCluster(
+            plan, listener=listener, own=own, key=secret.job_key(), tls=tls, **common
+        )
 
 
 def world_size() -> int:
@@ -170,7 +172,7 @@ def _agrees_by_itself() -> bool:
     return is_one_machine() and read_secret(None) is None
 
 
-def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> bytes:
+def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> Secret:
     """Make a secret and hand it to the other ranks on this machine.
 
     It goes over a local socket. The kernel says which user the other end belongs to, and the secret
@@ -185,7 +187,7 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
     Raises:
         RendezvousTimeout: A rank did not ask for the secret in time.
     """
-    secret = secrets.token_bytes(NONCE)
+    secret = Secret.generated()
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         place = private_folder() / f"{_SOCKET}{os.getpid()}-{secrets.token_hex(4)}"
@@ -202,12 +204,12 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
                 raise RendezvousTimeout(text, missing=others) from None
             with connection:
                 if _is_ours(connection):
-                    connection.sendall(_MARK + secret)
+                    connection.sendall(_MARK + secret.text.encode())
                     others -= 1
     return secret
 
 
-def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> bytes:
+def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> Secret:
     """Get the secret that rank 0 hands over; see `_hand_over` for the arguments.
 
     Raises:
@@ -222,12 +224,12 @@ def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> bytes:
             if not (name.startswith(_SOCKET) and "/" not in name and "\0" not in name):
                 raise OSError(f"the store names no socket of rank 0: {printable(name, 60)}")
             connection.connect(str(private_folder() / name))
-            said = connection.recv(len(_MARK) + NONCE) if _is_ours(connection) else b""
+            said = connection.recv(len(_MARK) + 2 * NONCE) if _is_ours(connection) else b""
         except (OSError, UnicodeDecodeError) as error:
             raise RendezvousTimeout(f"rank 0 gave no secret: {error}", missing=1) from error
-    if not said.startswith(_MARK) or len(said) != len(_MARK) + NONCE:
+    if not said.startswith(_MARK) or len(said) != len(_MARK) + 2 * NONCE:
         raise RendezvousTimeout("rank 0 gave no secret", missing=1)
-    return said.removeprefix(_MARK)
+    return Secret(said.removeprefix(_MARK).decode("ascii", "replace"))
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -283,7 +285,7 @@ def _join_rank_0(
     _run_worker(address, rank, threads, secret)
 
 
-def _run_worker(address: str, rank: int, threads: int, secret: bytes) -> NoReturn:
+def _run_worker(address: str, rank: int, threads: int, secret: Secret) -> NoReturn:
     """Replace this rank's process by a worker; only rank 0 runs the rest of the script."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,23 +1,36 @@
-"""Encryption of the connections between machines, for who asks for it.
+"""Encryption of the connections between machines: TLS 1.3, unless the user wants none.
 
-The user gives all members the same folder with a certificate, or with their own certificates and
-that of the authority which signed them; each end shows its own and checks the other's. `wrap` takes
-a connection over and returns one end of a pair of sockets: a thread carries what passes through it,
-encrypted, over the connection. So nothing else need know whether a connection is encrypted.
+Every process makes a key and a certificate of its own when it first needs them, and nobody signs
+them. What tells a member from somebody in between is the *channel*, the SHA-256 of the certificate
+that the called end shows: both ends put it into what they prove to know the secret with. The user
+may also give all members certificates, of one authority or one for all; each end then checks the
+other's too.
+
+`Tls.wrap` takes a connection over and returns one end of a pair of sockets: a thread carries what
+passes through it, encrypted, over the connection. So nothing else need know whether a connection is
+encrypted.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
+import hashlib
+import ipaddress
 import logging
+import math
+import os
 import select
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakSet
 
 from pipedream_rt.deadline import Deadline
@@ -29,22 +42,61 @@ _log = logging.getLogger(__name__)
 CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 """The files in the folder; without the last one, the certificate itself is what is trusted."""
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18
 _HANDSHAKE_TIMEOUT_S = 20.0
 
+_DAYS = 3650
+"""For how long the certificate of a process is valid, which ends with the process; its beginning
+lies a day back, as the clocks of machines differ."""
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """What a member needs to encrypt its connections.
+
+class Wrapped(NamedTuple):
+    """A connection that may be encrypted.
+
+    Attributes:
+        socket: What to use in the place of the connection.
+        channel: What the two ends, and nobody in between, have in common: the SHA-256 of the
+            certificate of the end that was called, known once something has come; empty where
+            nothing is encrypted.
+    """
+
+    socket: socket.socket
+    channel: Future[bytes]
+
+
+def plain(connection: socket.socket) -> Wrapped:
+    """Return a connection that is not encrypted."""
+    channel: Future[bytes] = Future()
+    channel.set_result(b"")
+    return Wrapped(connection, channel)
+
+
+class Material(NamedTuple):
+    """What a member encrypts with.
 
     Attributes:
         server: For the end that was called.
         client: For the end that calls.
-        threads: The threads that carry what passes.
+        own: The SHA-256 of the certificate that this member shows.
     """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    own: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Encrypts the connections of a member.
+
+    Attributes:
+        material: Returns what it encrypts with, which may be made only then.
+        always: Whether connections that stay on this machine are encrypted too.
+        threads: The threads that carry what passes.
+    """
+
+    material: Callable[[], Material]
+    always: bool = True
     threads: WeakSet[threading.Thread] = field(default_factory=WeakSet)
 
     @staticmethod
@@ -56,50 +108,64 @@ class Tls:
         """
         certificate, key, authority = (folder / n for n in (CERTIFICATE, KEY, AUTHORITY))
         trusted = authority if authority.exists() else certificate
-        contexts = []
         try:
             if key.stat().st_mode & 0o077:
                 raise ConfigError(f"others can read the key {key}; forbid it: chmod 600 {key}")
-            for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-                context = ssl.SSLContext(protocol)
-                context.minimum_version = ssl.TLSVersion.TLSv1_3
-                context.check_hostname = False  # a member is who has a certificate, wherever it is
+            material = _material(str(certificate), str(key), certificate.read_text())
+            for context in (material.server, material.client):
                 context.verify_mode = ssl.CERT_REQUIRED
-                context.load_cert_chain(certificate, key, password=_no_password)
                 context.load_verify_locations(trusted)
-                contexts.append(context)
-            contexts[0].num_tickets = 0
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             raise ConfigError(
                 f"the certificates in {folder} cannot be used: {error}; it must hold "
                 f"{CERTIFICATE}, {KEY} and, if another has signed it, {AUTHORITY}; "
                 f"`pipedream-rt certificate {folder}` makes the first two"
             ) from error
-        return Tls(server=contexts[0], client=contexts[1])
+        return Tls(lambda: material)
 
-    def wrap(self, connection: socket.socket, calls: bool) -> socket.socket:
-        """Encrypt a connection.
+    @staticmethod
+    def of_process(always: bool = False) -> Tls:
+        """Return what encrypts with the certificate of this process, which nobody has signed.
+
+        Args:
+            always: Whether to encrypt connections that stay on this machine too.
+        """
+        return Tls(lambda: _of_process(os.getpid()), always)
+
+    def wrap(self, connection: socket.socket, calls: bool) -> Wrapped:
+        """Encrypt a connection, unless it stays on this machine and need not be.
 
         Args:
             connection: A connected TCP socket, which is taken over.
             calls: Whether this end has called.
 
         Returns:
-            A socket to use in its place. When the other end has no right certificate, it ends.
+            What to use in its place. When the other end has no right certificate, it ends.
+
+        Raises:
+            OSError: The connection has ended.
         """
+        if not self.always and _stays_here(connection):
+            return plain(connection)
+        server, client, own = self.material()
         ours, theirs = socket.socketpair()
-        context = self.client if calls else self.server
+        context = client if calls else server
         connection.setblocking(False)
         encrypted = context.wrap_socket(
             connection, server_side=not calls, do_handshake_on_connect=False
         )
         for end in (encrypted, theirs):
             close_in_forked_children(end)
+        channel: Future[bytes] = Future()
+        if not calls:
+            channel.set_result(own)
         # A daemon: it ends when one of the ends is closed, at the latest with the process.
-        thread = threading.Thread(target=_carry, args=(encrypted, theirs), name="tls", daemon=True)
+        thread = threading.Thread(
+            target=_carry, args=(encrypted, theirs, channel), name="tls", daemon=True
+        )
         self.threads.add(thread)
         thread.start()
-        return ours
+        return Wrapped(ours, channel)
 
     def finish(self, deadline: Deadline) -> None:
         """Wait until what was written into closed connections has been sent.
@@ -111,6 +177,92 @@ class Tls:
             thread.join(deadline.remaining_s())
 
 
+def _stays_here(connection: socket.socket) -> bool:
+    """Whether a connection is one of this machine with itself, over loopback."""
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    return all(ipaddress.ip_address(each).is_loopback for each in (here, there))
+
+
+def _material(certificate: str, key: str, text: str) -> Material:
+    """Return what a member encrypts with that asks for no certificate of the other end.
+
+    Args:
+        certificate: The file of its certificate.
+        key: The file of its key.
+        text: What is in the file of the certificate.
+
+    Raises:
+        OSError: They cannot be read, or are no certificate and its key.
+        ValueError: The key needs a password, or there is no certificate.
+    """
+    server, client = (
+        ssl.SSLContext(protocol) for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+    )
+    for context in (server, client):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # a member is who knows the secret, wherever it is
+        context.verify_mode = ssl.CERT_NONE
+        context.load_cert_chain(certificate, key, password=_no_password)
+    server.num_tickets = 0
+    begins, ends = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    first = text[text.index(begins) : text.index(ends)] + ends
+    return Material(server, client, hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest())
+
+
+@functools.cache
+def _of_process(pid: int) -> Material:
+    """Make the key and the certificate of this process.
+
+    Python's ``ssl`` takes them from files alone: here from files that are in memory only.
+
+    Args:
+        pid: The number of this process, since a forked child makes its own.
+    """
+    certificate, key = _made(f"pipedream-rt process {pid}", _DAYS)
+    with ExitStack() as opened:
+        paths = []
+        for data in (certificate, key):
+            file = opened.enter_context(os.fdopen(os.memfd_create("tls"), "wb"))
+            file.write(data)
+            file.flush()
+            paths.append(f"/proc/self/fd/{file.fileno()}")
+        return _material(paths[0], paths[1], certificate.decode())
+
+
+def _made(name: str, days: int) -> tuple[bytes, bytes]:
+    """Make a key (ECDSA over P-256) and a certificate that it signs itself, both in PEM.
+
+    Args:
+        name: Whom the certificate names.
+        days: For how long it is valid.
+    """
+    # Imported here: most processes never encrypt.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM), private
+
+
 def _no_password() -> str:
     """Refuse a key that needs a password, which nobody could type in on all machines.
 
@@ -120,21 +272,42 @@ def _no_password() -> str:
     raise ValueError("the key is protected by a password")
 
 
-def _carry(encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
-    """Carry bytes both ways until one end is closed; a thread runs this."""
+def _carry(encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes]) -> None:
+    """Carry bytes both ways until one end is closed; a thread runs this.
+
+    Args:
+        encrypted: The connection, before the handshake.
+        plain: This end.
+        channel: Gets the channel, if it has none, before anything that has come is handed over.
+    """
     plain.setblocking(False)
     try:
         _shake_hands(encrypted, plain)
+        if not channel.done():
+            shown = encrypted.getpeercert(binary_form=True) or b""
+            channel.set_result(hashlib.sha256(shown).digest())
         _Pump(encrypted, plain).run()
     except (OSError, ValueError) as error:  # also of a socket that was closed
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-            _log.warning("an encrypted connection ended: %s", error.reason or error)
+            _tell("an encrypted connection ended: %s", error.reason or error)
         elif isinstance(error, TimeoutError):
-            _log.warning("an encrypted connection ended: %s; does the other end encrypt?", error)
+            _tell("an encrypted connection ended: %s; does the other end encrypt?", error)
     finally:
         for end in (encrypted, plain):
             with suppress(OSError):
                 end.close()
+
+
+_told_s = [-math.inf]
+"""When something was told last, of which strangers could have more told than anybody can read."""
+
+
+def _tell(text: str, *arguments: object) -> None:
+    """Log what has ended a connection, once a second at most."""
+    now = time.monotonic()
+    if now - _told_s[0] >= 1.0:
+        _told_s[0] = now
+        _log.warning(text, *arguments)
 
 
 def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
@@ -164,6 +337,9 @@ def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
 class _Pump:
     """Carries bytes between an encrypted and a plain socket.
 
+    OpenSSL hands over 16 KiB at a time at most; several of these go on together, since each call
+    and each wait costs as much as to decrypt some of them.
+
     Args:
         encrypted: After the handshake.
         plain: This end.
@@ -173,8 +349,10 @@ class _Pump:
         """Begin with nothing under way."""
         self._encrypted = encrypted
         self._plain = plain
-        self._out = b""  # read from the plain end, and not sent yet
-        self._into = b""  # read from the encrypted end, and not handed over yet
+        self._rooms = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
+        self._out = self._into = self._rooms[0][:0]  # what was read from an end, and not sent yet
+        self._poll = select.poll()
+        self._wants = (-1, -1)
 
     def run(self) -> None:
         """Carry until one end is closed.
@@ -186,60 +364,63 @@ class _Pump:
             self._wait()
             if not self._out:
                 with suppress(BlockingIOError):
-                    self._out = self._plain.recv(_CHUNK)
-                    if not self._out:
+                    count = self._plain.recv_into(self._rooms[0])
+                    if not count:
                         return
-            if self._out:
-                with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    self._out = self._rooms[0][:count]
+            with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                while self._out:
                     self._out = self._out[self._encrypted.send(self._out) :]
-            if not self._into:
-                with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                    self._into = self._encrypted.recv(_CHUNK)
-                    if not self._into:
-                        return
-            if self._into:
-                with suppress(BlockingIOError):
+            if not self._into and self._decrypt():
+                return
+            with suppress(BlockingIOError):
+                while self._into:
                     self._into = self._into[self._plain.send(self._into) :]
+
+    def _decrypt(self) -> bool:
+        """Read what has come encrypted; return whether the other end has closed, and no more."""
+        room, count, more = self._rooms[1], 0, 1
+        with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            while more and count < len(room):
+                more = self._encrypted.recv_into(room[count:])
+                count += more
+        self._into = room[:count]
+        return not more and not count  # else it is found again, after what it has sent before
 
     def _wait(self) -> None:
         """Wait until something can be done."""
         if self._encrypted.pending() and not self._into:
             return
-        poll = select.poll()
-        wants = (0 if self._into else select.POLLIN) | (select.POLLOUT if self._out else 0)
-        poll.register(self._encrypted, wants)
-        wants = (0 if self._out else select.POLLIN) | (select.POLLOUT if self._into else 0)
-        poll.register(self._plain, wants)
-        poll.poll()  # no deadline: the kernel tells when an end is closed
+        wants = (
+            (0 if self._into else select.POLLIN) | (select.POLLOUT if self._out else 0),
+            (0 if self._out else select.POLLIN) | (select.POLLOUT if self._into else 0),
+        )
+        if wants != self._wants:
+            self._poll.register(self._encrypted, wants[0])
+            self._poll.register(self._plain, wants[1])
+            self._wants = wants
+        self._poll.poll()  # no deadline: the kernel tells when an end is closed
 
 
 def make_certificate(folder: Path, days: int) -> None:
-    """Make a certificate for the members of a job, with a key, by the command ``openssl``.
+    """Make a certificate for the members of a job, with a key.
 
     Args:
         folder: Where; made if it is not there. Nothing in it is replaced.
         days: For how long it is valid.
 
     Raises:
-        ConfigError: There is one, it cannot be written, or there is no ``openssl``.
+        ConfigError: There is one, or it cannot be written.
     """
-    if shutil.which("openssl") is None:
-        raise ConfigError(
-            "the command openssl is missing (package openssl); or put your own certificate and key "
-            f"into {folder}, as {CERTIFICATE} and {KEY}"
-        )
     certificate, key = folder / CERTIFICATE, folder / KEY
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if certificate.exists() or key.exists():
             raise ConfigError(f"{folder} has a certificate or a key already; name another folder")
-        done = subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-             "-nodes", "-days", str(days), "-subj", "/CN=pipedream-rt", "-keyout", str(key),
-             "-out", str(certificate)],
-            capture_output=True, text=True, timeout=60, umask=0o077, check=False,
-        )  # fmt: skip
+        made = _made("pipedream-rt", days)
+        for path, data in zip((certificate, key), made, strict=True):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
     except OSError as error:
         raise ConfigError(f"no certificate can be made in {folder}: {error}") from error
-    if done.returncode:
-        raise ConfigError(f"openssl made no certificate: {done.stderr.strip()}")

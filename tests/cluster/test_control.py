@@ -94,7 +94,7 @@ def packed(record):
         {"type": "call"},
         {"type": "call", "nonce": b"short"},
         {"type": "call", "nonce": "x" * 32},
-        {"type": "call", "nonce": b"x" * 32, "secret": 3},
+        {"type": "call", "nonce": b"x" * 32, "salt": b"x" * 32, "key": 3},
         {"type": "refused", "reason": 3, "passing": True},
         {"type": "refused", "reason": "x"},
         {"type": "welcome"},

@@ -1,9 +1,10 @@
 """The meeting of members, with strangers at every door who know everything but the key."""
 
 import random
+import selectors
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.tls import Tls, _of_process
 
 KEY = b"k" * 32
 
@@ -39,6 +41,8 @@ class Members:
         self._threads = []
         stack.callback(self.close)
 
+    tls = None
+
     def meet(self, *ranks, **kwargs):
         for rank in ranks or range(self.count):
             thread = threading.Thread(target=self._meet, args=(rank,), kwargs=kwargs)
@@ -48,7 +52,7 @@ class Members:
     def _meet(self, rank, **kwargs):
         deadline = Deadline(timedelta(seconds=self.seconds))
         meeting = Meeting(
-            group(rank, self.count, **kwargs), self.doors[rank], self.addresses, deadline
+            group(rank, self.count, **kwargs), self.doors[rank], self.addresses, deadline, self.tls
         )
         try:
             self.met[rank] = meeting.meet()
@@ -69,7 +73,8 @@ class Members:
             for other, (connection, key) in met.items():
                 theirs, same = self.met[other][rank]
                 assert key == same
-                assert connection.getpeername() == theirs.getsockname()
+                if self.tls is None:
+                    assert connection.getpeername() == theirs.getsockname()
                 keys.add(key)
         assert len(keys) == self.count * (self.count - 1) // 2
 
@@ -246,3 +251,68 @@ def test_a_connection_that_is_reset_before_a_word_is_made_again(stack, monkeypat
     members = Members(stack, 2)
     members.meet()
     members.check()
+
+
+class Between:
+    """Somebody between a caller and a door, who has a certificate of his own and passes all on."""
+
+    def __init__(self, stack, members):
+        self._tls = Tls(lambda: _of_process(-1))
+        self._door = members.addresses[0]
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        members.addresses = {**members.addresses, 0: self._listener.getsockname()}
+        self._stack, self.seen = stack, []
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(self._listener.shutdown, socket.SHUT_RDWR)
+
+    def _run(self):
+        with suppress(OSError):
+            while True:
+                caller, _ = self._listener.accept()
+                door = socket.create_connection(self._door, timeout=20)
+                hello = caller.recv(module._HELLO.size, socket.MSG_WAITALL)
+                door.sendall(hello)
+                ends = self._tls.wrap(caller, False).socket, self._tls.wrap(door, True).socket
+                for end in ends:
+                    self._stack.callback(end.close)
+                self._pass_on(*ends)
+
+    def _pass_on(self, one, other):
+        with suppress(OSError), selectors.DefaultSelector() as selector:
+            selector.register(one, selectors.EVENT_READ, other)
+            selector.register(other, selectors.EVENT_READ, one)
+            while True:
+                for key, _ in selector.select():
+                    data = key.fileobj.recv(4096)
+                    if not data:
+                        one.close()
+                        other.close()
+                        return
+                    self.seen.append(data)
+                    key.data.sendall(data)
+
+
+def test_members_meet_encrypted(stack):
+    members = Members(stack, 4)
+    members.tls = Tls.of_process(always=True)
+    members.meet()
+    members.check()
+    for met in members.met:
+        for connection, _ in met.values():
+            connection.close()
+    members.tls.finish(Deadline(timedelta(seconds=20)))
+
+
+def test_somebody_in_between_is_found_out(stack):
+    """His certificate is as good as theirs, and he may read all: they do not meet through him."""
+    members = Members(stack, 2, seconds=3)
+    members.tls = Tls.of_process(always=True)
+    between = Between(stack, members)
+    members.meet()
+    members.join()
+    assert members.met == [None, None]
+    assert "has not met 'm0'" in members.errors[1]
+    assert between.seen
+    members.tls.finish(Deadline(timedelta(seconds=20)))

@@ -16,7 +16,7 @@ from support.deadlines import LATEST_S
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.control import VERSION, Control
 from pipedream_rt.cluster.fork_server import ForkServer
-from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, prove, session_key
+from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, JobKey, Talk
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
@@ -25,6 +25,7 @@ from pipedream_rt.schedules import Plan, Shape
 from pipedream_rt.software import software
 
 SECRET = b"the secret of the job".ljust(NONCE)
+KEY = JobKey(SECRET, bytes(NONCE))
 
 
 BEAT = timedelta(seconds=20)
@@ -42,11 +43,11 @@ def answer(control, name, secret=SECRET, ready=True, processor="a kind", version
         "name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION,
         "software": versions or software(),
     }  # fmt: skip
-    shown = prove(secret, call["nonce"], nonce, said)
-    control.send({"type": "hello", **said, "nonce": nonce, "proof": shown})
+    talk = Talk(secret, call["nonce"], nonce)
+    control.send({"type": "hello", **said, "nonce": nonce, "proof": talk.prove(said)})
     reply = control.receive(soon())
     if reply["type"] == "admitted":
-        control.secure(session_key(secret, call["nonce"], nonce), WORKER_END, COORDINATOR_END)
+        control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
         if ready:
             control.send({"type": "ready", "processor": processor})
     return reply
@@ -98,7 +99,7 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
             answer(others[1], "w9")
 
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, SECRET, BEAT
+            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, KEY, BEAT
         )
         with meanwhile(workers):
             rendezvous.gather(None, soon())
@@ -122,7 +123,7 @@ def forming(count, workers):
 
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=count)), local, SECRET, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=count)), local, KEY, BEAT)
         with meanwhile(beside):
             try:
                 yield rendezvous, listener
@@ -202,7 +203,7 @@ def test_several_kinds_of_processor_are_told_of(other, caplog):
 
 def test_workers_that_do_not_answer_are_named():
     with local_workers("w0", "w1") as (local, _):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, KEY, BEAT)
         with pytest.raises(
             RendezvousTimeout, match=r"2 of 2 workers did not join within 0 s: w0, w1; joined: none"
         ) as e:
@@ -218,7 +219,7 @@ def test_a_worker_that_does_not_become_ready_is_named():
             answer(others[0], "w0")
             answer(others[1], "w1", ready=False)
 
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, KEY, BEAT)
         with (
             meanwhile(workers),
             pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .*: w1; joined: w0"),
@@ -228,7 +229,7 @@ def test_a_worker_that_does_not_become_ready_is_named():
 
 def test_a_local_worker_that_ends_before_its_hello_ends_the_rendezvous():
     with local_workers("w0", "w1") as (local, others):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, SECRET, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, KEY, BEAT)
         others[1].close()
         with pytest.raises((WorkerLost, PeerLost), match="w1"):
             rendezvous.gather(None, soon())
@@ -275,7 +276,7 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(caplog):
         local_workers() as (local, _),
     ):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, KEY, BEAT)
         with meanwhile(strangers):
             rendezvous.gather(listener, soon())
         assert [member.name for member in rendezvous.members] == ["right"]
@@ -297,7 +298,7 @@ def test_strangers_who_keep_coming_do_not_put_off_the_deadline():
 
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, SECRET, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, KEY, BEAT)
         with meanwhile(strangers):
             try:
                 assert stop_soon(rendezvous, listener, 1) < 3
@@ -310,6 +311,7 @@ import resource, socket, sys, threading, time
 from datetime import timedelta
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
@@ -319,8 +321,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with listening("127.0.0.1", 0) as listener:
     print(listener.getsockname()[1], flush=True)
     rendezvous = Rendezvous(
-        Plan(name="", shape=Shape(workers=1)), LocalWorkers(1, ForkServer()), b"s" * 32,
-        timedelta(seconds=20))
+        Plan(name="", shape=Shape(workers=1)), LocalWorkers(1, ForkServer()),
+        JobKey(b"s" * 32, b""), timedelta(seconds=20))
     start, used = time.monotonic(), time.process_time()
     try:
         rendezvous.gather(listener, Deadline(timedelta(seconds=2)))
@@ -349,7 +351,7 @@ def test_more_idle_strangers_than_there_are_descriptors():
 def test_a_worker_that_is_stopped_before_its_first_word_is_noticed_by_the_heartbeat():
     with local_workers("w0") as (local, _):
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, SECRET, timedelta(seconds=0.2)
+            Plan(name="", shape=Shape(workers=1)), local, KEY, timedelta(seconds=0.2)
         )
         start = time.monotonic()
         with pytest.raises(WorkerLost, match=r"'w0' has been silent since it was started"):
@@ -360,7 +362,7 @@ def test_a_worker_that_is_stopped_before_its_first_word_is_noticed_by_the_heartb
 def test_so_is_one_that_is_stopped_behind_its_hello():
     with local_workers("w0") as (local, others):
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, SECRET, timedelta(seconds=0.2)
+            Plan(name="", shape=Shape(workers=1)), local, KEY, timedelta(seconds=0.2)
         )
         with (
             meanwhile(lambda: answer(others[0], "w0", ready=False)),

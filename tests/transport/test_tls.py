@@ -1,5 +1,6 @@
 """Encrypted connections: who has no right certificate gets nothing through."""
 
+import math
 import os
 import socket
 import threading
@@ -8,7 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport.tls import Tls, make_certificate
+from pipedream_rt.transport.tls import Tls, _of_process, make_certificate
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,9 @@ def pair(stack, caller, door):
     calls, is_called = ends(stack)
     found = Tls.of_folder(caller).wrap(calls, True), Tls.of_folder(door).wrap(is_called, False)
     for end in found:
-        stack.enter_context(end)
-        end.settimeout(20)
-    return found
+        stack.enter_context(end.socket)
+        end.socket.settimeout(20)
+    return tuple(end.socket for end in found)
 
 
 def read(end, size):
@@ -77,8 +78,8 @@ def test_what_goes_in_comes_out_both_ways_at_once(stack, folders):
 def test_nothing_of_it_can_be_read_on_the_way(stack, folders):
     caller, relayed = ends(stack)
     onward, door = ends(stack)
-    left = stack.enter_context(Tls.of_folder(folders[0]).wrap(caller, True))
-    right = stack.enter_context(Tls.of_folder(folders[0]).wrap(door, False))
+    left = stack.enter_context(Tls.of_folder(folders[0]).wrap(caller, True).socket)
+    right = stack.enter_context(Tls.of_folder(folders[0]).wrap(door, False).socket)
     seen = []
 
     def relay(source, target):
@@ -103,7 +104,8 @@ def test_nothing_of_it_can_be_read_on_the_way(stack, folders):
 
 
 @pytest.mark.parametrize("stranger", ["caller", "door"])
-def test_another_certificate(stack, folders, stranger, caplog):
+def test_another_certificate(stack, folders, stranger, caplog, monkeypatch):
+    monkeypatch.setattr("pipedream_rt.transport.tls._told_s", [-math.inf])
     left, right = pair(stack, *(folders if stranger == "door" else folders[::-1]))
     with suppress(OSError):  # the connection may have ended already
         left.sendall(b"x")
@@ -117,7 +119,7 @@ def test_another_certificate(stack, folders, stranger, caplog):
 def test_an_end_that_does_not_encrypt(stack, folders, calls, words):
     caller, door = ends(stack)
     ours, theirs = (caller, door) if calls else (door, caller)
-    wrapped = stack.enter_context(Tls.of_folder(folders[0]).wrap(ours, calls))
+    wrapped = stack.enter_context(Tls.of_folder(folders[0]).wrap(ours, calls).socket)
     wrapped.settimeout(20)
     with suppress(OSError):  # the other end may have had enough already
         theirs.sendall(words)
@@ -131,7 +133,7 @@ def test_a_connection_that_is_dropped_leaves_no_thread(stack, folders):
     before = threading.active_count()
     for _ in range(20):
         _, door = ends(stack)
-        tls.wrap(door, False).close()
+        tls.wrap(door, False).socket.close()
     for thread in list(threading.enumerate()):
         if thread.name == "tls":
             thread.join(5)
@@ -157,7 +159,64 @@ def test_certificates_that_cannot_be_used(tmp_path, folders):
         make_certificate(folders[0], 1)
 
 
-def test_without_openssl_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="the command openssl is missing"):
-        make_certificate(tmp_path / "tls", 1)
+def test_a_certificate_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="no certificate can be made in"):
+        make_certificate(tmp_path / "file" / "tls", 1)
+
+
+def test_the_key_of_a_certificate_is_for_its_owner_alone(folders):
+    assert (folders[0] / "key.pem").stat().st_mode & 0o777 == 0o600
+
+
+# -- without certificates of the user's ----------------------------------------------------------
+
+
+def wrapped(stack, caller, door):
+    """Two ends with what they have in common."""
+    calls, is_called = ends(stack)
+    made = caller.wrap(calls, True), door.wrap(is_called, False)
+    for end in made:
+        stack.enter_context(end.socket)
+        end.socket.settimeout(20)
+    return made
+
+
+@pytest.mark.parametrize("of_user", [False, True])
+def test_both_ends_know_with_whose_certificate_they_encrypt(stack, folders, of_user):
+    """It is known as soon as something has come, and differs from process to process."""
+    tls = Tls.of_folder(folders[0]) if of_user else Tls.of_process(always=True)
+    left, right = wrapped(stack, tls, tls)
+    right.socket.sendall(b"x")
+    assert read(left.socket, 1) == b"x"
+    assert left.channel.result(0) == right.channel.result(0) == tls.material().own
+    assert len(tls.material().own) == 32
+
+
+def test_somebody_in_between_has_another_channel(stack):
+    """He shows a certificate of his own, which nobody has signed either, and reads what passes."""
+    ours, his = Tls.of_process(always=True), Tls(lambda: _of_process(-1))
+    assert ours.material().own != his.material().own
+    left, in_between = wrapped(stack, ours, his)
+    onwards, right = wrapped(stack, his, ours)
+    right.socket.sendall(b"call")
+    in_between.socket.sendall(read(onwards.socket, 4))
+    assert read(left.socket, 4) == b"call"
+    assert left.channel.result(0) != right.channel.result(0)
+
+
+def test_what_stays_on_this_machine_is_left_unless_that_is_asked_for(stack):
+    for always in (False, True):
+        caller, door = ends(stack)
+        tls = Tls.of_process(always=always)
+        left, right = tls.wrap(caller, True), tls.wrap(door, False)
+        for end in (left.socket, right.socket):
+            stack.enter_context(end)
+        assert (left.socket is caller) == (right.socket is door) == (not always)
+        assert (right.channel.result(0) == b"") == (not always)
+
+
+def test_the_certificate_of_a_process_is_made_once_and_leaves_no_file():
+    before = set(os.listdir("/proc/self/fd"))
+    assert Tls.of_process().material() is Tls.of_process().material()
+    assert set(os.listdir("/proc/self/fd")) == before

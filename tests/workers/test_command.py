@@ -9,9 +9,12 @@ import pytest
 from pipedream_rt.workers import command
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.keys import NONCE, prove_refusal
+from pipedream_rt.cluster.keys import NONCE, Secret, Talk
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+from pipedream_rt.transport.tls import Tls
+
+SECRET = Secret.generated()
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def visits(monkeypatch):
     """What the coordinator answers, visit by visit: an error or an exit code."""
     answers = []
 
-    def serve(control, worker):
+    def serve(control, worker, call_timeout):
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -43,7 +46,7 @@ def visits(monkeypatch):
 
 
 def serve_at(persist, failures=0):
-    return command._serve_at("here:1", 1, persist, command._Worker("w", 1, b"s"), failures)
+    return command._serve_at("here:1", 1, persist, command._Worker("w", 1, SECRET), failures)
 
 
 def test_a_persistent_worker_without_a_place_waits_longer_each_time(pauses, visits):
@@ -72,9 +75,6 @@ def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
     assert pauses == []
 
 
-SECRET = b"the secret of the job".ljust(NONCE)
-
-
 @pytest.mark.parametrize("shown", ["right", "none", "of another secret", "of other words"])
 @pytest.mark.parametrize("passing", [True, False])
 def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
@@ -83,15 +83,15 @@ def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
     with ours, theirs:
         coordinator = Control(ours, "the worker")
         asked = secrets.token_bytes(NONCE)
-        coordinator.send({"type": "call", "nonce": asked})
+        coordinator.send({"type": "call", "nonce": asked, "salt": bytes(NONCE)})
         said = []
 
         def refuse():
             hello = coordinator.receive(Deadline(timedelta(seconds=20)))
             refused = {"reason": "the job is full", "passing": passing}
-            secret = b"another".ljust(NONCE) if shown == "of another secret" else SECRET
+            secret = Secret.generated() if shown == "of another secret" else SECRET
             words = {**refused, "reason": "else"} if shown == "of other words" else refused
-            proof = prove_refusal(secret, asked, hello["nonce"], words)
+            proof = Talk(secret.key(b""), asked, hello["nonce"]).prove_refusal(words)
             proof = None if shown == "none" else proof
             coordinator.send({"type": "refused", **refused, "proof": proof})
             said.append(hello["name"])
@@ -102,7 +102,7 @@ def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
         with pytest.raises(
             PipelineError, match=r"refused this worker.*: the job is full"
         ) as raised:
-            command._be_admitted(control, command._Worker("w", 1, SECRET))
+            command._be_admitted(control, command._Worker("w", 1, SECRET), None)
         thread.join()
     assert said == ["w"]
     final = shown == "right" and not passing
@@ -130,3 +130,31 @@ def test_a_coordinator_that_never_listens(pauses):
 def test_a_host_that_is_unknown():
     with pytest.raises(ConfigError, match="is no host"):
         command._connect("no such host.invalid:1", 1)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_what_listens_and_says_nothing_is_told_of(encrypts, monkeypatch):
+    """Another program, or a coordinator that expects encryption: each wait has an end."""
+    monkeypatch.setattr("pipedream_rt.transport.tls._HANDSHAKE_TIMEOUT_S", 0.3)
+    tls = Tls.of_process(always=True) if encrypts else None
+    worker = command._Worker("w", 1, SECRET, None, tls)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = "the coordinator ended before" if encrypts else "said nothing for 0.2 s.*_TLS must"
+        with pytest.raises(command._NoPlace, match=words):
+            command._serve_at(
+                address, 5, False, worker, 0, timedelta(seconds=20 if encrypts else 0.2)
+            )
+    if tls is not None:
+        tls.finish(Deadline(timedelta(seconds=20)))
+
+
+def test_somebody_who_admits_without_a_proof_is_no_coordinator():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        coordinator = Control(ours, "the worker")
+        coordinator.send({"type": "call", "nonce": bytes(NONCE), "salt": bytes(NONCE)})
+        coordinator.send({"type": "admitted", "proof": bytes(32)})
+        control = Control(theirs, "the coordinator", "127.0.0.1")
+        with pytest.raises(command._NoPlace, match="does not know the job's secret, or somebody"):
+            command._be_admitted(control, command._Worker("w", 1, SECRET), None)
