@@ -721,7 +721,7 @@ class Pipeline:
         `evaluate` and ``pipe(x)`` use eval mode by themselves, whatever is set here.
         """
         self.flush()
-        self._group.command(CommandName.TRAINING, bool(mode))
+        self._group.command(CommandName.TRAINING, (None, bool(mode)))
         return self
 
     def eval(self) -> Pipeline:

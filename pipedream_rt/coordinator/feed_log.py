@@ -50,6 +50,7 @@ class Origin:
             the script has gone on with another optimizer.
         optimizer: The pickled `OptimizerSpec` that the stages had at this point; empty if none.
         training: The mode that all modules had been set to (`Module.train`); None if never.
+        apart: The mode that stages had been set to by themselves after that, by stage.
     """
 
     position: int = 0
@@ -59,6 +60,7 @@ class Origin:
     with_optimizer: bool = True
     optimizer: bytes = b""
     training: bool | None = None
+    apart: tuple[tuple[int, bool], ...] = ()
 
 
 class Entry(NamedTuple):

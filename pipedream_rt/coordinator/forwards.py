@@ -95,6 +95,7 @@ class Forwards(Protocol):
 
     Attributes:
         own_loss: Whether the model computes its loss itself.
+        is_sequence: Whether the model is a sequence of layers; else its forward is recorded.
         takes_total: Whether its forward has an argument ``num_items_in_batch``: what the whole
             mini-batch weighs.
         dtype: The coarsest dtype in which it computes.
@@ -103,6 +104,7 @@ class Forwards(Protocol):
     """
 
     own_loss: bool
+    is_sequence: bool
     takes_total: bool
     dtype: torch.dtype
     definitions: list[bytes]
@@ -152,6 +154,7 @@ class SequenceForwards:
 
     Attributes:
         own_loss: Always False.
+        is_sequence: Always True.
         takes_total: Always False.
         dtype: Always float32, as nobody asks.
         definitions: Always empty.
@@ -159,6 +162,7 @@ class SequenceForwards:
     """
 
     own_loss: bool = False
+    is_sequence: bool = True
     takes_total: bool = False
     dtype: torch.dtype = torch.float32
     definitions: list[bytes] = field(default_factory=list)
@@ -207,6 +211,7 @@ class RecordedForwards:
 
     Attributes:
         own_loss: See `Forwards`.
+        is_sequence: Always False.
         takes_total: See `Forwards`.
         dtype: See `Forwards`.
         homes: The stage of each layer that was called so far, by name.
@@ -214,6 +219,8 @@ class RecordedForwards:
         definitions: The pickled programs that were made since the start.
         first_defined: The number of the first of these.
     """
+
+    is_sequence: bool = False
 
     def __init__(
         self,

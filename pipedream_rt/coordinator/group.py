@@ -119,6 +119,7 @@ class WorkerGroup:
         next_micro_batch: Number of the next micro-batch to be fed for training.
         next_loss: Number of the next micro-batch whose loss is to be taken.
         training: The mode that all modules were set to (`Module.train`); None if never.
+        apart: The mode that stages were set to by themselves after that, by stage.
         loads: The number of times that weights were loaded.
     """
 
@@ -141,6 +142,7 @@ class WorkerGroup:
         self._failures = failures
         self._optimizer = b""
         self.training: bool | None = None
+        self.apart: dict[int, bool] = {}
         self._owner_pid = os.getpid()
         self.life = Lifecycle("the pipeline", self._end)
         self.at_end: list[Callable[[], object]] = []
@@ -218,7 +220,11 @@ class WorkerGroup:
             if name is CommandName.OPTIMIZER:
                 self._optimizer = unflatten(structure, tensors)
             if name is CommandName.TRAINING:
-                self.training = unflatten(structure, tensors)
+                only, training = unflatten(structure, tensors)
+                if only is None:
+                    self.training, self.apart = training, {}
+                else:
+                    self.apart[only] = training
             self.loads += name in (CommandName.LOAD, CommandName.LOAD_STATE)
             self.position += 1
         return self.position - 1
@@ -392,7 +398,12 @@ class WorkerGroup:
 
     def origin(self) -> Origin:
         """Return an origin behind what was fed last, without a folder."""
-        return Origin(position=self.position, optimizer=self._optimizer, training=self.training)
+        return Origin(
+            position=self.position,
+            optimizer=self._optimizer,
+            training=self.training,
+            apart=tuple(self.apart.items()),
+        )
 
     @property
     def inbox(self) -> Inbox:
@@ -583,7 +594,7 @@ class WorkerGroup:
             start = Start(
                 digest=self._digests[stage],
                 optimizer=origin.optimizer,
-                training=origin.training,
+                training=dict(origin.apart).get(stage, origin.training),
                 restore=restore,
                 announced=self.next_micro_batch,
                 definitions=list(self._forwards.definitions),

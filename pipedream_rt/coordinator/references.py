@@ -15,6 +15,7 @@ from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.coordinator.stage_reference import StageReference
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
@@ -35,6 +36,7 @@ class StageHandle:
     index: int
     layers: tuple[str, ...]
     _lease: Lease
+    _feeder: Feeder
 
     @property
     def worker(self) -> str:
@@ -43,15 +45,9 @@ class StageHandle:
         return group.cluster.names[group.plan.worker_of(group.plan.address_of(self.index))]
 
     @property
-    def rref(self) -> Reference:
-        """RRef to the stage's module, for inspection; flush before you read through it.
-
-        It is of no use any more after a recovery. In-process pipelines give an object with the same
-        methods.
-        """
-        group = self._lease.group
-        address = group.plan.address_of(self.index)
-        return group.call(lambda cluster: cluster.reference(address, "module"))
+    def rref(self) -> StageReference:
+        """A reference to the stage's module, through which its methods are called."""
+        return StageReference(self.index, self._lease, self._feeder)
 
 
 class References:
@@ -85,7 +81,7 @@ class References:
     def handles(self) -> list[StageHandle]:
         """Return a handle for every stage, in order."""
         layers = self._group.plan.layers
-        return [StageHandle(s, names, self._lease) for s, names in enumerate(layers)]
+        return [StageHandle(s, names, self._lease, self._feeder) for s, names in enumerate(layers)]
 
     def of_parameters(self) -> list[tuple[Reference, str]]:
         """Return a reference to each trainable parameter, with its name.

@@ -67,6 +67,7 @@ class CommandName(Enum):
     DROP = "drop"
     END_CACHE = "end-cache"
     CALL = "call"
+    METHOD = "method"  # of one stage, by a reference to it
 
     @property
     def leaves_no_trace(self) -> bool:
@@ -84,6 +85,7 @@ _ONLY_LOOK = {
     CommandName.TRACE,
     CommandName.SAVE,
     CommandName.FINGERPRINT,
+    CommandName.METHOD,
 }
 
 
@@ -98,7 +100,8 @@ class Start:
         digest: The SHA-256 of these (see `digest_of`), because a transport need not authenticate
             tensors.
         optimizer: The pickled `OptimizerSpec`; empty if a command will bring it.
-        training: The mode to set all modules to (`Module.train`); None to leave it as it is.
+        training: The mode to set the modules of the stage to (`Module.train`); None to leave it as
+            it is.
         restore: The arguments of `restore_stage`; None to load no checkpoint.
         announced: One past the number of the last micro-batch whose actions the stage announces.
         definitions: The pickled programs of all stages that were defined since the start, in the

@@ -9,6 +9,7 @@ from typing_extensions import assert_never
 
 from pipedream_rt.errors import ScheduleError
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.stage.methods import ask
 from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.stage import Stage
 
@@ -50,7 +51,11 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             if stage.optimizer:
                 stage.optimizer.load_state(argument, keep_average=True)
         case CommandName.TRAINING:
-            stage.set_mode(argument)
+            only, training = argument
+            if only in (None, stage.index):
+                stage.set_mode(training)
+        case CommandName.METHOD:
+            return ask(stage, *argument)
         case CommandName.LOAD:
             return restore_stage(stage, **argument)
         case CommandName.FINGERPRINT:

@@ -1,0 +1,183 @@
+"""A reference to a stage: an RRef of torch RPC, and the methods of the stage that it reaches.
+
+The RRef says where the module is, and fetches a copy of it. Methods are not called over torch RPC,
+whose threads would run them in the middle of a step: they go into the feed, like micro-batches, and
+the stage does them in its turn. So they see what the updates before them have made and nothing
+else, and a run with them has the bits of a run without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipedream_rt.cluster.base import Reference
+from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import CommandName
+from pipedream_rt.stage.methods import METHODS
+
+REACHED = (*METHODS, "train", "eval")
+"""The methods that a reference reaches."""
+
+_OF_SEQUENCES = ("forward", "train", "eval")
+
+
+class PendingResult:
+    """What a method of a stage will return; also what an RRef to it would be.
+
+    Args:
+        owner: The name of the worker of the stage.
+        collect: Waits for the result.
+    """
+
+    def __init__(self, owner: str, collect: Callable[[], Any]) -> None:
+        """Wait for nothing yet."""
+        self._owner = owner
+        self._collect: Callable[[], Any] | None = collect
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """Wait for the result, and return it.
+
+        Raises:
+            ConfigError: The stage refused, or does not take the arguments.
+        """
+        if self._collect is not None:
+            collect, self._collect = self._collect, None
+            self._result = collect()
+        return self._result
+
+    def to_here(self) -> Any:
+        """See `wait`."""
+        return self.wait()
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that computes it."""
+        return self._owner
+
+
+class _Methods:
+    """The methods of a stage, each of which gives what ``finish`` makes of its pending result."""
+
+    def __init__(self, reference: StageReference, finish: Callable[[PendingResult], Any]) -> None:
+        """Ask for nothing yet."""
+        self._reference = reference
+        self._finish = finish
+
+    def __dir__(self) -> list[str]:
+        """Return the names of the methods."""
+        return list(REACHED)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in REACHED:
+            raise ConfigError(
+                f"a reference to a stage does not reach {name!r}; it reaches {', '.join(REACHED)}. "
+                "pipe.on_stages(function) calls any function with the module of every stage"
+            )
+        return lambda *args: self._finish(self._reference.ask(name, args))
+
+
+class StageReference:
+    """A reference to the module of a stage, which its worker owns.
+
+    Args:
+        index: Number of the stage.
+        lease: Keeps the workers.
+        feeder: Flushes.
+    """
+
+    def __init__(self, index: int, lease: Lease, feeder: Feeder) -> None:
+        """Ask the worker for nothing yet."""
+        self._index = index
+        self._lease = lease
+        self._feeder = feeder
+
+    def rpc_sync(self) -> Any:
+        """Return the stage's methods, which return their results: ``rref.rpc_sync().memory()``.
+
+        What they do is listed in the reference; all of them flush the pipe first.
+        """
+        return _Methods(self, PendingResult.wait)
+
+    def rpc_async(self) -> Any:
+        """Return the stage's methods, which return a `PendingResult` at once, to ``wait`` for."""
+        return _Methods(self, lambda pending: pending)
+
+    def remote(self) -> Any:
+        """Return the stage's methods, which return a `PendingResult` at once, to fetch ``to_here``.
+
+        Unlike with torch's, the result travels as soon as it is there.
+        """
+        return _Methods(self, lambda pending: pending)
+
+    def to_here(self) -> Any:
+        """Return a copy of the module; flush before. It comes over torch RPC."""
+        return self._rref().to_here()
+
+    def local_value(self) -> Any:
+        """Return the module itself, where the stage is in this process."""
+        return self._rref().local_value()
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that owns the module."""
+        return self._rref().owner_name()
+
+    def _rref(self) -> Reference:
+        """Return the RRef of this generation."""
+        group = self._lease.group
+        address = group.plan.address_of(self._index)
+        return group.call(lambda cluster: cluster.reference(address, "module"))
+
+    def ask(self, name: str, args: tuple[Any, ...]) -> PendingResult:
+        """Put the call of a method into the feed, behind all that was fed before.
+
+        Args:
+            name: One of `REACHED`.
+            args: Its arguments: tensors, plain values, and containers of these.
+
+        Raises:
+            ConfigError: The model was given whole, and the method is for sequences of layers.
+        """
+        group, index = self._lease.group, self._index
+        if name in _OF_SEQUENCES and not self._feeder.forwards.is_sequence:
+            raise ConfigError(
+                f"{name} of a stage alone is for sequences of layers: the forward of a model given "
+                "whole is recorded in one mode for all stages, for each shape of a mini-batch. "
+                "Call pipe(x), pipe.train() or pipe.eval()"
+            )
+        self._feeder.flush()
+        if name in ("train", "eval"):
+            mode = self._mode_of(name, args)
+            position = group.tell(CommandName.TRAINING, (index, mode))
+        else:
+            position = group.tell(CommandName.METHOD, [index, name, list(args)])
+
+        def collect() -> Any:
+            try:
+                return group.of_stages(group.replies(position))[index]
+            finally:
+                if name in METHODS:
+                    group.log.forget(position)
+
+        owner = group.cluster.names[group.plan.worker_of(group.plan.address_of(index))]
+        return PendingResult(owner, collect)
+
+    def _mode_of(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Return the mode that a call of ``train`` or ``eval`` sets.
+
+        Raises:
+            ConfigError: It makes no sense.
+        """
+        most = 1 if name == "train" else 0
+        if len(args) > most or any(not isinstance(each, bool) for each in args):
+            raise ConfigError(f"{name} of a stage takes {'one bool' if most else 'no argument'}")
+        return name == "train" and all(args)

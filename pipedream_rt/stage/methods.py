@@ -1,0 +1,104 @@
+"""The methods that a reference to a stage reaches, run by the stage in its turn of the feed.
+
+A stage is asked between two micro-batches, like for everything else that the coordinator wants of
+it. None of these methods changes anything, so a recovery need not repeat them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import Value, flatten, unflatten
+from pipedream_rt.stage.memory import peak_memory_bytes
+from pipedream_rt.stage.stage import Stage
+
+
+def forward(stage: Stage, x: Any) -> Any:
+    """Return what the stage makes of its input: in eval mode, with the newest weights, no gradient.
+
+    Args:
+        stage: The stage, of a sequence of layers.
+        x: The input of the model for the first stage, else what the stage before gives.
+
+    Returns:
+        What the stage gives to the next one; the last stage the output of the model.
+
+    Raises:
+        ConfigError: A layer raised.
+    """
+    structure, tensors = flatten(x)
+    try:
+        (made,) = stage.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
+    except Exception as error:  # a layer may raise anything
+        raise ConfigError(f"stage {stage.index}: {type(error).__name__}: {error}") from error
+    return unflatten(made.structure, made.tensors)
+
+
+def parameter_names(stage: Stage) -> list[str]:
+    """Return the names of the stage's parameters in the unsplit model."""
+    return [name for name, _ in stage.module.named_parameters()]
+
+
+def parameter(stage: Stage, name: str) -> Any:
+    """Return the newest value of a parameter.
+
+    Raises:
+        ConfigError: The stage has none of that name.
+    """
+    found = dict(stage.module.named_parameters()).get(name)
+    if found is None:
+        names = ", ".join(parameter_names(stage)) or "none"
+        raise ConfigError(f"stage {stage.index} has no parameter {name!r}; it has {names}")
+    return found.detach().clone()
+
+
+def state_dict(stage: Stage) -> dict[str, Any]:
+    """Return the newest weights and the buffers of the stage, by name in the unsplit model."""
+    return {name: value.detach().clone() for name, value in stage.module.state_dict().items()}
+
+
+def num_parameters(stage: Stage) -> int:
+    """Return the number of elements of the stage's parameters."""
+    return sum(parameter.numel() for parameter in stage.module.parameters())
+
+
+def memory(stage: Stage) -> dict[str, int]:
+    """Return bytes: of one version of the weights, and the peak of the stage's process."""
+    weights = sum(p.numel() * p.element_size() for p in stage.module.parameters())
+    return {"weights_bytes": weights, "peak_memory_bytes": peak_memory_bytes()}
+
+
+def versions(stage: Stage) -> list[int]:
+    """Return the numbers of the weight versions that the stage holds, oldest first."""
+    return sorted(stage.parameters.ledger.kept)
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        forward, parameter_names, parameter, state_dict, num_parameters, memory, versions,
+    )
+}  # fmt: skip
+"""The methods, by name."""
+
+
+def ask(stage: Stage, asked: int, method: str, inputs: list[Any]) -> Any:
+    """Call a method of a stage, if it is the one that is asked.
+
+    Args:
+        stage: The stage.
+        asked: The index of the stage that is asked.
+        method: The name of the method.
+        inputs: Its arguments.
+
+    Raises:
+        ConfigError: It refuses, or does not take these arguments.
+    """
+    if stage.index != asked:
+        return None
+    try:
+        return METHODS[method](stage, *inputs)
+    except TypeError as error:
+        raise ConfigError(f"{method} of a stage does not take these arguments: {error}") from error
