@@ -37,7 +37,7 @@ from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
 from pipedream_rt.transport.room import make_room
-from pipedream_rt.transport.rpc import Endpoint
+from pipedream_rt.transport.rpc import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -106,9 +106,9 @@ def host_stage(
         key=group_key(key, welcome["nonce"]),
     )
     try:
-        make_room(len(group.others))
+        make_room(len(group.others), welcome["rpc"])
         transport = SocketTransport(group)
-        endpoint = Endpoint(group, transport.tunnel, timeout)
+        endpoint = Endpoint(group, transport.tunnel, timeout) if welcome["rpc"] else NoEndpoint()
         _join(control, welcome, group, transport, endpoint, bind, tls)
     except (PipelineError, RuntimeError, OSError) as error:
         _log.error("could not join the group: %s", error)
@@ -142,7 +142,7 @@ def _join(
     welcome: Record,
     group: Group,
     transport: SocketTransport,
-    endpoint: Endpoint,
+    endpoint: Endpoint | NoEndpoint,
     bind: str | None,
     tls: Tls | None,
 ) -> None:
@@ -224,7 +224,7 @@ def _until_exit(
     host: StageHost,
     thread: threading.Thread,
     transport: SocketTransport,
-    endpoint: Endpoint,
+    endpoint: Endpoint | NoEndpoint,
     beat: timedelta,
 ) -> int:
     """Obey the coordinator until it says to exit, or until the control connection breaks.

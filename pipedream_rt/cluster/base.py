@@ -42,10 +42,12 @@ class Cluster(Protocol):
     Attributes:
         names: Names of the workers, by rank.
         transport: Carries the messages between the coordinator and the stages.
+        has_rrefs: Whether references lead to modules, parameters and optimizers.
     """
 
     names: tuple[str, ...]
     transport: Transport
+    has_rrefs: bool
 
     def may_wait(self) -> None:
         """Refuse to be waited for where the script has changed what workers here compute with.

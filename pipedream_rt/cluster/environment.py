@@ -53,6 +53,9 @@ TLS = "PIPEDREAM_RT_TLS"
 encrypt what passes between them, ``on`` to encrypt also what stays on one machine, or the folder
 with the certificate and the key with which to encrypt all of it."""
 
+RPC = "PIPEDREAM_RT_RPC"
+"""The user sets it for the script: ``off`` to leave torch RPC out."""
+
 _SHORTEST_SECRET = 16
 """Characters that a secret of the user's must have at least."""
 
@@ -210,6 +213,18 @@ def bits_of(text: str) -> float:
         repeats = place >= 6 and text[place - 5 : place + 1] in text[:place]
         counted += not (goes_on or repeats)
     return counted * math.log2(size)
+
+
+def rpc_of_environment() -> bool:
+    """Return whether the workers become endpoints of torch RPC.
+
+    Raises:
+        ConfigError: The variable says something else than on or off.
+    """
+    said = os.environ.get(RPC, "on").lower()
+    if said not in ("on", "off", ""):
+        raise ConfigError(f"{RPC} must be on or off, not {said!r}")
+    return said != "off"
 
 
 def tls_of_environment() -> Tls | None:

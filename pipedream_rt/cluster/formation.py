@@ -22,7 +22,7 @@ from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
-from pipedream_rt.transport.rpc import Endpoint
+from pipedream_rt.transport.rpc import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -72,13 +72,14 @@ class Formation:
         self._doors: Future[dict[str, tuple[str, int]]] = Future()  # all of them
         self._given_up = False
 
-    def welcome(self, *, generation: int, timeout: timedelta, key: bytes) -> Group:
+    def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: bool) -> Group:
         """Welcome the members to the group.
 
         Args:
             generation: Number of the group in this process.
             timeout: How long to wait for a message that is sure to come.
             key: The key of the job.
+            rpc: Whether the members join torch RPC.
 
         Returns:
             The group, as this process sees it.
@@ -98,6 +99,7 @@ class Formation:
                     "names": list(self._names),
                     "hosts": list(self._hosts),
                     "host": None if self._inherits else self._meeting_host(),
+                    "rpc": rpc,
                     "generation": generation,
                     "timeout_s": timeout.total_seconds(),
                     "start_timeout_s": self._deadline.remaining_s(),
@@ -117,7 +119,9 @@ class Formation:
         hosts = [member.control.local_host for member in self._members]
         return next((h for h in hosts if not is_loopback(h)), hosts[0])
 
-    def join(self, group: Group, transport: SocketTransport, endpoint: Endpoint) -> None:
+    def join(
+        self, group: Group, transport: SocketTransport, endpoint: Endpoint | NoEndpoint
+    ) -> None:
         """Join the group, watching the members meanwhile; nothing listens afterwards.
 
         Meeting the others and joining torch RPC block until all members do the same. They happen in
@@ -167,8 +171,9 @@ class Formation:
                 joining.result()
             except RuntimeError as error:
                 raise TransportError(f"joining the RPC group failed: {error}") from error
-        transport.tunnel.shut()
-        tell(self._members, {"type": "shut"})
+        if isinstance(endpoint, Endpoint):
+            transport.tunnel.shut()
+            tell(self._members, {"type": "shut"})
 
     def _hand_out_links(self, group: Group) -> Connections:
         """Make a link between every two members, hand the ends out, and return our own.

@@ -63,7 +63,10 @@ class ClusterHere:
     Attributes:
         names: Names of the workers.
         transport: Carries the messages.
+        has_rrefs: See `Cluster`.
     """
+
+    has_rrefs = True
 
     def __init__(
         self,

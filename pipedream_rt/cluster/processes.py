@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.base import Fail, Reference, once
+from pipedream_rt.cluster.environment import rpc_of_environment
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.formation import Formation
 from pipedream_rt.cluster.keys import JobKey
@@ -24,7 +25,7 @@ from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.room import make_room
-from pipedream_rt.transport.rpc import Endpoint, refuse_second
+from pipedream_rt.transport.rpc import Endpoint, NoEndpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -88,8 +89,10 @@ class ProcessCluster:
             RendezvousTimeout: Some workers did not join in time.
             WorkerLost: A worker died on the way.
         """
-        refuse_second()
-        make_room(plan.workers)
+        self.has_rrefs = rpc_of_environment()
+        if self.has_rrefs:
+            refuse_second()
+        make_room(plan.workers, self.has_rrefs)
         self.generation = generation
         self._life = Lifecycle("the cluster")
         self._fail = fail
@@ -97,7 +100,7 @@ class ProcessCluster:
         self._replace = replace
         self._killed = False
         self._tls = tls
-        self._rpc: Endpoint | None = None
+        self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(threads, forks)
         rendezvous = Rendezvous(plan, self._local, key, heartbeat, command, tls)
@@ -110,10 +113,13 @@ class ProcessCluster:
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
             formation = Formation(plan, self._members, self._local, deadline, heartbeat, tls)
-            group = formation.welcome(generation=generation, timeout=timeout, key=key.key)
+            group = formation.welcome(
+                generation=generation, timeout=timeout, key=key.key, rpc=self.has_rrefs
+            )
             self._sockets = SocketTransport(group)
             self.transport: Transport = self._sockets
-            self._rpc = Endpoint(group, self._sockets.tunnel, timeout)
+            if self.has_rrefs:
+                self._rpc = Endpoint(group, self._sockets.tunnel, timeout)
             self._sockets.open(COORDINATOR, receive, self._peer_lost)
             formation.join(group, self._sockets, self._rpc)
             self._watch.start()
@@ -154,12 +160,10 @@ class ProcessCluster:
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""
-        assert self._rpc is not None
         return self._rpc.reference(stage, part)
 
     def parameter_references(self, stage: int) -> list[Reference]:
         """See `Cluster.parameter_references`."""
-        assert self._rpc is not None
         return list(self._rpc.parameter_references(stage))
 
     def kill(self) -> None:
@@ -191,8 +195,7 @@ class ProcessCluster:
             steps.callback(tell, self._members, {"type": "exit", "failed": self._killed})
             if self._sockets is not None:
                 steps.callback(self._sockets.close)
-            if self._rpc is not None:
-                steps.callback(self._rpc.close)
+            steps.callback(self._rpc.close)
             steps.callback(self._watch.end)
             steps.callback(self._watch.wait_until_stopped, _STOP_TIMEOUT)
             steps.callback(tell, self._members, {"type": "stop"})

@@ -61,6 +61,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "names": list_of(is_name),
         "hosts": list_of(_NUMBER),
         "host": maybe(line(255)),
+        "rpc": truth,
         "generation": _NUMBER,
         "timeout_s": seconds,
         "start_timeout_s": maybe(seconds),

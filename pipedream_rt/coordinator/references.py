@@ -15,13 +15,14 @@ from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.lease import Lease
-from pipedream_rt.coordinator.stage_reference import StageReference
+from pipedream_rt.coordinator.stage_reference import StageReference, refuse_left_out
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.planning import dumps
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec
+from pipedream_rt.transport.rpc import LEFT_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,33 @@ class StageHandle:
 
     @property
     def rref(self) -> StageReference:
-        """A reference to the stage's module, through which its methods are called."""
+        """A reference to the stage's module, through which its methods are called.
+
+        Raises:
+            PipelineClosed: The pipeline is closed.
+        """
+        self._lease.group.life.check()
         return StageReference(self.index, self._lease, self._feeder)
+
+
+class _Nowhere:
+    """A reference to a parameter where torch RPC was left out: it stands for its name alone."""
+
+    def to_here(self) -> Any:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(LEFT_OUT)
+
+    def local_value(self) -> Any:
+        """See `to_here`."""
+        return self.to_here()
+
+    def owner_name(self) -> str:
+        """See `to_here`."""
+        return str(self.to_here())
 
 
 class References:
@@ -89,6 +115,12 @@ class References:
         References are compared by identity, so each is made once in a generation.
         """
         group = self._group
+        if not group.cluster.has_rrefs:
+            # Made once: nothing leads anywhere, so they hold in later generations too.
+            if not self._by_generation:
+                names = self._model.names.values()
+                self._by_generation[0] = [(_Nowhere(), name) for name in names]
+            return self._by_generation[0]
         references = group.call(
             lambda cluster: (
                 [
@@ -171,6 +203,7 @@ class References:
     def optimizer_references(self) -> list[Reference]:
         """Return references to the torch optimizers of the stages."""
         plan = self._group.plan
+        refuse_left_out(self._group.cluster)
         return self._group.call(
             lambda cluster: [cluster.reference(address, "optimizer") for address in plan.addresses]
         )

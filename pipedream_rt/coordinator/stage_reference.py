@@ -11,17 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipedream_rt.cluster.base import Reference
+from pipedream_rt.cluster.base import Cluster, Reference
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage.methods import METHODS
+from pipedream_rt.transport.rpc import LEFT_OUT
 
 REACHED = (*METHODS, "train", "eval")
 """The methods that a reference reaches."""
 
 _OF_SEQUENCES = ("forward", "train", "eval")
+
+
+def refuse_left_out(cluster: Cluster) -> None:
+    """Refuse what needs torch RPC.
+
+    Raises:
+        ConfigError: It was left out.
+    """
+    if not cluster.has_rrefs:
+        raise ConfigError(LEFT_OUT)
 
 
 class PendingResult:
@@ -129,11 +140,13 @@ class StageReference:
 
     def owner_name(self) -> str:
         """Return the name of the worker that owns the module."""
-        return self._rref().owner_name()
+        group = self._lease.group
+        return group.cluster.names[group.plan.worker_of(group.plan.address_of(self._index))]
 
     def _rref(self) -> Reference:
         """Return the RRef of this generation."""
         group = self._lease.group
+        refuse_left_out(group.cluster)
         address = group.plan.address_of(self._index)
         return group.call(lambda cluster: cluster.reference(address, "module"))
 
@@ -168,8 +181,7 @@ class StageReference:
                 if name in METHODS:
                     group.log.forget(position)
 
-        owner = group.cluster.names[group.plan.worker_of(group.plan.address_of(index))]
-        return PendingResult(owner, collect)
+        return PendingResult(self.owner_name(), collect)
 
     def _mode_of(self, name: str, args: tuple[Any, ...]) -> bool:
         """Return the mode that a call of ``train`` or ``eval`` sets.

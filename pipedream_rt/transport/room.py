@@ -25,18 +25,20 @@ _TRY_S = 5.0
 """For a connection over loopback, which takes less than a millisecond."""
 
 
-def make_room(others: int) -> None:
+def make_room(others: int, rpc: bool = True) -> None:
     """See to it that this process can join a group; raise its limit of open files if need be.
 
     Args:
         others: The number of the other members of the group.
+        rpc: Whether it joins torch RPC too.
 
     Raises:
         ConfigError: It cannot: the message has the numbers, and what to do.
     """
     _allow_descriptors(_OWN + _FOR_EACH * others)
-    _try_loopback()
-    _try_threads()
+    if rpc:
+        _try_loopback()
+        _try_threads()
 
 
 def _allow_descriptors(needed: int) -> None:

@@ -243,6 +243,43 @@ class Endpoint:
         self._life.close()
 
 
+LEFT_OUT = (
+    "torch RPC was left out (PIPEDREAM_RT_RPC=off), over which references lead to modules, "
+    "parameters and optimizers; pipe.module(), pipe.state_dict(), pipe.optimizer and the methods "
+    "of pipe.stages[i].rref do without it"
+)
+"""What is said where torch RPC would be needed."""
+
+
+class NoEndpoint:
+    """In the place of an `Endpoint` where torch RPC is left out: nothing listens or runs."""
+
+    def expose(self, address: int, part: Callable[[str], Any]) -> None:
+        """Do nothing."""
+
+    def join(self, deadline: Deadline) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def reference(self, address: int, part: str) -> rpc.RRef[Any]:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(LEFT_OUT)
+
+    def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(LEFT_OUT)
+
+
 @contextmanager
 def _listening_on_loopback() -> Iterator[None]:
     """Let torch listen on loopback while the body runs; it reads only the environment."""

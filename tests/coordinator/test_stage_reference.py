@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.models import mlp, regression
 from torch import nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import DistributedOptimizer, Pipeline
 from pipedream_rt.coordinator.stage_reference import REACHED
 from pipedream_rt.errors import ConfigError
 
@@ -188,3 +188,36 @@ def test_replicas_are_one_stage():
         assert all(torch.equal(value, state[name]) for name, value in found.items())
         pipe.stages[0].rref.rpc_sync().eval()
         assert not any(each for each in pipe.on_stages(lambda module: module.training)[:2])
+
+
+@pytest.mark.processes
+def test_torch_rpc_can_be_left_out(monkeypatch):
+    """Nothing of it is started then; the bits are the same, and two pipelines can be open."""
+    expected = trained(workers="serial")
+    monkeypatch.setenv("PIPEDREAM_RT_RPC", "off")
+
+    def nothing(*arguments, **options):
+        raise AssertionError("torch RPC was used")
+
+    monkeypatch.setattr("pipedream_rt.transport.rpc.Endpoint.__init__", nothing)
+    monkeypatch.setattr("pipedream_rt.transport.room._try_loopback", nothing)
+    with open_pipe(workers="local") as first, open_pipe(workers="local") as second:
+        for pipe in (first, second):
+            assert len(list(pipe.train_epoch(regression(4)))) == 4
+            x = inputs(pipe)
+            for stage in pipe.stages:
+                assert stage.rref.owner_name() == stage.worker
+                x = stage.rref.rpc_sync().forward(x)
+                with pytest.raises(ConfigError, match="torch RPC was left out"):
+                    stage.rref.to_here()
+            assert torch.equal(x, pipe(inputs(pipe)))
+            references = pipe.parameter_rrefs()
+            assert len(references) == len(pipe.state_dict())
+            with pytest.raises(ConfigError, match="torch RPC was left out"):
+                references[0].to_here()
+            pipe.optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.1)
+            assert len(list(pipe.train_epoch(regression(2)))) == 2
+    assert trained(workers="local") == expected
+    monkeypatch.setenv("PIPEDREAM_RT_RPC", "perhaps")
+    with pytest.raises(ConfigError, match="PIPEDREAM_RT_RPC must be on or off, not 'perhaps'"):
+        open_pipe(workers="local")
