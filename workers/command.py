@@ -66,6 +66,9 @@ _CALL_TIMEOUT = timedelta(seconds=30)
 """For a coordinator to call a worker that has connected, which it does at once, though a handshake
 may take 20 s."""
 
+_SENT_TIMEOUT = timedelta(seconds=2)
+"""For the last words of a worker to be sent, where they are encrypted."""
+
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl."""
 
@@ -317,6 +320,8 @@ def _serve_at(
             failures += 1
         finally:
             control.close()
+            if worker.tls is not None:
+                worker.tls.finish(Deadline(_SENT_TIMEOUT))
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:

@@ -287,15 +287,33 @@ def _carry(encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes
             shown = encrypted.getpeercert(binary_form=True) or b""
             channel.set_result(hashlib.sha256(shown).digest())
         _Pump(encrypted, plain).run()
+        _swallow(plain)
     except (OSError, ValueError) as error:  # also of a socket that was closed
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             _tell("an encrypted connection ended: %s", error.reason or error)
         elif isinstance(error, TimeoutError):
             _tell("an encrypted connection ended: %s; does the other end encrypt?", error)
+        with suppress(OSError, ValueError):
+            _swallow(plain)
     finally:
         for end in (encrypted, plain):
             with suppress(OSError):
                 end.close()
+
+
+def _swallow(plain: socket.socket) -> None:
+    """Let this end read what came before the other one ended, and write to nobody until it closes.
+
+    So it is with a connection that is not encrypted, too: whoever answers a last word does not fail
+    before he has read it.
+
+    Raises:
+        OSError: This end is gone.
+    """
+    plain.shutdown(socket.SHUT_WR)
+    plain.setblocking(True)  # no deadline: this end closes it, at the latest with the process
+    while plain.recv(_CHUNK):
+        pass
 
 
 _told_s = [-math.inf]
@@ -380,10 +398,15 @@ class _Pump:
     def _decrypt(self) -> bool:
         """Read what has come encrypted; return whether the other end has closed, and no more."""
         room, count, more = self._rooms[1], 0, 1
-        with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        try:
             while more and count < len(room):
                 more = self._encrypted.recv_into(room[count:])
                 count += more
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError:
+            if not count:
+                raise
         self._into = room[:count]
         return not more and not count  # else it is found again, after what it has sent before
 
