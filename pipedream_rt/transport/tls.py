@@ -287,18 +287,16 @@ def _carry(encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes
             shown = encrypted.getpeercert(binary_form=True) or b""
             channel.set_result(hashlib.sha256(shown).digest())
         _Pump(encrypted, plain).run()
-        _swallow(plain)
     except (OSError, ValueError) as error:  # also of a socket that was closed
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             _tell("an encrypted connection ended: %s", error.reason or error)
         elif isinstance(error, TimeoutError):
             _tell("an encrypted connection ended: %s; does the other end encrypt?", error)
-        with suppress(OSError, ValueError):
-            _swallow(plain)
     finally:
-        for end in (encrypted, plain):
-            with suppress(OSError):
-                end.close()
+        with suppress(OSError):
+            encrypted.close()
+        with plain, suppress(OSError, ValueError):
+            _swallow(plain)
 
 
 def _swallow(plain: socket.socket) -> None:
@@ -386,14 +384,22 @@ class _Pump:
                     if not count:
                         return
                     self._out = self._rooms[0][:count]
-            with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                while self._out:
-                    self._out = self._out[self._encrypted.send(self._out) :]
+            self._encrypt()
             if not self._into and self._decrypt():
                 return
             with suppress(BlockingIOError):
                 while self._into:
                     self._into = self._into[self._plain.send(self._into) :]
+
+    def _encrypt(self) -> None:
+        """Send what was read from the plain end, as much as goes now."""
+        try:
+            while self._out:
+                self._out = self._out[self._encrypted.send(self._out) :]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError:  # the other end takes nothing more, but may have sent something before
+            self._out = self._out[:0]
 
     def _decrypt(self) -> bool:
         """Read what has come encrypted; return whether the other end has closed, and no more."""
