@@ -145,10 +145,16 @@ def main(
 
 def _set_up(name: str, level: str) -> None:
     """Set up logging and signals; PIPEDREAM_RT_LOG, if set, overrides the level of the log."""
+    wanted = os.environ.get("PIPEDREAM_RT_LOG", level).upper()
+    known = isinstance(logging.getLevelName(wanted), int)
     logging.basicConfig(
         format=f"[{name}] %(levelname)s %(message)s",
-        level=os.environ.get("PIPEDREAM_RT_LOG", level),
+        level=wanted if known else level,
     )
+    if not known:
+        _log.warning(
+            "PIPEDREAM_RT_LOG is %r, which is no level: DEBUG, INFO, WARNING, ERROR", wanted
+        )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_by_signal)
 

@@ -3,17 +3,19 @@
 It carries small msgpack records, each behind its length. The connection is also the sign of life:
 however a process dies, the kernel closes its end, and the other side reads the end of file at once.
 
-Every record after the answer to the hello is signed with a key that is made of the job's secret and
-of the nonces of both sides (see `pipedream_rt.cluster.keys`). So each side knows that the other
-knows the secret, and nobody in between can insert, repeat or leave out a record. The secret itself
-is never sent over a network: only a worker that inherits its connection gets it, with the call.
+Every record after the answer to the hello is signed with a key that is made of the job's key, of
+the nonces of both sides and, where the connection is encrypted, of the coordinator's certificate
+(see `pipedream_rt.cluster.keys`). So each side knows that the other knows the secret, and nobody in
+between can insert, repeat or leave out a record. Neither the secret nor the key is sent over a
+network: only a worker that inherits its connection gets the key, with the call.
 
     coordinator                     worker
-    call            ->              a nonce (the worker is light: it has not imported torch yet)
+    call            ->              a nonce, and the salt of the key (the worker is light: it has
+                                    not imported torch yet)
                     <- hello        name, pid, host, boot, version, versions of its software,
                                     a nonce, proof of the secret
     refused reason  ->              the worker ends, or tries again later; or
-    admitted        ->              the worker imports torch
+    admitted        ->              proof of the secret; the worker imports torch
                     <- ready        the worker has imported torch; its kind of processor
     welcome         ->              a nonce for a key, rank, names, ...
     link rank       ->              with it comes a socket, the worker's end of its link to the

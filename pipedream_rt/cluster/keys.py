@@ -1,8 +1,8 @@
-"""The keys that a job's secret makes, and the proof that a worker knows the secret.
+"""The keys that a job's secret makes, and the proofs that a process knows the secret.
 
-The secret itself is never sent over a network. Every key is an HMAC-SHA256 of the secret over a
-purpose and the nonces of one connection or of one generation, so a key that leaks opens nothing
-else.
+Of the secret the key of the job is made, and neither is sent over a network. Every other key is an
+HMAC-SHA256 with the key of the job over a purpose and the nonces of one connection or of one
+generation, so one that leaks opens nothing else.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Rendezvous:
         return self._full and all(member.ready for member in self.members)
 
     def _call_local(self, selector: selectors.BaseSelector) -> None:
-        """Call the workers that were started here; their calls carry the secret."""
+        """Call the workers that were started here; their calls carry the key of the job."""
         for control in self._local.controls.values():
             self._call(control, key=self._key.key)
             selector.register(control, selectors.EVENT_READ)

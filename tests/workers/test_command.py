@@ -1,7 +1,10 @@
 """How a worker waits for a coordinator; the lives of whole workers are in tests/cluster."""
 
+import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -158,3 +161,14 @@ def test_somebody_who_admits_without_a_proof_is_no_coordinator():
         control = Control(theirs, "the coordinator", "127.0.0.1")
         with pytest.raises(command._NoPlace, match="does not know the job's secret, or somebody"):
             command._be_admitted(control, command._Worker("w", 1, SECRET), None)
+
+
+def test_a_level_of_the_log_that_is_none_does_no_harm():
+    done = subprocess.run(
+        [sys.executable, "-m", "pipedream_rt.workers", "127.0.0.1:1", "--timeout", "0.1"],
+        env={**os.environ, "PIPEDREAM_RT_LOG": "loud", "PIPEDREAM_RT_SECRET": SECRET.text},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "PIPEDREAM_RT_LOG is 'LOUD', which is no level: DEBUG" in done.stderr
+    assert "no coordinator listened at 127.0.0.1:1" in done.stderr
