@@ -1,8 +1,4 @@
-"""What models given whole cost: their start, and the memory of activations computed again.
-
-``start`` builds a GPT-2 with 124 million parameters of random weights, and opens a pipeline over
-it: its forward is recorded, cut, and its parts are sent to the workers. Of that time, what a fresh
-process needs to import torch and transformers is measured by itself.
+"""What large models cost in memory, and activations that are computed again.
 
 ``memory`` opens a pipeline over layers that workers build (`LayerSpec`), and over a model whose
 weights they read from a folder, and compares the peak memory of the script and of the workers with
@@ -22,7 +18,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,39 +37,7 @@ def _print(found: dict[str, Any], text: str, as_json: bool) -> None:
 
 @click.group()
 def main() -> None:
-    """Measure what models given whole cost."""
-
-
-@main.command()
-@click.option("--workers", default=4, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
-def start(workers: int, as_json: bool) -> None:
-    """Build a model, and open a pipeline over it."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8))  # imports the rest
-    began = time.perf_counter()
-    model = GPT2LMHeadModel(GPT2Config())
-    build_s = time.perf_counter() - began
-    ids = torch.randint(100, (1, 16))
-    began = time.perf_counter()
-    with Pipeline(
-        model,
-        stages=workers,
-        example={"input_ids": ids, "labels": ids},
-        optimizer=(torch.optim.SGD, {"lr": 0.1}),
-    ):
-        open_s = time.perf_counter() - began
-    began = time.perf_counter()
-    modules = "import torch._dynamo, transformers.models.gpt2.modeling_gpt2"
-    subprocess.run([sys.executable, "-c", modules], check=True)
-    found = {
-        "workers": workers, "build_s": build_s, "open_s": open_s, "ratio": open_s / build_s,
-        "import_s": time.perf_counter() - began,
-    }  # fmt: skip
-    text = f"built in {build_s:.2f} s, opened on {workers} workers in {open_s:.2f} s"
-    text += f": {found['ratio']:.2f} times; imports alone take {found['import_s']:.2f} s"
-    _print(found, text, as_json)
+    """Measure the memory of large models."""
 
 
 def _peaks(model: Any, **options: Any) -> list[int]:
