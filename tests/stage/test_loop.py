@@ -620,7 +620,7 @@ def test_commands_change_what_they_say_and_reply():
     loaded = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
     moments = {"0.weight": {"momentum_buffer": torch.full((2, 2), 3.0)}}
     worker.put(
-        command(0, 0, CommandName.TRAINING, False),
+        command(0, 0, CommandName.TRAINING, (None, False)),
         command(0, 1, CommandName.LOAD_STATE, loaded),
         command(0, 2, CommandName.OPTIMIZER, an_optimizer(stage.module, 0.5)),
         command(0, 3, CommandName.LOAD_OPTIMIZER_STATE, moments),
