@@ -66,6 +66,9 @@ _CALL_TIMEOUT = timedelta(seconds=30)
 """For a coordinator to call a worker that has connected, which it does at once, though a handshake
 may take 20 s."""
 
+_HANDSHAKE_S = 20.0
+"""Seconds for the handshake of a connection that is encrypted."""
+
 _SENT_TIMEOUT = timedelta(seconds=2)
 """For the last words of a worker to be sent, where they are encrypted."""
 
@@ -308,7 +311,12 @@ def _serve_at(
         connection = _connect(address, timeout_s)
         here = str(connection.getsockname()[0])
         try:
-            wrapped = plain(connection) if worker.tls is None else worker.tls.wrap(connection, True)
+            waits = None if call_timeout is None else _HANDSHAKE_S
+            wrapped = (
+                plain(connection)
+                if worker.tls is None
+                else worker.tls.wrap(connection, True, waits)
+            )
         except OSError as error:
             connection.close()
             raise PeerLost(

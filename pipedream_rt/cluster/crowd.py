@@ -24,10 +24,13 @@ _FEWEST = 4
 
 
 def most_strangers() -> int:
-    """Return how many connections may wait: at most half of the descriptors that are free now."""
+    """Return how many connections may wait: at most half of the descriptors that are free now.
+
+    Each takes three where it is encrypted.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = max(0, limit - len(os.listdir("/proc/self/fd")))
-    return max(_FEWEST, min(_MOST, free // 2))
+    return max(_FEWEST, min(_MOST, free // 6))
 
 
 def accept(door: socket.socket, make_room: Callable[[], bool]) -> socket.socket | None:

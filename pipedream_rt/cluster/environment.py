@@ -145,7 +145,7 @@ def secret_pipe(secret: Secret) -> int:
     """
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as stream:
-        stream.write(secret.text.encode())
+        stream.write(secret.text.encode("utf-8", "surrogateescape"))
     os.set_inheritable(reading, True)
     return reading
 
@@ -172,11 +172,11 @@ def read_secret(fd: int | None) -> Secret | None:
     if fd is not None:
         try:
             with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
-                text = stream.read().decode("utf-8", "replace").strip()
+                text = stream.read().decode("utf-8", "surrogateescape").strip()
         except OSError as error:
             raise ConfigError(_not_of_run(SECRET_FD, fd, error)) from error
     else:
-        text = os.environ.get(SECRET) or (_taken[0] if _taken else "")
+        text = os.environ.get(SECRET, "").strip() or (_taken[0] if _taken else "")
         if not text:
             return None
     if len(text) < _SHORTEST_SECRET:

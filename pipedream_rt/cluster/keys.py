@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.signing import proof
 
 NONCE = 32
@@ -63,6 +64,9 @@ class Secret:
 
         A token is the key. Of another text it is made at a cost that makes guessing dear: 128 MiB
         and some 0.4 s for each guess, with a salt that every coordinator draws anew.
+
+        Raises:
+            ConfigError: There is no such memory.
         """
         if _TOKEN.fullmatch(self.text):
             return bytes.fromhex(self.text)
@@ -81,9 +85,14 @@ _salt = functools.cache(lambda: secrets.token_bytes(NONCE))
 @functools.cache
 def _slowly(text: str, salt: bytes) -> bytes:
     """Return scrypt of a text (RFC 7914), with N = 2^17, r = 8 and p = 1."""
-    return hashlib.scrypt(
-        text.encode(), salt=salt, n=1 << 17, r=8, p=1, maxmem=1 << 28, dklen=NONCE
-    )
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        return hashlib.scrypt(data, salt=salt, n=1 << 17, r=8, p=1, maxmem=1 << 28, dklen=NONCE)
+    except (ValueError, MemoryError) as error:
+        raise ConfigError(
+            f"the key of the job cannot be made of its secret, which takes 128 MiB: {error}; a "
+            "secret of 64 hexadecimal digits needs none"
+        ) from error
 
 
 class Talk(NamedTuple):

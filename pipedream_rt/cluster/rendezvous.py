@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import selectors
@@ -170,8 +171,10 @@ class Rendezvous:
             peer = f"the worker at {joined(host, port)}"
             control = Control(connection, peer, here, wrapped.channel)
             self._call(control)
-        except (OSError, PeerLost):  # whoever connected is gone again
+        except (OSError, PeerLost) as error:  # whoever connected is gone again
             connection.close()
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                self._drop_oldest(selector)
             self._asked = {c: nonce for c, nonce in self._asked.items() if c.fileno() >= 0}
             return
         selector.register(control, selectors.EVENT_READ)

@@ -48,16 +48,23 @@ class PendingResult:
         self._owner = owner
         self._collect: Callable[[], Any] | None = collect
         self._result: Any = None
+        self._error: ConfigError | None = None
 
     def wait(self) -> Any:
         """Wait for the result, and return it.
 
         Raises:
-            ConfigError: The stage refused, or does not take the arguments.
+            ConfigError: The stage refused, or does not take the arguments; or the result was lost
+                in a recovery before.
         """
         if self._collect is not None:
             collect, self._collect = self._collect, None
-            self._result = collect()
+            try:
+                self._result = collect()
+            except ConfigError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
         return self._result
 
     def to_here(self) -> Any:
@@ -94,7 +101,7 @@ class _Methods:
                 f"a reference to a stage does not reach {name!r}; it reaches {', '.join(REACHED)}. "
                 "pipe.on_stages(function) calls any function with the module of every stage"
             )
-        return lambda *args: self._finish(self._reference.ask(name, args))
+        return lambda *args, **named: self._finish(self._reference.ask(name, args, named))
 
 
 class StageReference:
@@ -150,12 +157,13 @@ class StageReference:
         address = group.plan.address_of(self._index)
         return group.call(lambda cluster: cluster.reference(address, "module"))
 
-    def ask(self, name: str, args: tuple[Any, ...]) -> PendingResult:
+    def ask(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> PendingResult:
         """Put the call of a method into the feed, behind all that was fed before.
 
         Args:
             name: One of `REACHED`.
             args: Its arguments: tensors, plain values, and containers of these.
+            named: Its keyword arguments.
 
         Raises:
             ConfigError: The model was given whole, and the method is for sequences of layers.
@@ -169,12 +177,21 @@ class StageReference:
             )
         self._feeder.flush()
         if name in ("train", "eval"):
-            mode = self._mode_of(name, args)
+            mode = self._mode_of(name, args, named)
             position = group.tell(CommandName.TRAINING, (index, mode))
         else:
-            position = group.tell(CommandName.METHOD, [index, name, list(args)])
+            position = group.tell(CommandName.METHOD, [index, name, list(args), named])
+
+        generation = group.generation
 
         def collect() -> Any:
+            if group.generation != generation:  # the reply went with the workers of then
+                if name not in METHODS:
+                    return None
+                raise ConfigError(
+                    f"the result of {name} of stage {index} was lost in a recovery, before anybody "
+                    "had waited for it; ask again"
+                )
             try:
                 return group.of_stages(group.replies(position))[index]
             finally:
@@ -183,12 +200,15 @@ class StageReference:
 
         return PendingResult(self.owner_name(), collect)
 
-    def _mode_of(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _mode_of(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Return the mode that a call of ``train`` or ``eval`` sets.
 
         Raises:
             ConfigError: It makes no sense.
         """
+        args = (*args, *named.values())
+        if set(named) - {"mode"}:
+            raise ConfigError(f"{name} of a stage takes no arguments {', '.join(named)}")
         most = 1 if name == "train" else 0
         if len(args) > most or any(not isinstance(each, bool) for each in args):
             raise ConfigError(f"{name} of a stage takes {'one bool' if most else 'no argument'}")

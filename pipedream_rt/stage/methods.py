@@ -6,8 +6,12 @@ it. None of these methods changes anything, so a recovery need not repeat them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
+
+from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, flatten, unflatten
@@ -56,7 +60,10 @@ def parameter(stage: Stage, name: str) -> Any:
 
 def state_dict(stage: Stage) -> dict[str, Any]:
     """Return the newest weights and the buffers of the stage, by name in the unsplit model."""
-    return {name: value.detach().clone() for name, value in stage.module.state_dict().items()}
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in stage.module.state_dict().items()
+    }
 
 
 def num_parameters(stage: Stage) -> int:
@@ -84,7 +91,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 """The methods, by name."""
 
 
-def ask(stage: Stage, asked: int, method: str, inputs: list[Any]) -> Any:
+def ask(stage: Stage, asked: int, method: str, inputs: list[Any], named: Mapping[str, Any]) -> Any:
     """Call a method of a stage, if it is the one that is asked.
 
     Args:
@@ -92,13 +99,20 @@ def ask(stage: Stage, asked: int, method: str, inputs: list[Any]) -> Any:
         asked: The index of the stage that is asked.
         method: The name of the method.
         inputs: Its arguments.
+        named: Its keyword arguments.
 
     Raises:
-        ConfigError: It refuses, or does not take these arguments.
+        ConfigError: It refuses, does not take these arguments, or raised.
     """
     if stage.index != asked:
         return None
     try:
-        return METHODS[method](stage, *inputs)
+        signature(METHODS[method]).bind(stage, *inputs, **named)
     except TypeError as error:
         raise ConfigError(f"{method} of a stage does not take these arguments: {error}") from error
+    try:
+        return METHODS[method](stage, *inputs, **named)
+    except ConfigError:
+        raise
+    except Exception as error:  # a module of the user's may raise anything
+        raise ConfigError(f"{method} of stage {asked}: {type(error).__name__}: {error}") from error

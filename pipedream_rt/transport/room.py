@@ -13,10 +13,10 @@ import threading
 
 from pipedream_rt.errors import ConfigError
 
-_OWN, _FOR_EACH = 48, 10
+_OWN, _FOR_EACH = 48, 14
 """Descriptors that a process opens for itself, and for each other member of the group, at the most.
 With 2 to 8 workers a coordinator had 28 and 9 for each when the group had formed, and a worker 27
-and one for each; while it forms there are more."""
+and one for each; while it forms there are more, and an encrypted connection takes two more."""
 
 _THREADS = 16
 """Threads that a process starts for a group at the most: those of the agent, and ours."""

@@ -14,6 +14,7 @@ encrypted.
 from __future__ import annotations
 
 import datetime
+import errno
 import functools
 import hashlib
 import ipaddress
@@ -132,39 +133,52 @@ class Tls:
         """
         return Tls(lambda: _of_process(os.getpid()), always)
 
-    def wrap(self, connection: socket.socket, calls: bool) -> Wrapped:
+    def wrap(
+        self,
+        connection: socket.socket,
+        calls: bool,
+        timeout_s: float | None = _HANDSHAKE_TIMEOUT_S,
+    ) -> Wrapped:
         """Encrypt a connection, unless it stays on this machine and need not be.
 
         Args:
             connection: A connected TCP socket, which is taken over.
             calls: Whether this end has called.
+            timeout_s: Seconds for the handshake; None where the other end may let it wait.
 
         Returns:
             What to use in its place. When the other end has no right certificate, it ends.
 
         Raises:
-            OSError: The connection has ended.
+            OSError: The connection has ended, or nothing can be opened or started for it.
         """
         if not self.always and _stays_here(connection):
             return plain(connection)
         server, client, own = self.material()
-        ours, theirs = socket.socketpair()
-        context = client if calls else server
-        connection.setblocking(False)
-        encrypted = context.wrap_socket(
-            connection, server_side=not calls, do_handshake_on_connect=False
-        )
-        for end in (encrypted, theirs):
-            close_in_forked_children(end)
-        channel: Future[bytes] = Future()
-        if not calls:
-            channel.set_result(own)
-        # A daemon: it ends when one of the ends is closed, at the latest with the process.
-        thread = threading.Thread(
-            target=_carry, args=(encrypted, theirs, channel), name="tls", daemon=True
-        )
-        self.threads.add(thread)
-        thread.start()
+        with ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            context = client if calls else server
+            connection.setblocking(False)
+            encrypted = undo.enter_context(
+                context.wrap_socket(
+                    connection, server_side=not calls, do_handshake_on_connect=False
+                )
+            )
+            for end in (encrypted, theirs):
+                close_in_forked_children(end)
+            channel: Future[bytes] = Future()
+            if not calls:
+                channel.set_result(own)
+            # A daemon: it ends when one of the ends is closed, at the latest with the process.
+            thread = threading.Thread(
+                target=_carry, args=(encrypted, theirs, channel, timeout_s), name="tls", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # there can be no more threads
+                raise OSError(errno.EAGAIN, str(error)) from error
+            self.threads.add(thread)
+            undo.pop_all()
         return Wrapped(ours, channel)
 
     def finish(self, deadline: Deadline) -> None:
@@ -272,17 +286,20 @@ def _no_password() -> str:
     raise ValueError("the key is protected by a password")
 
 
-def _carry(encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes]) -> None:
+def _carry(
+    encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes], timeout_s: float | None
+) -> None:
     """Carry bytes both ways until one end is closed; a thread runs this.
 
     Args:
         encrypted: The connection, before the handshake.
         plain: This end.
         channel: Gets the channel, if it has none, before anything that has come is handed over.
+        timeout_s: Seconds for the handshake; None for no limit.
     """
     plain.setblocking(False)
     try:
-        _shake_hands(encrypted, plain)
+        _shake_hands(encrypted, plain, timeout_s)
         if not channel.done():
             shown = encrypted.getpeercert(binary_form=True) or b""
             channel.set_result(hashlib.sha256(shown).digest())
@@ -326,12 +343,13 @@ def _tell(text: str, *arguments: object) -> None:
         _log.warning(text, *arguments)
 
 
-def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
+def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket, timeout_s: float | None) -> None:
     """Exchange certificates, unless the plain end is closed meanwhile.
 
     Raises:
         OSError: The other end has no right certificate, or does not answer in time.
     """
+    deadline = Deadline(None if timeout_s is None else datetime.timedelta(seconds=timeout_s))
     while True:
         try:
             encrypted.do_handshake()
@@ -343,7 +361,8 @@ def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
         poll = select.poll()
         poll.register(encrypted, wanted)
         poll.register(plain, select.POLLHUP)  # bytes to send may wait there; only its end counts
-        events = poll.poll(1000 * _HANDSHAKE_TIMEOUT_S)
+        left_s = deadline.remaining_s()
+        events = poll.poll(None if left_s is None else 1000 * left_s)
         if not events:
             raise TimeoutError("the other end does not answer")
         if any(fd == plain.fileno() for fd, _ in events):
@@ -367,29 +386,47 @@ class _Pump:
         self._plain = plain
         self._rooms = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
         self._out = self._into = self._rooms[0][:0]  # what was read from an end, and not sent yet
+        self._closed = False  # this end: what it has written before still goes out
+        self._blocked = False  # OpenSSL has to write before it can read
         self._poll = select.poll()
-        self._wants = (-1, -1)
 
     def run(self) -> None:
-        """Carry until one end is closed.
+        """Carry until one end is closed, and all that it has written before is handed over.
 
         Raises:
-            OSError: An end is gone.
+            OSError: The encrypted end is broken.
         """
         while True:
             self._wait()
-            if not self._out:
-                with suppress(BlockingIOError):
-                    count = self._plain.recv_into(self._rooms[0])
-                    if not count:
-                        return
-                    self._out = self._rooms[0][:count]
+            if not self._out and not self._closed:
+                self._read_plain()
             self._encrypt()
+            if self._closed and not self._out:
+                return
             if not self._into and self._decrypt():
                 return
-            with suppress(BlockingIOError):
-                while self._into:
-                    self._into = self._into[self._plain.send(self._into) :]
+            self._hand_over()
+
+    def _read_plain(self) -> None:
+        """Read what this end has written."""
+        try:
+            count = self._plain.recv_into(self._rooms[0])
+        except BlockingIOError:
+            return
+        except OSError:  # it was closed before it had read everything
+            count = 0
+        self._closed = not count
+        self._out = self._rooms[0][:count]
+
+    def _hand_over(self) -> None:
+        """Hand over what was decrypted, as much as goes now; to nobody, once this end is closed."""
+        try:
+            while self._into:
+                self._into = self._into[self._plain.send(self._into) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._into = self._into[:0]
 
     def _encrypt(self) -> None:
         """Send what was read from the plain end, as much as goes now."""
@@ -404,12 +441,15 @@ class _Pump:
     def _decrypt(self) -> bool:
         """Read what has come encrypted; return whether the other end has closed, and no more."""
         room, count, more = self._rooms[1], 0, 1
+        self._blocked = False
         try:
             while more and count < len(room):
                 more = self._encrypted.recv_into(room[count:])
                 count += more
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except ssl.SSLWantReadError:
             pass
+        except ssl.SSLWantWriteError:
+            self._blocked = True
         except OSError:
             if not count:
                 raise
@@ -420,15 +460,24 @@ class _Pump:
         """Wait until something can be done."""
         if self._encrypted.pending() and not self._into:
             return
-        wants = (
-            (0 if self._into else select.POLLIN) | (select.POLLOUT if self._out else 0),
-            (0 if self._out else select.POLLIN) | (select.POLLOUT if self._into else 0),
-        )
-        if wants != self._wants:
-            self._poll.register(self._encrypted, wants[0])
-            self._poll.register(self._plain, wants[1])
-            self._wants = wants
+        writes = bool(self._out) or self._blocked
+        reads = not self._into and not self._blocked
+        self._want(self._encrypted, reads, writes)
+        self._want(self._plain, not self._out and not self._closed, bool(self._into))
         self._poll.poll()  # no deadline: the kernel tells when an end is closed
+
+    def _want(self, end: socket.socket, reads: bool, writes: bool) -> None:
+        """Wait for an end to be readable or writable; for nothing, if neither is wanted.
+
+        The kernel tells of the end of a connection that is only waited at for nothing, again and
+        again.
+        """
+        wants = (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0)
+        if wants:
+            self._poll.register(end, wants)
+        else:
+            with suppress(KeyError):
+                self._poll.unregister(end)
 
 
 def make_certificate(folder: Path, days: int) -> None:

@@ -56,6 +56,9 @@ def test_a_secret_that_was_read_is_in_the_environment_no_more(monkeypatch):
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert done.stdout == "False\n"
     assert SECRET not in fork_server_environment()
+    for text in (Secret.generated().text, PASSPHRASE):  # as a file has it, with its last line
+        monkeypatch.setenv(SECRET, f" {text}\n")
+        assert read_secret(None) == Secret(text) == read_secret(secret_pipe(Secret(text)))
     monkeypatch.setenv(SECRET, PASSPHRASE + " another")
     assert SECRET not in fork_server_environment()
     assert read_secret(None).text.endswith("another")

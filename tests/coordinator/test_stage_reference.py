@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from support.models import mlp, regression
 from torch import nn
 
-from pipedream_rt import DistributedOptimizer, Pipeline
+from pipedream_rt import Checkpoints, DistributedOptimizer, Pipeline
 from pipedream_rt.coordinator.stage_reference import REACHED
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.methods import METHODS
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 
@@ -85,6 +86,8 @@ def test_everything_else_is_refused_by_name_with_the_list(pipe, name):
         (lambda m: m.parameter("9.weight"), "stage 0 has no parameter '9.weight'; it has 0.weight"),
         (lambda m: m.parameter(), "parameter of a stage does not take these arguments"),
         (lambda m: m.memory(1), "memory of a stage does not take these arguments"),
+        (lambda m: m.parameter(names="x"), "parameter of a stage does not take these arguments"),
+        (lambda m: m.train(also=True), "train of a stage takes no arguments also"),
         (lambda m: m.train("yes"), "train of a stage takes one bool"),
         (lambda m: m.eval(True), "eval of a stage takes no argument"),
     ],
@@ -100,6 +103,53 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         return x + torch.randn(x.shape) * 0.1 if self.training else x
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("every", [None, 4])
+def test_a_result_that_nobody_waited_for_before_a_recovery(tmp_path, every):
+    """It is lost, which is said, and not waited for. A mode that was set stays set."""
+    checkpoint = None if every is None else Checkpoints(tmp_path / "run", every=every)
+    with open_pipe(workers="local", max_restarts=1, checkpoint=checkpoint) as pipe:
+        for result in pipe.train_epoch(regression(14)):
+            if result.step == 2:
+                pending = pipe.stages[0].rref.rpc_async().num_parameters()
+                mode = pipe.stages[0].rref.rpc_async().train(mode=True)
+            if result.step == 10:
+                os.kill(pipe.on_stages(lambda module: os.getpid())[1], signal.SIGKILL)
+        assert len(pipe.restarts) == 1
+        assert mode.wait() is None
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="num_parameters of stage 0 was lost in a recov"):
+                pending.wait()
+        assert pipe.stages[0].rref.rpc_sync().num_parameters() > 0
+
+
+class Counting(nn.Linear):
+    """A layer with a state of its own that is no tensor, and that may be asked too often."""
+
+    def get_extra_state(self):
+        return {"seen": [1, 2]}
+
+    def set_extra_state(self, state):
+        assert state == {"seen": [1, 2]}
+
+
+def test_state_that_is_no_tensor():
+    with open_pipe([Counting(8, 8), nn.Linear(8, 1)]) as pipe:
+        found = pipe.stages[0].rref.rpc_sync().state_dict()
+        assert found["0._extra_state"] == {"seen": [1, 2]}
+
+
+def test_a_method_that_raises_ends_nothing(monkeypatch):
+    def refuse(stage):
+        raise RuntimeError("not now")
+
+    monkeypatch.setitem(METHODS, "memory", refuse)
+    with open_pipe() as pipe:
+        with pytest.raises(ConfigError, match="memory of stage 0: RuntimeError: not now"):
+            pipe.stages[0].rref.rpc_sync().memory()
+        assert len(list(pipe.train_epoch(regression(2)))) == 2
 
 
 def noisy():
@@ -150,8 +200,6 @@ def test_modes_and_calls_survive_a_recovery(tmp_path, every):
     """Also where a checkpoint lies between the call and the recovery."""
     options = {} if every is None else {"checkpoint": str(tmp_path / "run")}
     if every is not None:
-        from pipedream_rt import Checkpoints
-
         options = {"checkpoint": Checkpoints(tmp_path / "run", every=every)}
     disturbed = trained(modes=MODES, kill=True, workers="local", max_restarts=1, **options)
     assert disturbed == trained(modes=MODES)

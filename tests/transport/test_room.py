@@ -57,7 +57,7 @@ def test_too_few_descriptors_are_refused_with_the_numbers(hard):
     """Whatever the limit is, the process is not aborted."""
     done = run([hard, hard])
     assert done.returncode == 1
-    assert "ConfigError: a process of this job may need 88 descriptors" in done.stderr
+    assert "ConfigError: a process of this job may need 104 descriptors" in done.stderr
     assert f"it may have {hard}" in done.stderr
 
 

@@ -4,10 +4,13 @@ import math
 import os
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 
 import pytest
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.tls import Tls, _of_process, make_certificate
 
@@ -220,3 +223,78 @@ def test_the_certificate_of_a_process_is_made_once_and_leaves_no_file():
     before = set(os.listdir("/proc/self/fd"))
     assert Tls.of_process().material() is Tls.of_process().material()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+# -- ends that go away -----------------------------------------------------------------------------
+
+
+def processor_s(seconds):
+    """The processor time of this process while so many seconds pass."""
+    before = time.process_time()
+    threading.Event().wait(seconds)
+    return time.process_time() - before
+
+
+@pytest.mark.parametrize("turn", range(10))
+def test_last_words_arrive_though_the_other_end_is_sending(stack, turn):
+    """As of a stage that says why it has failed, while its peer sends it activations."""
+    tls = Tls.of_process(always=True)
+    left, right = (end.socket for end in wrapped(stack, tls, tls))
+
+    def send():
+        with suppress(OSError):
+            while True:
+                right.sendall(bytes(10_000))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    read(left, 20_000 * (1 + turn % 3))
+    left.sendall(b"the last words")
+    left.close()
+    assert read(right, 14) == b"the last words"
+    right.close()
+    thread.join()
+    tls.finish(Deadline(timedelta(seconds=20)))
+
+
+def test_no_processor_time_is_burnt_where_the_other_end_reads_nothing(stack):
+    """This end has written and closed; what it has written waits for the other end."""
+    tls = Tls.of_process(always=True)
+    left, right = (end.socket for end in wrapped(stack, tls, tls))
+    left.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            left.send(bytes(1 << 16))
+    left.close()
+    assert processor_s(0.5) < 0.25
+    right.close()
+    tls.finish(Deadline(timedelta(seconds=20)))
+
+
+def test_no_processor_time_is_burnt_where_this_end_reads_nothing(stack):
+    """The other end is dead, and what it has sent waits for this end, which computes."""
+    tls = Tls.of_process(always=True)
+    caller, door = ends(stack)
+    left, right = tls.wrap(caller, True).socket, tls.wrap(door, False).socket
+    stack.enter_context(left)
+    right.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            right.send(bytes(1 << 16))
+    right.close()
+    assert processor_s(0.5) < 0.25
+    left.close()
+    tls.finish(Deadline(timedelta(seconds=20)))
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_connection(stack, monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    caller, _ = ends(stack)
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OSError, match="can't start new thread"):
+            Tls.of_process(always=True).wrap(caller, True)
+    assert set(os.listdir("/proc/self/fd")) <= before
