@@ -51,7 +51,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.schema import printable
 from pipedream_rt.software import processor, software
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls, plain
+from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, plain
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -65,9 +65,6 @@ _ANSWER_TIMEOUT = timedelta(seconds=60)
 _CALL_TIMEOUT = timedelta(seconds=30)
 """For a coordinator to call a worker that has connected, which it does at once, though a handshake
 may take 20 s."""
-
-_HANDSHAKE_S = 20.0
-"""Seconds for the handshake of a connection that is encrypted."""
 
 _SENT_TIMEOUT = timedelta(seconds=2)
 """For the last words of a worker to be sent, where they are encrypted."""
@@ -311,7 +308,7 @@ def _serve_at(
         connection = _connect(address, timeout_s)
         here = str(connection.getsockname()[0])
         try:
-            waits = None if call_timeout is None else _HANDSHAKE_S
+            waits = None if call_timeout is None else HANDSHAKE_TIMEOUT_S
             wrapped = (
                 plain(connection)
                 if worker.tls is None

@@ -44,7 +44,8 @@ CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 """The files in the folder; without the last one, the certificate itself is what is trusted."""
 
 _CHUNK = 1 << 18
-_HANDSHAKE_TIMEOUT_S = 20.0
+HANDSHAKE_TIMEOUT_S = 20.0
+"""Seconds for the two ends to agree on how to encrypt."""
 
 _DAYS = 3650
 """For how long the certificate of a process is valid, which ends with the process; its beginning
@@ -137,7 +138,7 @@ class Tls:
         self,
         connection: socket.socket,
         calls: bool,
-        timeout_s: float | None = _HANDSHAKE_TIMEOUT_S,
+        timeout_s: float | None = HANDSHAKE_TIMEOUT_S,
     ) -> Wrapped:
         """Encrypt a connection, unless it stays on this machine and need not be.
 
