@@ -51,7 +51,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.schema import printable
 from pipedream_rt.software import processor, software
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, plain
+from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, wrapped
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -309,17 +309,13 @@ def _serve_at(
         here = str(connection.getsockname()[0])
         try:
             waits = None if call_timeout is None else HANDSHAKE_TIMEOUT_S
-            wrapped = (
-                plain(connection)
-                if worker.tls is None
-                else worker.tls.wrap(connection, True, waits)
-            )
+            connection, channel = wrapped(worker.tls, connection, True, waits)
         except OSError as error:
             connection.close()
             raise PeerLost(
                 f"the coordinator at {address} is gone: {error}", peer=address
             ) from error
-        control = Control(wrapped.socket, "the coordinator", here, wrapped.channel)
+        control = Control(connection, "the coordinator", here, channel)
         try:
             return serve(control, worker, call_timeout)
         except _NoPlace as problem:

@@ -39,7 +39,7 @@ from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key, text_of
 from pipedream_rt.transport.signing import DIGEST, proof
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.transport.tls import Tls, wrapped
 
 _log = logging.getLogger(__name__)
 
@@ -207,8 +207,7 @@ class Meeting:
         Raises:
             OSError: It has ended.
         """
-        if self._tls is not None:
-            talk.socket, talk.channel = self._tls.wrap(talk.socket, talk.calls)
+        talk.socket, talk.channel = wrapped(self._tls, talk.socket, talk.calls)
 
     def _drop_oldest(self) -> bool:
         """Close the oldest connection that was let in; return whether there was one."""

@@ -24,7 +24,7 @@ from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, Wor
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import printable
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls, plain
+from pipedream_rt.transport.tls import Tls, wrapped
 
 _log = logging.getLogger(__name__)
 
@@ -166,10 +166,9 @@ class Rendezvous:
             here = str(connection.getsockname()[0])
             prepare(connection)
             connection.setblocking(True)
-            wrapped = plain(connection) if self._tls is None else self._tls.wrap(connection, False)
-            connection = wrapped.socket
+            connection, channel = wrapped(self._tls, connection, calls=False)
             peer = f"the worker at {joined(host, port)}"
-            control = Control(connection, peer, here, wrapped.channel)
+            control = Control(connection, peer, here, channel)
             self._call(control)
         except (OSError, PeerLost) as error:  # whoever connected is gone again
             connection.close()

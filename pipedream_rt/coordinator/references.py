@@ -42,8 +42,7 @@ class StageHandle:
     @property
     def worker(self) -> str:
         """Name of the worker that hosts the stage in this generation."""
-        group = self._lease.group
-        return group.cluster.names[group.plan.worker_of(group.plan.address_of(self.index))]
+        return StageReference(self.index, self._lease, self._feeder).owner_name()
 
     @property
     def rref(self) -> StageReference:

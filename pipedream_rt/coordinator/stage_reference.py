@@ -135,7 +135,7 @@ class StageReference:
 
         Unlike with torch's, the result travels as soon as it is there.
         """
-        return _Methods(self, lambda pending: pending)
+        return self.rpc_async()
 
     def to_here(self) -> Any:
         """Return a copy of the module; flush before. It comes over torch RPC."""

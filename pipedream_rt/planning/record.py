@@ -53,6 +53,7 @@ from pipedream_rt.planning.program import (
 )
 from pipedream_rt.planning.shipping import dumps
 from pipedream_rt.planning.surroundings import Surroundings, difference, surroundings_now
+from pipedream_rt.planning.tensors import named_tensors
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
 """What a value depends on: the inputs, layers or weights, random numbers; and whether its shape
@@ -272,10 +273,7 @@ class _Recorder(TorchFunctionMode):
             for name, t in reversed(list(named))  # the first name of a tensor counts
         }
         self._names_over: dict[int, list[str]] = {}
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ):
+        for name, tensor in named_tensors(model):
             if not tensor.is_meta:
                 self._names_over.setdefault(tensor.untyped_storage()._cdata, []).append(name)
         for tensor in inputs:

@@ -28,15 +28,9 @@ def forward(stage: Stage, x: Any) -> Any:
 
     Returns:
         What the stage gives to the next one; the last stage the output of the model.
-
-    Raises:
-        ConfigError: A layer raised.
     """
     structure, tensors = flatten(x)
-    try:
-        (made,) = stage.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
-    except Exception as error:  # a layer may raise anything
-        raise ConfigError(f"stage {stage.index}: {type(error).__name__}: {error}") from error
+    (made,) = stage.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
     return unflatten(made.structure, made.tensors)
 
 

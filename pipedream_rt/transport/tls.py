@@ -66,7 +66,21 @@ class Wrapped(NamedTuple):
     channel: Future[bytes]
 
 
-def plain(connection: socket.socket) -> Wrapped:
+def wrapped(
+    tls: Tls | None,
+    connection: socket.socket,
+    calls: bool,
+    timeout_s: float | None = HANDSHAKE_TIMEOUT_S,
+) -> Wrapped:
+    """Return a connection, encrypted if there is something that encrypts it; see `Tls.wrap`.
+
+    Raises:
+        OSError: The connection has ended, or nothing can be opened or started for it.
+    """
+    return _plain(connection) if tls is None else tls.wrap(connection, calls, timeout_s)
+
+
+def _plain(connection: socket.socket) -> Wrapped:
     """Return a connection that is not encrypted."""
     channel: Future[bytes] = Future()
     channel.set_result(b"")
@@ -154,7 +168,7 @@ class Tls:
             OSError: The connection has ended, or nothing can be opened or started for it.
         """
         if not self.always and _stays_here(connection):
-            return plain(connection)
+            return _plain(connection)
         server, client, own = self.material()
         with ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())

@@ -257,33 +257,19 @@ def test_last_words_arrive_though_the_other_end_is_sending(stack, turn):
     tls.finish(Deadline(timedelta(seconds=20)))
 
 
-def test_no_processor_time_is_burnt_where_the_other_end_reads_nothing(stack):
-    """This end has written and closed; what it has written waits for the other end."""
+@pytest.mark.parametrize("writes", ["caller", "door"])
+def test_no_processor_time_is_burnt_where_an_end_reads_nothing(stack, writes):
+    """The other end has written and closed, and what it has written waits for this one."""
     tls = Tls.of_process(always=True)
-    left, right = (end.socket for end in wrapped(stack, tls, tls))
-    left.setblocking(False)
+    ends_of = [end.socket for end in wrapped(stack, tls, tls)]
+    writer, other = ends_of if writes == "caller" else ends_of[::-1]
+    writer.setblocking(False)
     with suppress(BlockingIOError):
         while True:
-            left.send(bytes(1 << 16))
-    left.close()
+            writer.send(bytes(1 << 16))
+    writer.close()
     assert processor_s(0.5) < 0.25
-    right.close()
-    tls.finish(Deadline(timedelta(seconds=20)))
-
-
-def test_no_processor_time_is_burnt_where_this_end_reads_nothing(stack):
-    """The other end is dead, and what it has sent waits for this end, which computes."""
-    tls = Tls.of_process(always=True)
-    caller, door = ends(stack)
-    left, right = tls.wrap(caller, True).socket, tls.wrap(door, False).socket
-    stack.enter_context(left)
-    right.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            right.send(bytes(1 << 16))
-    right.close()
-    assert processor_s(0.5) < 0.25
-    left.close()
+    other.close()
     tls.finish(Deadline(timedelta(seconds=20)))
 
 
