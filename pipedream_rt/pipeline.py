@@ -90,10 +90,10 @@ from pipedream_rt.coordinator.specs import (
     pickled_specs,
     recomputing,
     refuse_autocast,
-    refuse_norms,
     refuse_sharding,
     refuse_ties,
     scaling,
+    with_norms,
 )
 from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
 from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
@@ -110,7 +110,8 @@ from pipedream_rt.observe.trace import Trace
 from pipedream_rt.planning import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.profiling import profile_and_end
 from pipedream_rt.schedules import Plan, plan_for
-from pipedream_rt.schedules.plan import name_of
+from pipedream_rt.schedules.channels import name_of
+from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.clipping import Clip
@@ -335,7 +336,8 @@ class Pipeline:
         again = recomputing(recompute, self.plan)
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
-        refuse_norms(self.plan, clip, scale)
+        self.plan = with_norms(self.plan, clip, scale)
+        prove(self.plan, schedule, schedule_options.credits)
         grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
         refuse_sharding(self.plan, corrections, ema)
         self._corrections = correcting(corrections, self.plan, grouped, clip, scale)
@@ -1100,6 +1102,7 @@ def _plan_of(
         replicas=replicas,
         shard_optimizer=shard_optimizer,
         credits=options.credits,
+        proved=False,  # it is once ties and norms are in it
     )
     refuse_unfit_plan(model.modules, plan)
     links = plan.links if split.links is None else split.links

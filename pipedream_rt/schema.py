@@ -45,6 +45,11 @@ def truth(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def one_of(*texts: str) -> Check:
+    """Return a check for one of some texts."""
+    return lambda value: isinstance(value, str) and value in texts
+
+
 def number(value: Any) -> bool:
     """A number, which is finite."""
     return type(value) in (int, float) and math.isfinite(value)

@@ -260,9 +260,9 @@ class Feeder:
             hyper=hyper,
             structure=structure,
         )
-        if part is None or not mode.has_target:
+        if not mode.has_target:
             return self._group.feed(head, tensors)
-        structure, of_y = part.y
+        structure, of_y = part.y if part else flat_copy(None)
         share, compared, metrics = of_target
         target = Target(structure=structure, share=share, compared=list(compared), metrics=metrics)
         return self._group.feed(head, tensors, target, of_y)

@@ -15,7 +15,8 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
-from pipedream_rt.schedules import Action, Kind
+from pipedream_rt.schedules import Action
+from pipedream_rt.schedules.actions import OF_UPDATES
 
 _MOST_OF_ONE = 3
 """Number of failures in the same action after which it is not tried again."""
@@ -120,8 +121,8 @@ class Failures:
             ) from error
 
     def micro_batch_of(self, action: Action) -> int:
-        """Return the micro-batch of an action; for a step, the last micro-batch of its update."""
-        if action.kind is Kind.STEP:
+        """Return the micro-batch of an action; of an update, its last one."""
+        if action.kind in OF_UPDATES:
             return (action.index + 1) * self._per_update - 1
         return action.index
 

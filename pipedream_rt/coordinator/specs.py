@@ -34,9 +34,8 @@ from pipedream_rt.planning.record import MANUAL
 from pipedream_rt.planning.settings import refuse_global_hooks, settings_now
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.execution import Execution
 from pipedream_rt.schedules.plan import LOSS_LAYER
-from pipedream_rt.stage.clipping import Clip, is_exact
+from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.scaling import LossScale
 from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
 
@@ -67,7 +66,7 @@ def scaling(
     if scale is None:
         return None
     require_instance("loss_scale", scale, LossScale)
-    if not is_exact(plan):
+    if not plan.reads_late:
         raise ConfigError(
             f"losses are scaled, for float16 needs that, and {plan.name} reads updates before all "
             "stages know whether they are skipped; use bfloat16, a schedule that flushes, or "
@@ -95,14 +94,14 @@ def refuse_ties(plan: Plan) -> None:
         )
 
 
-def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None:
-    """Refuse a schedule in which stages wait in a circle for the norms of each other's gradients.
+def with_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> Plan:
+    """Return a plan with the norm of all gradients, if gradients are clipped or scaled by it.
 
     Raises:
-        ConfigError: It is one; or replicas read weights before all stages know the norms.
+        ConfigError: Replicas read weights before all stages know the norm.
     """
     if scale is None and (clip is None or not clip.of_model):
-        return
+        return plan
     if plan.shape.shard_optimizer and plan.replicated:
         raise ConfigError(
             "with shard_optimizer a replica sends weights at its step, and these steps would wait "
@@ -121,16 +120,7 @@ def refuse_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> None
             f"with {plan.title}, some replicas have no micro-batch of an update and know its scale "
             "too late; give at least as many micro-batches per update as a stage has replicas"
         )
-    execution = Execution(plan, 4 * plan.per_update * plan.num_stages, norms=True)
-    for _ in execution:
-        pass
-    if execution.waiting:
-        worker, action = execution.waiting[0]
-        raise ConfigError(
-            f"with the schedule {plan.name}, {plan.name_of(worker)} would wait for ever at "
-            f"{action} for the norms of the gradients of later stages, by which they are clipped "
-            "or skipped; a worker must do the steps of an update from its last stage to its first"
-        )
+    return plan.with_norms()
 
 
 def may_replicate(
@@ -223,7 +213,7 @@ def correcting(
                 f"{name} changes gradients as they come, and losses are scaled: the gradients are "
                 "not those of the loss; use bfloat16"
             )
-        if clip is not None and clip.of_model and is_exact(plan):
+        if clip is not None and clip.of_model and plan.reads_late:
             raise ConfigError(
                 f"{name} needs the weights that a gradient is applied to, and with {plan.name} and "
                 "Clip(norm=...) over the model updates wait for the norm of all gradients, so they "

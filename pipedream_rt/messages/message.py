@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.messages.tree import Structure
-from pipedream_rt.schedules.plan import Address, Edge, EdgeKind, name_of
+from pipedream_rt.schedules.channels import Address, Edge, EdgeKind, name_of
 
 Passed: TypeAlias = list[Any]
 """What a stage adds to the trail of a micro-batch; see `MicroBatch`."""
@@ -143,7 +143,6 @@ class MicroBatch:
         fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
-        totals: Updates with the total norms of their gradients, which go up with forwards.
         structure: The structure of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
@@ -164,7 +163,6 @@ class MicroBatch:
     cache: int = 0
     fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
-    totals: list[list[Any]] = field(default_factory=list)
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
     trail: list[Passed] = field(default_factory=list)
@@ -304,14 +302,18 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """The first stage to another at a flush: total norms that no forward has brought.
+    """The first stage to another: the total norm of all gradients of an update.
+
+    The index of the message is the number of the update.
 
     Attributes:
-        totals: Updates with their totals.
+        update: Number of the update, of which ``index`` is made.
+        total: The norm; infinite for an update that is skipped.
     """
 
     kind: ClassVar[EdgeKind] = EdgeKind.TOTAL
-    totals: list[list[Any]]
+    update: int
+    total: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,8 +425,8 @@ class Message:
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
             message that belongs to no item has the generation (`Ready`), a number for the version
-            (`Weight`) or the update (`Share`, `Partial`, `Stepped`, `Norm`), or 0 (`Start`,
-            `Failed`).
+            (`Weight`) or the update (`Share`, `Partial`, `Stepped`, `Norm`, `Total`), or 0
+            (`Start`, `Failed`).
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.

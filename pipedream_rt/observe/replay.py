@@ -8,6 +8,7 @@ from dataclasses import replace
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.trace import CODES, Trace
 from pipedream_rt.schedules import Action, Kind, Shape
+from pipedream_rt.schedules.actions import OF_ORDERS
 
 
 class Replay:
@@ -43,7 +44,10 @@ class Replay:
         self.name = f"replay of {plan.name}"
         # What was recorded says itself where the pipe was flushed.
         self._shape = replace(trace.plan.shape, synchronous=0)
-        self._orders = [list(trace.actions(w)) for w in range(plan.workers)]
+        self._orders = [
+            [action for action in trace.actions(w) if action.kind in OF_ORDERS]
+            for w in range(plan.workers)
+        ]
         reads, kept = [], []
         for stage, spans in enumerate(trace.by_stage()):
             forwards = spans[spans["kind"] == CODES[Kind.FORWARD]]

@@ -30,9 +30,9 @@ SPAN = np.dtype(
 )
 """One span. Times are in nanoseconds, in a trace on the coordinator's clock.
 
-- kind: The letter of an action (F, B, I, W, S, R, T); E for a pass of evaluation or inference; C
-  for a command; D for the end of a flush; N for an injection by the coordinator; L for the arrival
-  of a loss at the coordinator.
+- kind: The letter of an action (F, B, I, W, S, R, T, A; D for the end of a flush, N for an
+  injection by the coordinator); E for a pass of evaluation or inference; C for a command; L for the
+  arrival of a loss at the coordinator.
 - stage: The stage that acted; -1 for the coordinator.
 - index: The micro-batch, the update, or the position in the feed.
 - version: The weight version that was read, or that a step made.

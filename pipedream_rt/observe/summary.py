@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY, Spans
-from pipedream_rt.observe.trace import CODES, DRAIN, PASS, Trace
+from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, PASS, Trace
 from pipedream_rt.schedules import Edge, EdgeKind, Kind, Plan
-from pipedream_rt.schedules.plan import name_of
+from pipedream_rt.schedules.channels import name_of
 
-_COMPUTES = (*CODES.values(), PASS)
+_COMPUTES = (*COMPUTES, PASS)
 _FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]
 
 _SENDERS = {

@@ -12,9 +12,9 @@ import numpy as np
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import seconds_text
-from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, PASS, Trace
+from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, PASS, Trace
 from pipedream_rt.schedules import Kind, Plan
-from pipedream_rt.schedules.plan import name_of
+from pipedream_rt.schedules.channels import name_of
 
 MOST_DRAWN = 2000
 """The number of actions that a picture shows where its end is not given; more would blur."""
@@ -27,12 +27,25 @@ _NAMES = {
     CODES[Kind.STEP]: "step",
     CODES[Kind.REDUCE]: "hand gradients over",
     CODES[Kind.TAKE]: "take weights",
+    CODES[Kind.APPLY]: "apply",
+    DRAIN: "end of a flush",
     PASS: "evaluation, inference",
 }
 _COLOURS = dict(
     zip(
         _NAMES,
-        ("#8ab4f8", "#81c995", "#5bb974", "#b7e1c1", "#f6ae2d", "#e8710a", "#fdd663", "#c8c8c8"),
+        (
+            "#8ab4f8",
+            "#81c995",
+            "#5bb974",
+            "#b7e1c1",
+            "#f6ae2d",
+            "#e8710a",
+            "#fdd663",
+            "#e6b800",
+            "#9aa0a6",
+            "#c8c8c8",
+        ),
         strict=True,
     )
 )

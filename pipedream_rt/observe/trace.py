@@ -15,10 +15,12 @@ import numpy as np
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observe.spans import SPAN, Spans
 from pipedream_rt.schedules import Action, Kind, Plan
+from pipedream_rt.schedules.actions import OF_STAGES
 from pipedream_rt.schema import (
     fields,
     line,
     list_of,
+    one_of,
     printable,
     problem_of,
     read_file,
@@ -53,8 +55,9 @@ _HEADER = {
             "ties": list_of(row(line(1 << 12), list_of(whole(0, _MOST), _MOST)), _MOST),
             "replicas": list_of(whole(1, _MOST), _MOST),
             "shard_optimizer": truth,
+            "norms": one_of("none", "delayed", "exact"),
         },
-        optional=("entries", "ties", "synchronous", "shard_optimizer"),
+        optional=("entries", "ties", "synchronous", "shard_optimizer", "norms"),
     ),
     "credits": whole(0),
     "simulated": truth,
@@ -79,15 +82,18 @@ _UNREADABLE = (
 )  # fmt: skip
 """Errors of a header that is none."""
 
-INJECTED, LOSS_CAME = ord("N"), ord("L")
-"""The kinds of the coordinator's spans: the injection of a micro-batch, the arrival of a loss."""
-
-PASS, COMMAND, DRAIN = ord("E"), ord("C"), ord("D")
-"""The kinds of a stage's spans beside its actions: a forward of evaluation or inference, a command,
-and the end of a flush."""
-
 CODES = {kind: ord(kind.value) for kind in Kind}
 """The number that stands for each kind of action in a span."""
+
+INJECTED, LOSS_CAME = CODES[Kind.INJECT], ord("L")
+"""The kinds of the coordinator's spans: the injection of a micro-batch, the arrival of a loss."""
+
+DRAIN, PASS, COMMAND = CODES[Kind.DRAIN], ord("E"), ord("C")
+"""The kinds of a stage's spans in which it trains nothing: the end of a flush, a forward of
+evaluation or inference, and a command."""
+
+COMPUTES = tuple(CODES[kind] for kind in OF_STAGES)
+"""The kinds of the spans in which a stage trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +150,9 @@ class Trace:
         return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
     def actions(self, worker: int) -> Iterator[Action]:
-        """Yield the actions that a worker did, in the order of time."""
+        """Yield the actions that a worker did, in the order of time, and the ends of flushes."""
         stages = self.plan.stages_of(worker)
-        wanted = np.isin(self.spans["kind"], list(CODES.values()))
+        wanted = np.isin(self.spans["kind"], [*COMPUTES, DRAIN])
         mine = self.spans[wanted & np.isin(self.spans["stage"], stages)]
         mine = mine[np.argsort(mine["end"], kind="stable")]
         several = len(stages) > 1
@@ -249,7 +255,7 @@ def _fitting(trace: Trace) -> Trace:
     if len(spans) and not -1 <= stages.min() <= stages.max() < len(plan.addresses):
         raise ValueError(f"it has spans of other stages than {plan.num_stages}")
     of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME))
-    of_stage = np.isin(kinds, (PASS, COMMAND, DRAIN, *CODES.values()))
+    of_stage = np.isin(kinds, (PASS, COMMAND, DRAIN, *COMPUTES))
     if not (np.where(stages < 0, of_coordinator, of_stage)).all():
         raise ValueError("it has spans of a kind that does not fit their place")
     return trace

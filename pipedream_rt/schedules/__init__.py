@@ -4,21 +4,24 @@ Everything here is pure: integers, without clocks, messages, tensors or threads.
 """
 
 from pipedream_rt.schedules.actions import Action, Kind
+from pipedream_rt.schedules.channels import CHANNELS, COORDINATOR, Edge, EdgeKind, Need
 from pipedream_rt.schedules.checker import check, plan_for
 from pipedream_rt.schedules.ledger import VersionLedger
 from pipedream_rt.schedules.orders import Order
-from pipedream_rt.schedules.plan import COORDINATOR, Edge, EdgeKind, Plan, plan_named
+from pipedream_rt.schedules.plan import Plan, plan_named
 from pipedream_rt.schedules.policies import VersionPolicy
 from pipedream_rt.schedules.recipes import RECIPES, Recipe, describe_schedules
 from pipedream_rt.schedules.shape import Shape
 
 __all__ = [
+    "CHANNELS",
     "COORDINATOR",
     "RECIPES",
     "Action",
     "Edge",
     "EdgeKind",
     "Kind",
+    "Need",
     "Order",
     "Plan",
     "Recipe",

@@ -9,6 +9,14 @@ A stage with replicas adds the gradients of an update up over them, before each 
 the others have sent, adds everything up in the order of the replicas, and steps. If the optimizer
 is divided among the replicas, each steps its own part of the weights, and with ``T3`` it takes the
 rest from the others.
+
+An update whose gradients are clipped by the norm of the whole model may have to wait for that norm,
+which comes later than its step. Then ``S3`` measures its gradients, and ``A3`` applies them, just
+before the first forward of the stage that reads the result. Elsewhere ``S3`` applies them at once.
+
+Two kinds are no part of an order that somebody writes, since the plan itself puts them in, as it
+does ``A3``: with ``D3`` a stage ends a flush after 3 updates, and with ``N3`` the coordinator
+injects micro-batch 3.
 """
 
 from __future__ import annotations
@@ -31,6 +39,9 @@ class Kind(Enum):
     STEP = "S"
     REDUCE = "R"
     TAKE = "T"
+    APPLY = "A"
+    DRAIN = "D"
+    INJECT = "N"
 
     # By identity: the default, which hashes the name in Python, is slow, and kinds are looked up
     # for every action.
@@ -43,10 +54,22 @@ SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
 ENDS = (Kind.BACKWARD, Kind.WEIGHT)
 """The kinds after which a micro-batch is not in flight: its gradients are in the pending update."""
 
-OF_UPDATES = (Kind.STEP, Kind.REDUCE, Kind.TAKE)
-"""The kinds whose index is the number of an update; that of others is a micro-batch."""
+OF_UPDATES = (Kind.STEP, Kind.REDUCE, Kind.TAKE, Kind.APPLY, Kind.DRAIN)
+"""The kinds whose index is the number of an update; that of others is a micro-batch. That of a
+drain is the number of updates that are done."""
 
-_TEXT = re.compile(r"(?:(\d+):)?([FBIWSRT])(\d+)")
+OF_ORDERS = (
+    Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.STEP, Kind.REDUCE, Kind.TAKE,
+)  # fmt: skip
+"""The kinds that an `Order` yields; the plan puts the others in."""
+
+OF_STAGES = (*OF_ORDERS, Kind.APPLY)
+"""The kinds with which a stage computes."""
+
+COUNTED = (*ENDS, Kind.STEP, Kind.TAKE, Kind.APPLY)
+"""The kinds by which `until` counts what is left."""
+
+_TEXT = re.compile(r"(?:(\d+):)?([FBIWSRTADN])(\d+)")
 
 
 class Action(NamedTuple):
@@ -84,7 +107,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; expected F, B, I, W, S, R or T and a number, "
+                f"{text!r} is not an action; expected F, B, I, W, S, R, T, A, D or N and a number, "
                 "with the stage and a colon before it if wanted, as in F3 or 2:F3"
             )
         stage, letter, index = match.groups()
@@ -92,7 +115,7 @@ class Action(NamedTuple):
 
 
 # Names of their own, because to look a member up in its class takes longer than to make an action.
-_F, _B, _I, _W, _S, _R, _T = Kind
+_F, _B, _I, _W, _S, _R, _T, _A, _D, _N = Kind
 
 
 def forward(micro_batch: int, stage: int | None = None) -> Action:
@@ -130,6 +153,21 @@ def take(update: int, stage: int | None = None) -> Action:
     return Action(_T, update, stage)
 
 
+def apply(update: int, stage: int | None = None) -> Action:
+    """Return ``A<update>``, which applies an update that has waited for its norm."""
+    return Action(_A, update, stage)
+
+
+def drain(updates: int, stage: int | None = None) -> Action:
+    """Return ``D<updates>``, the end of a flush after so many updates."""
+    return Action(_D, updates, stage)
+
+
+def inject(micro_batch: int) -> Action:
+    """Return ``N<micro_batch>``, by which the coordinator injects a micro-batch."""
+    return Action(_N, micro_batch)
+
+
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
     """Yield the rest of an endless order when the micro-batches end at ``stop``: the drain.
 
@@ -143,7 +181,7 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
         order: The rest of the endless order.
         stop: One past the last micro-batch, a multiple of ``per_update``.
         per_update: Number of micro-batches per update.
-        left: Number of steps, ``T``, and ends of micro-batches (``B`` or ``W``) still to do.
+        left: Number of steps, ``T``, ``A``, and ends of micro-batches (``B`` or ``W``) still to do.
 
     Yields:
         The actions that remain.
@@ -167,6 +205,6 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
                 )
             continue
         patience = most_left_out
-        if kind is _S or kind is _T or kind in ENDS:
+        if kind in COUNTED:
             left -= 1
         yield action

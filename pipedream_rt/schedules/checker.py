@@ -17,44 +17,18 @@ micro-batches. The rules are:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import assert_never
 
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
 from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, Action, Kind
-from pipedream_rt.schedules.execution import Executable, Execution
+from pipedream_rt.schedules.channels import COORDINATOR, Address, Edge, name_of
+from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.schedules.grid import Grid
 from pipedream_rt.schedules.ledger import VersionLedger
-from pipedream_rt.schedules.plan import (
-    COORDINATOR,
-    Address,
-    Edge,
-    Plan,
-    name_of,
-    plan_named,
-    replicas_of,
-)
+from pipedream_rt.schedules.plan import Plan, plan_named, replicas_of
 from pipedream_rt.schedules.written import plan_written, proof_length
-
-
-class Checkable(Executable, Protocol):
-    """The part of a plan that the checker uses."""
-
-    def reads(self, stage: int, micro_batch: int) -> int:
-        """Return the weight version that a micro-batch reads at a stage."""
-
-    def kept(self, stage: int) -> int:
-        """Return the largest number of weight versions that a stage keeps at a time."""
-
-    def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
-        """Return a micro-batch from which on a stage reads versions, when a replica steps."""
-
-    def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches in flight on a replica of a stage."""
-
-    def contributors(self, stage: int, update: int) -> tuple[Address, ...]:
-        """Return the addresses of those replicas that have micro-batches of an update."""
 
 
 class _StageState:
@@ -73,21 +47,24 @@ class _StageState:
         forwards: The micro-batch of the next forward.
         backs: The micro-batch of the next backward, or of the next input half of one.
         ends: The micro-batch of the next backward, or of the next weight half of one.
-        steps: The number of updates done.
+        steps: The number of updates whose step is done.
+        applied: The number of updates that are applied.
         reduced: One past the last update whose gradients were handed over.
         whole: The newest version of which all weights are there.
         split: Whether backwards are split.
+        applied_by: The kind of the action that applies an update.
     """
 
-    def __init__(self, plan: Checkable, address: Address) -> None:
+    def __init__(self, plan: Plan, address: Address) -> None:
         """Begin with no action done."""
         self.stage = stage = plan.stage_of(address)
         self.replicas = 1 + len(plan.others(address))
         self.most_in_flight, self.most_kept = plan.in_flight(stage), plan.kept(stage)
         self.ledger = VersionLedger(stage)
         self.forwards = self.backs = self.ends = plan.next_own(address, 0)
-        self.steps = self.reduced = self.whole = 0
+        self.steps = self.applied = self.reduced = self.whole = 0
         self.split = False
+        self.applied_by = plan.applied_by(address)
 
 
 class _Checker:
@@ -95,7 +72,7 @@ class _Checker:
 
     def __init__(
         self,
-        plan: Checkable,
+        plan: Plan,
         micro_batches: int,
         flushes: Sequence[int],
         credits: int | None,
@@ -104,7 +81,9 @@ class _Checker:
         self._plan = plan
         self._micro_batches = micro_batches
         self._credits = credits
-        self._execution = Execution(plan, micro_batches, flushes=flushes, credits=credits)
+        self._execution = Execution(
+            plan, micro_batches, flushes=flushes, credits=credits, look=self._look
+        )
         self._stages = [_StageState(plan, address) for address in plan.addresses]
         self._clocks = [0] * plan.workers
         # The time at which a message was sent, by edge and number, until an action needs it.
@@ -118,23 +97,32 @@ class _Checker:
             ScheduleError: A rule is broken; the message names it and shows the grid.
         """
         for worker, stage, action in self._execution:
-            try:
-                self._apply(stage, action)
-            except (VersionError, _RuleBroken) as error:
-                raise self._broken(worker, stage, action, str(error)) from error
-            if action.kind not in OF_UPDATES:
+            if action.kind not in OF_UPDATES and worker != COORDINATOR:
                 self._place(worker, stage, action)
         self._finish()
+
+    def _look(self, worker: int, stage: Address, action: Action) -> None:
+        """Check the rules for an action that a worker comes to, before it waits for anything.
+
+        Raises:
+            ScheduleError: A rule is broken.
+        """
+        if worker == COORDINATOR:
+            return
+        try:
+            self._apply(stage, action)
+        except (VersionError, _RuleBroken) as error:
+            raise self._broken(worker, stage, action, str(error)) from error
 
     def _place(self, worker: int, stage: int, action: Action) -> None:
         """Draw an action, of unit length, at the earliest time, and note when it is done."""
         m = action.index
-        came = [self._sent.pop((edge, m), 0) for edge in self._plan.needs(action, stage)]
+        came = [self._sent.pop((each.edge, m), 0) for each in self._plan.needs(action, stage)]
         start = max(self._clocks[worker], *came, 0)
         self.grid.place(worker, start, str(action))
         self._clocks[worker] = start + 1
-        for edge in self._plan.gives(action, stage):
-            if edge.target != COORDINATOR:
+        for edge, number, _ in self._plan.gives(action, stage):
+            if edge.target != COORDINATOR and number == m:
                 self._sent[(edge, m)] = start + 1
 
     def _apply(self, stage: int, action: Action) -> None:
@@ -159,7 +147,7 @@ class _Checker:
                 if in_flight > most:
                     raise _RuleBroken(f"{in_flight} in flight, the schedule states {most}")
                 version = self._plan.reads(state.stage, m)
-                if state.whole < version <= state.steps:
+                if state.whole < version <= state.applied:
                     raise _RuleBroken(f"reads version {version} before T{version - 1}")
                 state.ledger.read(m, version)
             case Kind.BACKWARD | Kind.INPUT:
@@ -194,20 +182,26 @@ class _Checker:
                     self._require_whole(state, action)
                 elif stage in self._plan.contributors(state.stage, m) and m >= state.reduced:
                     raise _RuleBroken(f"update before R{m}, by which its gradients are handed over")
-                state.ledger.update(
-                    self._plan.reads(
-                        state.stage, self._plan.next_of_stage(stage, state.forwards, m)
-                    )
-                )
                 state.steps += 1
-                if not self._plan.gives(action, stage):
-                    state.whole = state.steps
+                if state.applied_by is Kind.STEP:
+                    self._apply_update(stage, state, m)
+            case Kind.APPLY:
+                if m != state.applied or m >= state.steps:
+                    raise _RuleBroken(f"the next update to apply should be A{state.applied}")
+                self._apply_update(stage, state, m)
+            case Kind.DRAIN:
+                if min(state.forwards, state.ends) < m * self._plan.per_update:
+                    raise _RuleBroken("a flush ends while micro-batches are in flight")
+                if state.applied != m:
+                    raise _RuleBroken(f"a flush ends after {state.applied} updates")
             case Kind.TAKE:
-                if m != state.whole or m >= state.steps:
+                if m != state.whole or m >= state.applied:
                     raise _RuleBroken(
                         f"takes weights out of turn, the next should be T{state.whole}"
                     )
                 state.whole += 1
+            case Kind.INJECT:
+                raise _RuleBroken("the coordinator injects, no stage does")
             case _:
                 assert_never(action.kind)
         if action.kind in ENDS:
@@ -216,6 +210,14 @@ class _Checker:
         kept = len(state.ledger.kept)
         if kept > state.most_kept:
             raise _RuleBroken(f"{kept} versions kept, the schedule states {state.most_kept}")
+
+    def _apply_update(self, address: Address, state: _StageState, update: int) -> None:
+        """Make the next version."""
+        following = self._plan.next_of_stage(address, state.forwards, update)
+        state.ledger.update(self._plan.reads(state.stage, following))
+        state.applied += 1
+        if not self._plan.shape.shards(state.stage) or state.replicas == 1:
+            state.whole = state.applied
 
     def _require_whole(self, state: _StageState, action: Action) -> None:
         """Check that the gradients which are summed by now are those of an update, and no others.
@@ -240,15 +242,13 @@ class _Checker:
         Raises:
             ScheduleError: A worker waits for ever, or an action was not done.
         """
-        name_of = self._plan.name_of
-        waiting = self._execution.waiting
+        # A coordinator that waits for a loss in vain is told by the stage that does not give it.
+        waiting = [each for each in self._execution.waiting if each.worker != COORDINATOR]
         if waiting:
-            worker, action = waiting[0]
-            stage = self._plan.first_of(worker) if action.stage is None else action.stage
-            text = "deadlock: " + ", ".join(f"{name_of(w)} waits for {a}" for w, a in waiting)
+            first, text = waiting[0], deadlock_of(waiting)
             if self._credits is not None:
                 text += f" (with {self._credits} mini-batches injected ahead, the credits)"
-            raise self._broken(worker, stage, action, text)
+            raise self._broken(first.worker, first.address, first.action, text)
         updates = self._micro_batches // self._plan.per_update
         for address, state in zip(self._plan.addresses, self._stages, strict=True):
             where = name_of(address)
@@ -273,7 +273,7 @@ class _RuleBroken(Exception):
 
 
 def check(
-    plan: Checkable,
+    plan: Plan,
     micro_batches: int,
     flushes: Sequence[int] = (),
     credits: int | None = None,
@@ -311,6 +311,7 @@ def plan_for(
     replicas: int | Sequence[int] = (),
     shard_optimizer: bool = False,
     credits: int | None = None,
+    proved: bool = True,
 ) -> Plan:
     """Return the plan of a chain of stages with a schedule.
 
@@ -330,6 +331,8 @@ def plan_for(
         replicas: The number of replicas of each stage, or one number for all; empty for one.
         shard_optimizer: Whether each of several replicas steps its own part of the weights.
         credits: The credits with which a user's schedule is checked; None for `Plan.credits`.
+        proved: Whether a user's schedule is checked; else `prove` is to be called, when all that
+            belongs to the plan is in it.
 
     Returns:
         The plan, without names of layers.
@@ -368,24 +371,47 @@ def plan_for(
         stages_per_worker=stages_per_worker,
         slack=slack,
     )
-    _prove(made, proof_length(made.shape, schedule), credits)
+    if proved:
+        prove(made, schedule, credits)
     return made
 
 
-def _prove(plan: Plan, length: int, credits: int | None) -> None:
-    """Check a plan without a limit of credits, with its credits, and with a flush on the way.
+def prove(plan: Plan, schedule: str | Any, credits: int | None = None) -> None:
+    """Prove a plan with all that belongs to it: links, ties, norms, replicas.
+
+    The orders that are built in obey the rules, so of those it only has to be proved that no stage
+    waits for ever for what ties, norms and replicas make it wait for.
 
     Args:
-        plan: The plan to check.
-        length: The number of micro-batches.
+        plan: The plan.
+        schedule: The schedule of which it was made, as in `plan_for`.
         credits: The credits; None for those of the plan.
 
     Raises:
-        ScheduleError: A rule is broken.
+        ScheduleError: A rule is broken, or stages wait for each other.
     """
+    credits, k = credits or plan.credits(), plan.per_update
+    if isinstance(schedule, str):
+        if plan.ties or plan.norms != "none":
+            _refuse_deadlock(plan, k * (3 + 2 * plan.num_stages), credits)
+        return
+    length = proof_length(plan.shape, schedule)
     check(plan, length)
-    check(plan, length, credits=credits or plan.credits())
-    k = plan.per_update
+    check(plan, length, credits=credits)
     middle = length // 2 // k * k
     if 0 < middle < length:
         check(plan, length, flushes=(middle,))
+
+
+def _refuse_deadlock(plan: Plan, micro_batches: int, credits: int) -> None:
+    """Execute a plan, with a flush on the way.
+
+    Raises:
+        ScheduleError: Stages wait for each other.
+    """
+    middle = micro_batches // 2 // plan.per_update * plan.per_update
+    execution = Execution(plan, micro_batches, flushes=(middle,), credits=credits)
+    for _ in execution:
+        pass
+    if text := deadlock_of(execution.waiting):
+        raise ScheduleError(f"with the schedule {plan.title}, stages would wait for ever: {text}")

@@ -1,117 +1,115 @@
 """The execution of the orders of all workers against each other, without a clock.
 
 Which actions are executed, and in which order on each worker, does not depend on time. The checker
-adds rules to an execution, and the simulator adds times.
+adds rules to an execution, and the simulator adds times. What an action waits for is what the plan
+says of it (`Plan.needs`); the execution knows of no kind of message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from pipedream_rt.schedules.actions import Action, Kind
-from pipedream_rt.schedules.plan import COORDINATOR, Address, Edge
-
-
-class Executable(Protocol):
-    """The part of a plan that an execution uses; see `Plan`."""
-
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """All addresses but the coordinator's: one for each replica of a stage."""
-
-    @property
-    def workers(self) -> int:
-        """The number of workers."""
-
-    @property
-    def per_update(self) -> int:
-        """The number of micro-batches per update."""
-
-    @property
-    def entries(self) -> tuple[int, ...]:
-        """The stages that take the model's input."""
-
-    @property
-    def exits(self) -> tuple[int, ...]:
-        """The stages that compute the loss."""
-
-    def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
-        """Return an iterator over the actions of a worker, in order."""
-
-    def first_of(self, worker: int) -> Address:
-        """Return the first address that a worker hosts."""
-
-    def name_of(self, worker: int) -> str:
-        """Return a worker's name for people."""
-
-    def stage_of(self, address: Address) -> int:
-        """Return the stage of which an address has a replica."""
-
-    def address_of(self, stage: int, micro_batch: int = 0) -> Address:
-        """Return the address of the replica of a stage that a micro-batch goes to."""
-
-    def next_own(self, address: Address, micro_batch: int) -> int:
-        """Return the first micro-batch from a number on that goes to an address."""
-
-    def others(self, address: Address) -> tuple[Address, ...]:
-        """Return the addresses of the other replicas of its stage."""
-
-    def needs(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
-        """Return the edges whose messages an action needs."""
-
-    def gives(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
-        """Return the edges on which an action sends messages."""
-
-    def norms(self, address: Address, update: int) -> tuple[Edge, ...]:
-        """Return the edge on which the norms of the stages behind come for an update."""
-
-    def neighbours(self, kind: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, by address, the first address and the replicas of each stage that it needs."""
-
+from pipedream_rt.schedules.actions import Action
+from pipedream_rt.schedules.channels import (
+    COORDINATOR,
+    OF_ACTIONS,
+    Address,
+    By,
+    EdgeKind,
+    Need,
+    Row,
+    name_of,
+)
+from pipedream_rt.schedules.plan import Plan
 
 Done: TypeAlias = tuple[int, Address, Action]
-"""An executed action: worker, address and action, in a plain tuple because there are millions."""
+"""An executed action: worker, address and action, in a plain tuple because there are millions. Of
+an injection, worker and address are `COORDINATOR`."""
 
-_Sources: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
-"""By address, the first address and the number of replicas of each stage that it waits for."""
+NO_LIMIT = 1 << 60
+"""The credits of a coordinator that waits for nothing."""
+
+_BEGIN = {c.kind: 0 if c.by is By.VERSION else -1 for c in OF_ACTIONS}
+"""The number of the last message of a kind that is there before the first action."""
 
 
-class _Progress:
-    """The progress of all replicas in one direction, forward or backward.
-
-    Args:
-        needed: The stages that each replica waits for.
+class Waiting(NamedTuple):
+    """A worker that waits for ever.
 
     Attributes:
-        done: By address, one past the last micro-batch, or update, that it has done.
-        needed: The stages that each replica waits for.
-        sleepers: By address, the workers that wait for its next message.
+        worker: Index of the worker; `COORDINATOR` for the coordinator.
+        address: The address that would act.
+        action: The action.
+        need: What it waits for.
     """
 
-    __slots__ = ("done", "needed", "sleepers")
+    worker: int
+    address: Address
+    action: Action
+    need: Need
 
-    def __init__(self, needed: _Sources) -> None:
-        """Begin with no action done."""
-        self.needed = needed
-        self.done = [0] * len(needed)
-        self.sleepers: list[list[int]] = [[] for _ in needed]
+    def __str__(self) -> str:
+        """Return it for people: ``stage 0 waits in B0 for gradient 0 from stage 1``."""
+        return f"{name_of(self.address)} waits in {self.action} for {self.need}"
 
-    def note(self, address: Address, index: int) -> list[int]:
-        """Note that an action is done; return the workers that can go on."""
-        self.done[address] = index + 1
-        woken = self.sleepers[address]
-        if woken:
-            self.sleepers[address] = []
-        return woken
+
+class _Ways:
+    """What has been sent so far, by edge. An edge is a number here, which is quick to look up.
+
+    Attributes:
+        given: By edge, the number of the last message that was sent.
+        sleeps: By edge, whether the worker of its receiver sleeps until one comes.
+        targets: By edge, that worker.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Begin with nothing sent."""
+        self._plan = plan
+        self._numbers: dict[tuple[EdgeKind, int, int], int] = {}
+        self.given: list[int] = []
+        self.sleeps: list[bool] = []
+        self.targets: list[int] = []
+
+    def __getitem__(self, row: Row) -> int:
+        """Return the number of the edge of a row."""
+        kind, source, target = row.edge
+        number = self._numbers.get((kind, source, target))
+        if number is None:
+            number = self._numbers[kind, source, target] = len(self.given)
+            self.given.append(_BEGIN[kind])
+            self.sleeps.append(False)
+            is_worker = target != COORDINATOR
+            self.targets.append(self._plan.worker_of(target) if is_worker else COORDINATOR)
+        return number
+
+
+class _Rows(NamedTuple):
+    """What an action needs and gives, by the numbers of edges.
+
+    Most actions need and give the message with their own number alone, which is quick.
+
+    Attributes:
+        needs: The edges of which it needs that message.
+        needs_up_to: The other needs.
+        gives: The edges on which it gives that message.
+        gives_up_to: The other gifts.
+    """
+
+    needs: tuple[int, ...]
+    needs_up_to: tuple[tuple[int, Row], ...]
+    gives: tuple[int, ...]
+    gives_up_to: tuple[tuple[int, Row], ...]
 
 
 class Execution:
     """An iterable over all actions of a run, in an order in which they can happen.
 
-    Each worker follows its order until an action needs a message that is not sent yet; then another
-    worker, one that can go on, does so.
+    Each worker, and the coordinator, follows its order until an action needs a message that is not
+    sent yet; then another one, which can go on, does so.
 
     Args:
         plan: The plan to execute.
@@ -119,116 +117,111 @@ class Execution:
         flushes: The micro-batches before which the pipe is flushed, multiples of k.
         credits: The number of mini-batches that the coordinator injects before it waits for the
             first loss; None for no limit.
-        norms: Whether the step of a stage waits for that of the stage behind it, which sends the
-            norms of its gradients.
+        look: Called with the worker, the address and the action before the action waits for
+            anything.
 
     Attributes:
-        waiting: After the iteration, each worker that waits for ever, with its next action.
+        waiting: After the iteration, those that wait for ever.
     """
 
     def __init__(
         self,
-        plan: Executable,
+        plan: Plan,
         micro_batches: int,
         *,
         flushes: Sequence[int] = (),
         credits: int | None = None,
-        norms: bool = False,
+        look: Callable[[int, Address, Action], None] | None = None,
     ) -> None:
         """Execute no action yet."""
-        self._plan = plan
-        self._norms = norms
-        bounds = list(pairwise((0, *flushes, micro_batches)))
-        self._orders = [
-            chain(*[plan.order(worker, a, b) for a, b in bounds]) for worker in range(plan.workers)
-        ]
-        self._credits = credits
-        self.waiting: list[tuple[int, Action]] = []
+        self._plan = plan = replace(plan, ahead=NO_LIMIT if credits is None else credits)
+        self._look = look
+        self._bounds = [0, *flushes, micro_batches]
+        self._orders = {
+            worker: chain(*[plan.order(worker, a, b) for a, b in pairwise(self._bounds)])
+            for worker in (*range(plan.workers), COORDINATOR)
+        }
+        self.waiting: list[Waiting] = []
 
     def __iter__(self) -> Iterator[Done]:
         """Yield the actions, each in constant time."""
-        plan, orders = self._plan, self._orders
-        forward, backward, input_half = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT
-        onward, back = (_Progress(plan.neighbours(kind)) for kind in (forward, backward))
-        down = _Progress(((),) * len(plan.addresses))
-        reduced = _Progress(((),) * len(plan.addresses))
-        alone = not any(map(plan.others, plan.addresses))
-        only_stage = [plan.first_of(worker) for worker in range(plan.workers)]
-        entries = {a for a in plan.addresses if plan.stage_of(a) in plan.entries}
-        unpaid = entries if self._credits else set()
-        held: list[Action | None] = [None] * plan.workers
-        ready = list(range(plan.workers))
+        plan, orders, look = self._plan, self._orders, self._look
+        ways = _Ways(plan)
+        given, sleeps, targets = ways.given, ways.sleeps, ways.targets
+        only = {worker: plan.first_of(worker) for worker in range(plan.workers)}
+        only[COORDINATOR] = COORDINATOR
+        # By address, of which the coordinator's is the last, and by kind; with replicas also by the
+        # place in the cycle.
+        found: list[dict[Any, _Rows]] = [{} for _ in range(len(plan.addresses) + 1)]
+        cycles = [plan.cycle(a) for a in (*plan.addresses, COORDINATOR)] if plan.replicated else []
+        held: dict[int, tuple[Action, int] | None] = dict.fromkeys(orders)
+        ready = list(orders)
         while ready:
             worker = ready.pop()
-            first, held[worker] = held[worker], None
-            for action in chain(() if first is None else (first,), orders[worker]):
-                kind, m, stage = action
-                if stage is None:
-                    stage = only_stage[worker]
-                if kind is forward:
-                    way = onward
-                elif kind is backward or kind is input_half:
-                    way = back
-                elif kind is Kind.WEIGHT or (alone and not self._norms):
-                    yield worker, stage, action
-                    continue
+            again, held[worker] = held[worker], None
+            first = only[worker]
+            for action in chain(() if again is None else (again[0],), orders[worker]):
+                kind, m, named = action
+                address = first if named is None else named
+                if again is not None:
+                    again = None
+                elif look is not None:
+                    look(worker, address, action)
+                key = (kind, m % cycles[address]) if cycles else kind
+                rows = found[address].get(key)
+                if rows is None:
+                    rows = found[address][key] = self._rows(ways, action, address)
+                for edge in rows.needs:
+                    if given[edge] < m:
+                        break
                 else:
-                    if kind is not Kind.REDUCE:
-                        missing = self._awaited_by_step(reduced, down, stage, action)
-                        if missing is not None:
-                            held[worker] = action
-                            missing.append(worker)
-                            break
-                    yield worker, stage, action
-                    if kind is not Kind.TAKE:  # for which nobody waits
-                        ready += (down if kind is Kind.STEP else reduced).note(stage, m)
-                    continue
-                done = way.done
-                # An action that is not the next one does not wait; the checker refuses it.
-                if m == (done[stage] if alone else plan.next_own(stage, done[stage])):
-                    for first_of_it, count in way.needed[stage]:
-                        source = first_of_it + m % count
-                        if done[source] <= m:
+                    for edge, row in rows.needs_up_to:
+                        if given[edge] < row.of(m).number and not (
+                            row.peek and self._flushed(row, m)
+                        ):
                             break
                     else:
-                        source = COORDINATOR
-                        if way is onward and stage in unpaid:
-                            source = self._unpaid(done, m)
-                    if source >= 0:
-                        held[worker] = action
-                        way.sleepers[source].append(worker)
-                        break
-                yield worker, stage, action
-                done[stage] = m + 1
-                if way.sleepers[stage]:
-                    ready += way.note(stage, m)
-        self.waiting = [(worker, action) for worker, action in enumerate(held) if action]
+                        yield worker, address, action
+                        for edge in rows.gives:
+                            given[edge] = m
+                            if sleeps[edge]:
+                                sleeps[edge] = False
+                                ready.append(targets[edge])
+                        for edge, row in rows.gives_up_to:
+                            given[edge] = row.of(m).number
+                            if sleeps[edge]:
+                                sleeps[edge] = False
+                                ready.append(targets[edge])
+                        continue
+                sleeps[edge] = True
+                held[worker] = action, edge
+                break
+        for worker, entry in held.items():
+            if entry is not None:
+                action, edge = entry
+                address = only[worker] if action.stage is None else action.stage
+                needs = (row for row in plan.rows(action, address)[0] if ways[row] == edge)
+                need = next(needs).of(action.index)
+                self.waiting.append(Waiting(worker, address, action, need))
 
-    def _awaited_by_step(
-        self, reduced: _Progress, down: _Progress, address: Address, action: Action
-    ) -> list[int] | None:
-        """Return who sleeps until a message comes that a step waits for; None if all are there.
+    def _rows(self, ways: _Ways, action: Action, address: Address) -> _Rows:
+        """Return the rows of an action."""
+        needs, gives = self._plan.rows(action, address)
+        return _Rows(
+            needs=tuple(ways[row] for row in needs if row.number is None),
+            needs_up_to=tuple((ways[row], row) for row in needs if row.number is not None),
+            gives=tuple(ways[row] for row in gives if row.number is None),
+            gives_up_to=tuple((ways[row], row) for row in gives if row.number is not None),
+        )
 
-        It waits for the gradients of the other replicas, and for the norms of the stage behind; a
-        replica that takes weights waits for the steps of the others.
-        """
-        is_step = action.kind is Kind.STEP
-        ways = [(reduced if is_step else down, self._plan.needs(action, address))]
-        if self._norms and is_step:
-            ways.append((down, self._plan.norms(address, action.index)))
-        for way, edges in ways:
-            for edge in edges:
-                if way.done[edge.source] <= action.index:
-                    return way.sleepers[edge.source]
-        return None
+    def _flushed(self, row: Row, update: int) -> bool:
+        """Whether a flush comes in the place of the message that an update would peek at."""
+        assert row.number is not None
+        after = bisect_right(self._bounds, update * self._plan.per_update)
+        return row.number(update) >= self._bounds[after]
 
-    def _unpaid(self, forwards: list[int], micro_batch: int) -> Address:
-        """Return an address whose loss must come before a micro-batch is injected."""
-        plan, k, credits = self._plan, self._plan.per_update, self._credits or 0
-        (exit_stage,) = plan.exits
-        awaited = (micro_batch // k - credits + 1) * k
-        last = plan.address_of(exit_stage)
-        for address in (last, *plan.others(last)):
-            if plan.next_own(address, forwards[address]) < awaited:
-                return address
-        return COORDINATOR
+
+def deadlock_of(waiting: Sequence[Waiting]) -> str:
+    """Return who waits for what, for people; empty if nobody waits."""
+    stages = [str(each) for each in waiting if each.worker != COORDINATOR]
+    return f"deadlock: {', '.join(stages)}" if stages else ""

@@ -20,12 +20,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from itertools import accumulate, count, pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules.actions import SENDS_BACK, Action, Kind, until
+from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES, Action, Kind, drain, inject, until
+from pipedream_rt.schedules.applies import with_applies
+from pipedream_rt.schedules.channels import (
+    COORDINATOR,
+    FROM_STAGES,
+    OF_ACTIONS,
+    TO_STAGES,
+    Address,
+    Edge,
+    EdgeKind,
+    Need,
+    Place,
+    Row,
+    name_of,
+)
 from pipedream_rt.schedules.recipes import (
     CURRENT,
     RECIPES,
@@ -37,9 +50,6 @@ from pipedream_rt.schedules.shape import Shape, slack_of
 
 T = TypeVar("T")
 
-Address: TypeAlias = int
-"""The place that a message goes to: the number of a stage's replica, or `COORDINATOR`."""
-
 EVERY_STAGE = "/"
 """The first character of keys, beside those that begin with a layer's name, that are for every
 stage: the state of optimizers themselves has such keys."""
@@ -47,70 +57,6 @@ stage: the state of optimizers themselves has such keys."""
 LOSS_LAYER = "(loss)"
 """The name under which a loss that is a module stands behind the layers of its stage. No layer of
 a user's has it, so the keys of the loss's weights are apart from those of the model."""
-
-COORDINATOR: Address = -1
-"""The address of the coordinator."""
-
-
-class Place(int):
-    """The address of one of several replicas, which knows what it is called.
-
-    Attributes:
-        title: Its name for people: ``stage 1, replica 0``.
-        stage: The stage that it has a replica of.
-    """
-
-    title: str
-    stage: int
-
-
-class EdgeKind(Enum):
-    """The kinds of messages, of which each edge carries one."""
-
-    ACTIVATION = "activation"  # the input of a forward, from the coordinator or another stage
-    TARGET = "target"
-    GRADIENT = "gradient"
-    LOSS = "loss"
-    WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
-    SHARE = "share"  # the receiver's share of the gradient of weights that both use
-    NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
-    TOTAL = "total"  # the norms of all gradients, from the first stage at a flush
-    PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
-    STEPPED = "stepped"  # the weights that the sender steps, of several replicas, for another one
-    START = "start"  # the specification of a stage
-    READY = "ready"
-    COMMAND = "command"
-    REPLY = "reply"
-    SAVED = "saved"
-    FAILED = "failed"
-
-    # Keys are hashed often, and the default, which hashes the name in Python, is slow.
-    __hash__ = object.__hash__
-
-
-class Edge(NamedTuple):
-    """A directed way for one kind of message.
-
-    Attributes:
-        kind: The kind of its messages.
-        source: The address of the sender.
-        target: The address of the receiver.
-    """
-
-    kind: EdgeKind
-    source: Address
-    target: Address
-
-    def __str__(self) -> str:
-        """Return the edge for people, as ``gradient from stage 2 to stage 1``."""
-        return f"{self.kind.value} from {name_of(self.source)} to {name_of(self.target)}"
-
-
-def name_of(address: Address) -> str:
-    """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
-    if isinstance(address, Place):
-        return address.title
-    return "the coordinator" if address == COORDINATOR else f"stage {address}"
 
 
 def stage_at(address: Address) -> int:
@@ -139,12 +85,12 @@ class Tie(NamedTuple):
     stages: tuple[int, ...]
 
 
-_TO_STAGES = (EdgeKind.START, EdgeKind.COMMAND)
-_FROM_STAGES = (EdgeKind.READY, EdgeKind.REPLY, EdgeKind.SAVED, EdgeKind.FAILED)
+_Rows: TypeAlias = tuple[tuple[Row, ...], tuple[Row, ...]]
+"""What an action needs, and what it gives."""
 
-_Way: TypeAlias = tuple[Edge, ...]
-_Routes: TypeAlias = dict[tuple[Kind, Address, int], tuple[_Way, _Way]]
-"""The edges that an action needs and gives, by its kind, its doer, and its place in the cycle."""
+Norms: TypeAlias = Literal["none", "delayed", "exact"]
+"""By which norm of all gradients an update is clipped: by none, by that of an update some before,
+or by its own, for which it may have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +109,9 @@ class Plan:
             producer has a lower index than its consumers.
         entries: The stages that take inputs of the model; those without a producer always do.
         ties: The trainable weights that several stages use.
+        norms: Whether updates need the norm of all gradients of the model; see `with_norms`.
+        ahead: The number of mini-batches that the coordinator injects before it waits for the
+            first result; 0 for as many as keep the first stage from waiting. See `credits`.
         replicas: By stage, the number of its replicas.
         replicated: Whether a stage has several.
         addresses: All addresses but the coordinator's, stage by stage.
@@ -179,6 +128,8 @@ class Plan:
     links: tuple[tuple[int, int], ...] | None = None
     entries: tuple[int, ...] = ()
     ties: tuple[Tie, ...] = ()
+    norms: Norms = "none"
+    ahead: int = 0
     addresses: tuple[Address, ...] = field(init=False, repr=False, compare=False)
     replicas: tuple[int, ...] = field(init=False, repr=False, compare=False)
     replicated: bool = field(init=False, repr=False, compare=False)
@@ -190,7 +141,8 @@ class Plan:
     _weights: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
     _shares: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
     _cycles: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _routes: _Routes = field(init=False, repr=False, compare=False)
+    _rows: dict[tuple[Kind, Address, int], _Rows] = field(init=False, repr=False, compare=False)
+    _delay: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Fill in the attributes that are not given, check all, and compute the edges."""
@@ -228,9 +180,17 @@ class Plan:
                 _append(self._weights, Edge(EdgeKind.WEIGHT, tie.stages[0], user), tie)
             for before, user in pairwise(tie.stages):
                 _append(self._shares, Edge(EdgeKind.SHARE, user, before), tie)
-        near = [(counts[s], *(counts[o] for o in (*producers[s], *consumers[s]))) for s in stages]
-        put(self, "_cycles", tuple(math.lcm(*around) for around in near))
-        put(self, "_routes", {})
+        near = [{s, *producers[s], *consumers[s]} for s in stages]
+        if (
+            self.norms != "none"
+        ):  # which go from each stage to the one before it, and from the first
+            near = [
+                {*around, 0, max(0, s - 1), min(s + 1, stages[-1])} for s, around in enumerate(near)
+            ]
+        cycles = tuple(math.lcm(*(counts[s] for s in around)) for around in near)
+        put(self, "_cycles", cycles)
+        put(self, "_rows", {})
+        put(self, "_delay", [])
 
     def _refuse_misfits(self) -> None:
         """Refuse parts that do not fit each other.
@@ -266,46 +226,6 @@ class Plan:
         if len(set(self.links)) < len(self.links):
             raise ConfigError("a link is given twice; a stage sends its output once to a consumer")
 
-    def _into(self, address: Address, micro_batch: int) -> tuple[Edge, ...]:
-        """Return the edges that a forward needs: activations, and then the target."""
-        stage = self.stage_of(address)
-        sources = [self.address_of(p, micro_batch) for p in self.producers(stage)]
-        if stage in self.entries:
-            sources.insert(0, COORDINATOR)
-        edges = [Edge(EdgeKind.ACTIVATION, source, address) for source in sources]
-        if not self.consumers(stage):
-            edges.append(Edge(EdgeKind.TARGET, COORDINATOR, address))
-        return tuple(edges)
-
-    def _out_of(self, address: Address, micro_batch: int) -> tuple[Edge, ...]:
-        """Return the edges that a forward gives: activations, or the loss."""
-        consumers = self.consumers(self.stage_of(address))
-        if not consumers:
-            return (Edge(EdgeKind.LOSS, address, COORDINATOR),)
-        targets = (self.address_of(c, micro_batch) for c in consumers)
-        return tuple(Edge(EdgeKind.ACTIVATION, address, target) for target in targets)
-
-    def _found(self, kind: Kind, address: Address, index: int) -> tuple[_Way, _Way]:
-        """Return the edges that an action needs, and those that it gives."""
-        if kind is Kind.FORWARD:
-            return self._into(address, index), self._out_of(address, index)
-        if kind in SENDS_BACK:
-            needed = _reversed_edges(self._out_of(address, index))
-            return needed, _reversed_edges(self._into(address, index))
-        if kind is Kind.REDUCE:
-            return (), tuple(Edge(EdgeKind.PARTIAL, address, o) for o in self.others(address))
-        if kind is Kind.STEP:
-            adds = self.contributors(self.stage_of(address), index)
-            needed = tuple(Edge(EdgeKind.PARTIAL, o, address) for o in adds if o != address)
-            return needed, self._stepped(address, gives=True)
-        return (self._stepped(address, gives=False) if kind is Kind.TAKE else ()), ()
-
-    def _stepped(self, address: Address, *, gives: bool) -> _Way:
-        """Return the edges of stepped weights from, or to, a replica of a divided stage."""
-        others = self.others(address) if self.shape.shards(self.stage_of(address)) else ()
-        ends = ((address, other) if gives else (other, address) for other in others)
-        return tuple(Edge(EdgeKind.STEPPED, source, target) for source, target in ends)
-
     # -- replicas -------------------------------------------------------------------------------
 
     def stage_of(self, address: Address) -> int:
@@ -323,12 +243,15 @@ class Plan:
         """
         return self.addresses[self._firsts[stage] + micro_batch % self.replicas[stage]]
 
+    def addresses_of(self, stage: int) -> tuple[Address, ...]:
+        """Return the addresses of all replicas of a stage, in rank order."""
+        first = self._firsts[stage]
+        return self.addresses[first : first + self.replicas[stage]]
+
     def others(self, address: Address) -> tuple[Address, ...]:
         """Return the addresses of the other replicas of its stage, in rank order."""
-        stage = self.stage_of(address)
-        first = self._firsts[stage]
-        all_of_it = self.addresses[first : first + self.replicas[stage]]
-        return tuple(other for other in all_of_it if other != address)
+        every = self.addresses_of(self.stage_of(address))
+        return tuple(other for other in every if other != address)
 
     def contributors(self, stage: int, update: int) -> tuple[Address, ...]:
         """Return the addresses of those replicas that have micro-batches of an update."""
@@ -439,38 +362,47 @@ class Plan:
 
     # -- edges ----------------------------------------------------------------------------------
 
-    def needs(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
-        """Return the edges whose messages an action needs.
-
-        Args:
-            action: The action, which needs the messages about its own micro-batch or update.
-            address: The address that does it; None if the action names its stage.
-        """
-        return self._route(action, address)[0]
-
-    def gives(self, action: Action, address: Address | None = None) -> tuple[Edge, ...]:
-        """Return the edges on which an action sends messages.
+    def needs(self, action: Action, address: Address | None = None) -> tuple[Need, ...]:
+        """Return what an action needs, as the table of channels says.
 
         Args:
             action: The action.
             address: The address that does it; None if the action names its stage.
         """
-        return self._route(action, address)[1]
+        index = action.index
+        return tuple(row.of(index) for row in self.rows(action, address)[0])
 
-    def _route(self, action: Action, address: Address | None) -> tuple[_Way, _Way]:
-        """Return the edges that an action needs, and those that it gives, kept for the next one."""
+    def gives(self, action: Action, address: Address | None = None) -> tuple[Need, ...]:
+        """Return the messages that an action sends, as the table of channels says.
+
+        Those with a number that was sent before, or below 0, are not sent again.
+
+        Args:
+            action: The action.
+            address: The address that does it; None if the action names its stage.
+        """
+        index = action.index
+        return tuple(row.of(index) for row in self.rows(action, address)[1])
+
+    def rows(self, action: Action, address: Address | None = None) -> _Rows:
+        """Return the rows of the table of channels for an action: what it needs, and gives."""
         kind, index, named = action
         doer = named if address is None else address
         assert doer is not None
-        place = index % self._cycles[self._stages[doer]] if self.replicated else 0
-        found = self._routes.get((kind, doer, place))
+        place = index % self.cycle(doer) if self.replicated else 0
+        found = self._rows.get((kind, doer, place))
         if found is None:
-            found = self._found(kind, self.addresses[doer], place)
-            self._routes[kind, doer, place] = found
+            doer = self.addresses[doer] if doer != COORDINATOR else doer
+            found = self._rows[kind, doer, place] = (
+                tuple(row for each in OF_ACTIONS for row in each.needed(self, kind, doer, place)),
+                tuple(row for each in OF_ACTIONS for row in each.given(self, kind, doer, place)),
+            )
         return found
 
     def cycle(self, address: Address) -> int:
-        """Return after how many micro-batches, or updates, the edges of a stage are the same."""
+        """Return after how many micro-batches, or updates, the edges of an address are the same."""
+        if address == COORDINATOR:
+            return math.lcm(*(self.replicas[s] for s in (*self.entries, *self.exits)))
         return self._cycles[self._stages[address]]
 
     def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
@@ -489,80 +421,24 @@ class Plan:
         """Return the edges on which a stage sends shares of gradients of tied weights."""
         return {edge: ties for edge, ties in self._shares.items() if edge.source == stage}
 
-    def norms(self, address: Address, update: int) -> tuple[Edge, ...]:
-        """Return the edge on which the norms of the stages behind come for an update, if any are.
-
-        The replica that sends them has a micro-batch of the update, for others may know of it late.
-        """
-        behind = self.stage_of(address) + 1
-        if behind == self.num_stages:
-            return ()
-        source = self.address_of(behind, update * self.per_update)
-        return (Edge(EdgeKind.NORM, source, self.addresses[address]),)
-
-    def neighbours(self, kind: Kind) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, by address, the stages whose messages an action of a kind needs.
-
-        A stage is given by the address of its replica 0 and the number of its replicas.
-
-        Args:
-            kind: ``FORWARD``, or a kind that takes gradients from consumers.
-        """
-        found = self._producers if kind is Kind.FORWARD else self._consumers
-        counts = self.replicas
-        return tuple(tuple((self._firsts[s], counts[s]) for s in found[of]) for of in self._stages)
-
     def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
-        """Return all edges of a kind, in the order of the stages.
-
-        Norms and totals are sent only if gradients are clipped by the norm of the whole model.
-        """
-        everybody = self.addresses
-        if kind in _TO_STAGES:
-            return tuple(Edge(kind, COORDINATOR, a) for a in everybody)
-        if kind in _FROM_STAGES:
-            return tuple(Edge(kind, a, COORDINATOR) for a in everybody)
-        if kind is EdgeKind.NORM:
-            found = (
-                e for a in everybody for t in range(max(self.replicas)) for e in self.norms(a, t)
-            )
-            return tuple(dict.fromkeys(found))
-        if kind is EdgeKind.TOTAL:
-            return tuple(Edge(kind, everybody[0], a) for a in everybody[1:])
-        if kind in (EdgeKind.WEIGHT, EdgeKind.SHARE):
-            return tuple(self._weights if kind is EdgeKind.WEIGHT else self._shares)
-        ways = self._all_activations()
-        if kind is EdgeKind.ACTIVATION:
-            return ways
-        if kind is EdgeKind.GRADIENT:
-            return tuple(sorted(_reversed_edges(ways), key=lambda edge: (edge.target, edge.source)))
-        last = self.address_of(self.exits[0])
-        if kind in (EdgeKind.TARGET, EdgeKind.LOSS):
-            ends = (last, *self.others(last))
-            if kind is EdgeKind.TARGET:
-                return tuple(Edge(kind, COORDINATOR, a) for a in ends)
-            return tuple(Edge(kind, a, COORDINATOR) for a in ends)
-        divided = kind is EdgeKind.STEPPED
-        return tuple(
-            Edge(kind, a, other)
-            for a in everybody
-            if not divided or self.shape.shards(self.stage_of(a))
-            for other in self.others(a)
-        )
-
-    def _all_activations(self) -> tuple[Edge, ...]:
-        """Return all edges of activations, in the order of the stages that they go to."""
-        found: dict[Edge, None] = {}
-        for stage in range(self.num_stages):
-            first = self.address_of(stage)
-            for a in (first, *self.others(first)) if stage in self.entries else ():
-                found[Edge(EdgeKind.ACTIVATION, COORDINATOR, a)] = None
-            for producer in self.producers(stage):
-                both = math.lcm(self.replicas[producer], self.replicas[stage])
-                for m in range(both):
-                    ends = self.address_of(producer, m), self.address_of(stage, m)
-                    found[Edge(EdgeKind.ACTIVATION, *ends)] = None
-        return tuple(found)
+        """Return all edges of a kind, in the order of the addresses that they go to."""
+        if kind in TO_STAGES:
+            return tuple(Edge(kind, COORDINATOR, a) for a in self.addresses)
+        if kind in FROM_STAGES:
+            return tuple(Edge(kind, a, COORDINATOR) for a in self.addresses)
+        (channel,) = (each for each in OF_ACTIONS if each.kind is kind)
+        found = {
+            row.edge
+            for address in (COORDINATOR, *self.addresses)
+            for action in ((Kind.INJECT,) if address == COORDINATOR else OF_STAGES)
+            for place in range(self.cycle(address))
+            if action is Kind.INJECT
+            or action in OF_UPDATES
+            or self.next_own(address, place) == place
+            for row in channel.given(self, action, address, place)
+        }
+        return tuple(sorted(found, key=lambda edge: (edge.target, edge.source)))
 
     # -- the schedule ---------------------------------------------------------------------------
 
@@ -614,10 +490,81 @@ class Plan:
         Raises:
             ScheduleError: Only the name of the schedule is known.
         """
+        if worker == COORDINATOR:
+            return map(inject, count(start) if stop is None else range(start, stop))
         endless = self._known.order.order(worker, self.shape, start)
+        if apart := [a for a in self.stages_of(worker) if self.applied_by(a) is Kind.APPLY]:
+            endless = with_applies(self, endless, apart, self.first_of(worker), start)
         if stop is None:
             return endless
-        return until(endless, stop, self.per_update, self.shape.work(worker, start, stop))
+        return self.rest(endless, worker, stop, self.work(worker, start, stop))
+
+    def rest(self, order: Iterator[Action], worker: int, stop: int, left: int) -> Iterator[Action]:
+        """Yield the rest of a worker's endless order when the micro-batches end: see `until`.
+
+        With the last action nothing is in flight; then each of its stages ends the flush.
+
+        Args:
+            order: The rest of the order.
+            worker: Index of the worker.
+            stop: One past the last micro-batch, a multiple of ``per_update``.
+            left: How much of `work` is left.
+        """
+        yield from until(order, stop, self.per_update, left)
+        hosted = self.stages_of(worker)
+        for address in hosted:
+            yield drain(stop // self.per_update, int(address) if len(hosted) > 1 else None)
+
+    def work(self, worker: int, start: int, stop: int) -> int:
+        """Return how many steps, ``T``, ``A``, and ends of micro-batches a worker has to do.
+
+        Args:
+            worker: Index of the worker.
+            start: The first micro-batch, a multiple of ``per_update``.
+            stop: One past the last micro-batch, a multiple of ``per_update``.
+        """
+        apart = sum(self.applied_by(a) is Kind.APPLY for a in self.stages_of(worker))
+        return self.shape.work(worker, start, stop) + apart * ((stop - start) // self.per_update)
+
+    def applied_by(self, address: Address) -> Kind:
+        """Return the kind of the action by which an address applies an update.
+
+        It is an action of its own, ``A``, where the update waits for a norm that comes later than
+        its step. Stage 0 makes that norm, so it need not wait.
+        """
+        waits = self.norms == "exact" and self.stage_of(address) > 0
+        return Kind.APPLY if waits else Kind.STEP
+
+    @property
+    def delay(self) -> int:
+        """D: where an update cannot wait, it is clipped by the norm of the update D before it."""
+        if not self._delay:  # counted once, since a user's order may have to be gone through
+            self._delay.append(-(-self.in_flight(0) // self.per_update))
+        return self._delay[0]
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether every update is first read when the norm of its gradients is known everywhere.
+
+        That is from the micro-batch k (t+1) + w(0) on, for update t, of which the first stage does
+        the forward after the last backward of the mini-batch. Updates that flush the pipe always
+        are read so late.
+        """
+        if self.flushes:
+            return True
+        k, ahead, first = self.per_update, self.in_flight(0) - 1, self.shape.synchronous
+        stages, updates = range(self.num_stages), range(first, first + 4 * self.num_stages + 4)
+        return all(self.reads(s, k * (t + 1) + ahead - 1) <= t for s in stages for t in updates)
+
+    def with_norms(self) -> Plan:
+        """Return this plan with updates that need the norm of all gradients of the model.
+
+        It is exact where every update is read late enough for that, else delayed. One stage has all
+        gradients itself.
+        """
+        if self.num_stages == 1:
+            return self
+        return replace(self, norms="exact" if self.reads_late else "delayed")
 
     def reads(self, stage: int, micro_batch: int) -> int:
         """Return the weight version that a micro-batch reads at a stage."""
@@ -649,6 +596,8 @@ class Plan:
         coordinator. In schedules that flush there is one, so that a learning rate that is set after
         a result applies to the next mini-batch, as in a plain training loop.
         """
+        if self.ahead:
+            return self.ahead
         if self.flushes:
             return 1
         deepest = max(self.in_flight(s) * self.replicas[s] for s in self.entries)
@@ -673,6 +622,7 @@ class Plan:
             "ties": [[tie.name, list(tie.stages)] for tie in self.ties],
             "replicas": list(self.replicas),
             "shard_optimizer": shape.shard_optimizer,
+            "norms": self.norms,
         }
 
     @staticmethod
@@ -704,6 +654,7 @@ class Plan:
             links=tuple((producer, consumer) for producer, consumer in data["links"]),
             entries=tuple(data.get("entries", ())),
             ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
+            norms=data.get("norms", "none"),
         )
 
 
@@ -712,11 +663,11 @@ def _addresses(replicas: Sequence[int]) -> tuple[Address, ...]:
     if set(replicas) == {1}:
         return tuple(range(len(replicas)))
     found: list[Place] = []
-    for stage, count in enumerate(replicas):
-        for replica in range(count):
+    for stage, several in enumerate(replicas):
+        for replica in range(several):
             place = Place(len(found))
             place.stage = stage
-            place.title = f"stage {stage}, replica {replica}" if count > 1 else f"stage {stage}"
+            place.title = f"stage {stage}, replica {replica}" if several > 1 else f"stage {stage}"
             found.append(place)
     return tuple(found)
 
@@ -724,15 +675,6 @@ def _addresses(replicas: Sequence[int]) -> tuple[Address, ...]:
 def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
     """Add a tie to those of an edge."""
     ways[edge] = (*ways.get(edge, ()), tie)
-
-
-def _reversed_edges(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
-    """Return the edges of the gradients that answer the activations of stages among some edges."""
-    return tuple(
-        Edge(EdgeKind.GRADIENT, edge.target, edge.source)
-        for edge in edges
-        if edge.kind is EdgeKind.ACTIVATION and edge.source != COORDINATOR
-    )
 
 
 def plan_named(

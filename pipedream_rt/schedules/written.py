@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules.actions import Action, Kind, until
+from pipedream_rt.schedules.actions import OF_ORDERS, Action, Kind, until
 from pipedream_rt.schedules.orders import most_in_flight
 from pipedream_rt.schedules.plan import Plan, chain
 from pipedream_rt.schedules.policies import Flushed
@@ -84,6 +84,11 @@ class _Written:
             raise ScheduleError(f"{where} yielded {action!r}, which is no Action")
         if type(action.index) is not int or action.index < 0:
             raise ScheduleError(f"{where} yielded {action!r}, whose index must be an int >= 0")
+        if action.kind not in OF_ORDERS:
+            raise ScheduleError(
+                f"{where} yielded {action}; the plan itself puts A, D and N where they belong, so "
+                "leave them out"
+            )
         stage = worker if action.stage is None else action.stage
         if stage not in shape.stages_of(worker):
             raise ScheduleError(

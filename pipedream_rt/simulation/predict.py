@@ -18,7 +18,7 @@ from pipedream_rt.observe.summary import (
     longest_stretch,
     summarize,
 )
-from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, Trace
+from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, INJECTED, LOSS_CAME, Trace
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.shape import parse_slack
@@ -86,7 +86,7 @@ def _stretches(trace: Trace) -> list[Spans]:
     for spans in stages:
         of_update = np.isin(spans["kind"], [CODES[kind] for kind in OF_UPDATES])
         index = np.where(of_update, spans["index"] * k, spans["index"])
-        acts = np.isin(spans["kind"], list(CODES.values()))
+        acts = np.isin(spans["kind"], COMPUTES)
         found.append(spans[acts & (index >= low) & (index < high)])
     return found
 

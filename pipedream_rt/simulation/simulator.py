@@ -9,25 +9,29 @@ whole nanoseconds, so that no rounding depends on the order of a sum.
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.observe.spans import NOBODY, Recorder
-from pipedream_rt.observe.trace import CODES, INJECTED, LOSS_CAME, Trace, WorkerFacts
+from pipedream_rt.observe.trace import CODES, LOSS_CAME, Trace, WorkerFacts
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan, VersionLedger
-from pipedream_rt.schedules.actions import OF_UPDATES
-from pipedream_rt.schedules.execution import Execution
-from pipedream_rt.schedules.plan import Address
+from pipedream_rt.schedules.channels import Address, Row
+from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.simulation.costs import Costs, Samples
 
-_CARRIED = (EdgeKind.ACTIVATION, EdgeKind.GRADIENT, EdgeKind.PARTIAL, EdgeKind.STEPPED)
-"""The kinds of messages between workers whose time is simulated."""
+_FREE: Samples = (0.0,)
+
+# Names of their own, because to look a member up in its class takes long where it is done for every
+# action.
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
+
+_COUNTED = (EdgeKind.LOSS, EdgeKind.WEIGHT, EdgeKind.SHARE, EdgeKind.TOTAL)
+"""The kinds of messages of which an action may need several at a time, or none."""
 
 
 def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | None = None) -> Trace:
@@ -98,6 +102,8 @@ class _Way:
         link: The link between the two workers; None if one worker hosts both stages.
         size: The size of a message in bytes.
         arrivals: The times of arrival of the messages that are sent and not used yet, oldest first.
+        numbers: Of the kinds `_COUNTED`, the numbers of these.
+        last: The number of the last message that was sent, of the same kinds.
     """
 
     source: int
@@ -106,6 +112,8 @@ class _Way:
     link: _Link | None
     size: int
     arrivals: deque[int] = field(default_factory=deque)
+    numbers: deque[int] = field(default_factory=deque)
+    last: int = -1
 
     def send(self, now: int) -> None:
         """Send a message; if there is no link, it arrives at once."""
@@ -117,6 +125,21 @@ class _Way:
             link.free = now = max(now, link.free) + self.transmission
         self.arrivals.append(now + self.latency)
 
+    def send_up_to(self, number: int, now: int) -> None:
+        """Send the message with a number, unless it was sent."""
+        if number > self.last:
+            self.last = number
+            self.numbers.append(number)
+            self.send(now)
+
+    def take_up_to(self, number: int) -> int:
+        """Use all messages up to a number; return when the last of them came, -1 for none."""
+        came = -1
+        while self.numbers and self.numbers[0] <= number:
+            self.numbers.popleft()
+            came = max(came, self.arrivals.popleft())
+        return came
+
 
 @dataclass(slots=True)
 class _Doing:
@@ -125,19 +148,25 @@ class _Doing:
     Attributes:
         code: The number of the kind in a span.
         samples: The times that it takes, in nanoseconds, by micro-batch or update in turn.
-        comes: The edges whose messages it needs.
-        goes: The edges on which it sends messages.
-        injected: Whether the coordinator sends its input.
-        reports: Whether it sends a loss to the coordinator.
+        comes: The edges of which it needs one message.
+        counted_in: Those of the kinds `_COUNTED`, with the row that says up to which number.
+        peeks: The edges on which a message must have come that stays for a later forward.
+        goes: The edges on which it sends one message.
+        counted_out: Those of the kinds `_COUNTED`, with the row that says which number.
+        loss: That to the coordinator; None if it gives no loss.
+        plain: Whether nothing is in `counted_in`, `peeks`, `counted_out`, and it gives no loss.
         size: The bytes that it sends in all.
     """
 
     code: int
     samples: tuple[int, ...]
     comes: Sequence[_Way]
+    counted_in: Sequence[tuple[_Way, Row]]
+    peeks: Sequence[tuple[_Way, Row]]
     goes: Sequence[_Way]
-    injected: bool
-    reports: bool
+    counted_out: Sequence[tuple[_Way, Row]]
+    loss: _Way | None
+    plain: bool
     size: int
 
 
@@ -177,86 +206,97 @@ class _Run:
 
     def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
         """Convert all costs to nanoseconds."""
-        self._plan, self._costs = plan, costs
-        self._micro_batches, self._credits = micro_batches, credits
-        self._latency = _ns(costs.latency)
-        self._injection_ns, self._turnaround_ns = _ns(costs.injection), _ns(costs.turnaround)
-        links: dict[tuple[int, int], _Link] = {}
-        edges = [edge for kind in _CARRIED for edge in plan.edges(kind)]
-        self._ways = {e: self._way(e, links) for e in edges if e.source != COORDINATOR}
-        self._doings = {kind: self._doings_of(kind) for kind in Kind}
+        self._plan = plan = replace(plan, ahead=credits)
+        self._costs, self._micro_batches, self._credits = costs, micro_batches, credits
+        self._latency, self._turnaround = _ns(costs.latency), _ns(costs.turnaround)
+        self._links: dict[tuple[int, int], _Link] = {}
+        self._ways: dict[Edge, _Way] = {}
+        # By address, and the coordinator, which comes last, where an index of -1 finds it.
+        places = [*plan.addresses, COORDINATOR]
+        self._doings = {kind: [self._doings_of(kind, a) for a in places] for kind in Kind}
         self._ledgers = [VersionLedger(plan.stage_of(a)) for a in plan.addresses]
+        self._ledgers.append(VersionLedger(COORDINATOR))
         self._next = [plan.next_own(a, 0) for a in plan.addresses]
         self._stage_of = [plan.stage_of(a) for a in plan.addresses]
-        self._injected = self._injected_until = 0
-        # By micro-batch: the time when its input arrives, and how many stages still need it.
-        self._inputs: dict[int, list[int]] = {}
-        self._losses: dict[int, int] = {}
+        self._applied_by = [plan.applied_by(a) for a in plan.addresses]
         each = micro_batches * (3 if self._splits() else 2)
-        updates = micro_batches // plan.per_update * (3 if plan.replicated else 1)
-        coordinators = micro_batches * (len(plan.entries) + len(plan.exits))
+        updates = micro_batches // plan.per_update * (3 if plan.replicated else 2) + 1
         most = each * plan.num_stages + updates * len(plan.addresses)
-        self.recorder = Recorder(most + coordinators)
+        self.recorder = Recorder(most + 2 * micro_batches)
 
-    def _way(self, edge: Edge, links: dict[tuple[int, int], _Link]) -> _Way:
-        """Return an edge with its costs.
+    def _way(self, edge: Edge) -> _Way:
+        """Return an edge with its costs."""
+        found = self._ways.get(edge)
+        if found is None:
+            found = self._ways[edge] = self._made(edge)
+        return found
 
-        Args:
-            edge: The edge.
-            links: The link of each pair of workers, to which this call adds.
-        """
+    def _made(self, edge: Edge) -> _Way:
+        """Make an edge with its costs; those of the coordinator have a latency alone."""
         costs, plan = self._costs, self._plan
+        if COORDINATOR in (edge.source, edge.target):
+            return _Way(edge.source, 0, self._latency, _Link(), 0)
         source, target = plan.stage_of(edge.source), plan.stage_of(edge.target)
-        if edge.kind is EdgeKind.ACTIVATION:
-            size = costs.activation_bytes[source]
-        elif edge.kind is EdgeKind.GRADIENT:
-            size = costs.gradient_bytes[source]
-        else:
-            parts = plan.replicas[source] if edge.kind is EdgeKind.STEPPED else 1
-            size = costs.weight_bytes[source] / parts
+        sizes = {  # norms are a few bytes; how large tied weights are, costs do not say
+            EdgeKind.ACTIVATION: costs.activation_bytes[source],
+            EdgeKind.GRADIENT: costs.gradient_bytes[source],
+            EdgeKind.PARTIAL: costs.weight_bytes[source],
+            EdgeKind.STEPPED: costs.weight_bytes[source] / plan.replicas[source],
+        }
+        size = sizes.get(edge.kind, 0.0)
         pair = (plan.worker_of(edge.source), plan.worker_of(edge.target))
         if source == target:
             more = costs.peer_latency[source]
         else:
-            more = costs.hop_latency[min(source, target)]
+            more = sum(costs.hop_latency[min(source, target) : max(source, target)][:1])
         return _Way(
             source=edge.source,
             transmission=0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth),
             latency=self._latency + _ns(more),
-            link=None if pair[0] == pair[1] else links.setdefault(pair, _Link()),
+            link=None if pair[0] == pair[1] else self._links.setdefault(pair, _Link()),
             size=round(size),
         )
 
-    def _doings_of(self, kind: Kind) -> list[_Doings]:
-        """Return the costs and the messages of a kind of action, by address."""
+    def _doings_of(self, kind: Kind, address: Address) -> _Doings:
+        """Return the costs and the messages of a kind of action at an address."""
         costs, plan = self._costs, self._plan
-        seconds: Sequence[Samples] = {
+        seconds: dict[Kind, Sequence[Samples]] = {
             Kind.FORWARD: costs.forward,
             Kind.BACKWARD: costs.backward,
             Kind.INPUT: costs.input_gradient,
             Kind.WEIGHT: costs.weight_gradient,
             Kind.STEP: costs.step,
-            Kind.REDUCE: ((0.0,),) * plan.num_stages,
-            Kind.TAKE: ((0.0,),) * plan.num_stages,
-        }[kind]
+            Kind.APPLY: costs.step,
+        }
 
-        def doing(address: Address, number: int) -> _Doing:
-            action, stage = Action(kind, number, address), plan.stage_of(address)
-            needs, gives = plan.needs(action), plan.gives(action)
-            goes = [self._ways[edge] for edge in gives if edge in self._ways]
-            speed = costs.speed[plan.worker_of(address)]
-            sending = costs.overhead * len(gives)
+        def doing(number: int) -> _Doing:
+            needs, gives = plan.rows(Action(kind, number), address)
+            took: Samples = (costs.injection,)
+            speed, sending = 1.0, 0.0
+            if address != COORDINATOR:
+                # The gradients are applied by one of the two actions.
+                idle = kind is Kind.STEP and plan.applied_by(address) is not Kind.STEP
+                of_stages = seconds.get(kind, ())
+                took = of_stages[plan.stage_of(address)] if of_stages and not idle else _FREE
+                speed, sending = costs.speed[plan.worker_of(address)], costs.overhead * len(gives)
+            goes = [(self._way(row.edge), row) for row in gives]
+            comes = [(self._way(row.edge), row) for row in needs if not row.peek]
+            counted = any(row.peek or row.edge.kind in _COUNTED for row in (*needs, *gives))
+            losses = [way for way, row in goes if row.edge.kind is EdgeKind.LOSS]
             return _Doing(
                 code=CODES[kind],
-                samples=tuple(_ns((value + sending) / speed) for value in seconds[stage]),
-                comes=[self._ways[edge] for edge in needs if edge in self._ways],
-                goes=goes,
-                injected=kind is Kind.FORWARD and stage in plan.entries,
-                reports=any(edge.kind is EdgeKind.LOSS for edge in gives),
-                size=sum(way.size for way in goes),
+                samples=tuple(_ns((value + sending) / speed) for value in took),
+                comes=[way for way, row in comes if row.edge.kind not in _COUNTED],
+                counted_in=[(way, row) for way, row in comes if row.edge.kind in _COUNTED],
+                peeks=[(self._way(row.edge), row) for row in needs if row.peek],
+                goes=[way for way, row in goes if row.edge.kind not in _COUNTED],
+                counted_out=[(way, row) for way, row in goes if row.edge.kind in _COUNTED],
+                loss=losses[0] if losses else None,
+                plain=not counted and address != COORDINATOR,
+                size=sum(way.size for way, _ in goes),
             )
 
-        return [_Doings(functools.partial(doing, address)) for address in plan.addresses]
+        return _Doings(doing)
 
     def _splits(self) -> bool:
         """Whether the schedule splits backwards on some worker."""
@@ -274,37 +314,31 @@ class _Run:
         Raises:
             ScheduleError: The schedule deadlocks.
         """
-        plan, clocks, ledgers = self._plan, [0] * self._plan.workers, self._ledgers
+        plan, ledgers = self._plan, self._ledgers
+        clocks = [0] * (plan.workers + 1)  # the last is the coordinator's
         cycles = [plan.cycle(a) for a in plan.addresses] if plan.replicated else []
+        if cycles:
+            cycles.append(plan.cycle(COORDINATOR))
         found: dict[Kind, Any] = dict(self._doings)
         if not cycles:
             found = {kind: [row[0] for row in rows] for kind, rows in found.items()}
-        doings_f, doings_b, doings_i, doings_w, doings_s, doings_r, doings_t = found.values()
-        forward, backward, input_half, weight, step, reduce, _ = Kind
         record, version_of = self.recorder.record, self._version_of
-        execution = Execution(self._plan, self._micro_batches, credits=self._credits)
+        execution = Execution(plan, self._micro_batches, credits=self._credits)
         for worker, stage, (kind, m, _) in execution:
-            # No dictionary, because a member of an enumeration is slow to hash.
-            if kind is forward:
-                row = doings_f[stage]
-            elif kind is backward:
-                row = doings_b[stage]
-            elif kind is step:
-                row = doings_s[stage]
-            elif kind is input_half:
-                row = doings_i[stage]
-            elif kind is weight:
-                row = doings_w[stage]
-            else:
-                row = (doings_r if kind is reduce else doings_t)[stage]
+            row = found[kind][stage]
             doing = row[m % cycles[stage]] if cycles else row
             ready = start = clocks[worker]
-            arrived, waited_for = self._injection(m) if doing.injected else (0, NOBODY)
+            arrived, waited_for = 0, NOBODY
             for way in doing.comes:
                 came = way.arrivals.popleft()
                 if came >= arrived:
                     arrived, waited_for = came, way.source
-            version = version_of(kind, stage, m)
+            if doing.plain:
+                version = version_of(kind, stage, m)
+            else:
+                arrived, waited_for, start, version = self._others_come(
+                    doing, stage, kind, m, arrived, waited_for, start
+                )
             if arrived > start:
                 start = arrived
             samples = doing.samples
@@ -312,66 +346,70 @@ class _Run:
             clocks[worker] = end
             for way in doing.goes:
                 way.send(end)
-            if doing.reports:
-                self._report(stage, m, end)
+            if not doing.plain:
+                self._others_go(doing, stage, m, end)
             ledger = ledgers[stage]
             record(
                 doing.code, stage, m, version, len(ledger.kept), len(ledger.in_flight),
                 waited_for, ready, arrived, start, end, doing.size,
             )  # fmt: skip
-        if execution.waiting:
-            worker, action = execution.waiting[0]
+        if text := deadlock_of(execution.waiting):
             raise ScheduleError(
-                f"the schedule {self._plan.name} deadlocks: worker {worker} waits for {action}; "
+                f"the schedule {self._plan.name} does not end; {text}; "
                 "pipedream_rt.schedules.check shows where"
             )
 
-    def _injection(self, micro_batch: int) -> tuple[int, int]:
-        """Return when the input of a micro-batch arrives at a stage, and its sender."""
-        while self._injected <= micro_batch:  # in order, whichever replica is the first to ask
-            self._inputs[self._injected] = [self._inject(self._injected), len(self._plan.entries)]
-            self._injected += 1
-        of_input = self._inputs[micro_batch]
-        of_input[1] -= 1
-        if not of_input[1]:
-            del self._inputs[micro_batch]
-        return of_input[0], COORDINATOR
+    def _others_come(
+        self, doing: _Doing, address: Address, kind: Kind, index: int,
+        arrived: int, waited_for: int, start: int,
+    ) -> tuple[int, int, int, int]:  # fmt: skip
+        """Take messages of which there may be several, or none.
 
-    def _inject(self, micro_batch: int) -> int:
-        """Let the coordinator inject a micro-batch; return when its input arrives."""
-        k, begun = self._plan.per_update, self._injected_until
-        if micro_batch % k == 0 and micro_batch >= self._credits * k:
-            # This credit is given back when all losses of an earlier mini-batch have come.
-            first = micro_batch - self._credits * k
-            given_back = max(self._losses.pop(m) for m in range(first, first + k))
-            begun = max(begun, given_back) + self._turnaround_ns
-        self._injected_until = end = begun + self._injection_ns
-        self.recorder.record(
-            INJECTED, COORDINATOR, micro_batch, 0, 0, 0, NOBODY, begun, 0, begun, end, 0
-        )
-        return end + self._latency
+        Returns:
+            When the last message came, from where, when the action may begin without it, and the
+            version that it reads or makes.
+        """
+        last = -1
+        for way, of_way in doing.counted_in:
+            came = way.take_up_to(of_way.of(index).number)
+            last = max(last, came)
+            if came > arrived:
+                arrived, waited_for = came, way.source
+        for way, of_way in doing.peeks:
+            # Unless its forward is done, or a flush comes in its place.
+            if way.arrivals and of_way.of(index).number >= self._next[address]:
+                arrived, waited_for = max((arrived, waited_for), (way.arrivals[0], way.source))
+        if address != COORDINATOR:
+            return arrived, waited_for, start, self._version_of(kind, address, index)
+        if last >= 0:  # a credit that the last loss of a mini-batch gives back
+            start = max(start, last) + self._turnaround
+        return 0, NOBODY, start, 0
+
+    def _others_go(self, doing: _Doing, address: Address, index: int, end: int) -> None:
+        """Send messages that are counted, and note the loss that arrives at the coordinator."""
+        for way, of_way in doing.counted_out:
+            way.send_up_to(of_way.of(index).number, end)
+        if doing.loss is not None:
+            came = doing.loss.arrivals[-1]
+            self.recorder.record(
+                LOSS_CAME, COORDINATOR, index, 0, 0, 0, address, came, came, came, came, 0
+            )
 
     def _version_of(self, kind: Kind, address: Address, index: int) -> int:
         """Update the ledger of a stage, and return the version that an action reads or makes."""
         ledger, plan = self._ledgers[address], self._plan
-        stage = self._stage_of[address]
-        if kind is Kind.FORWARD:
+        if kind is _FORWARD:
+            stage = self._stage_of[address]
             version = plan.reads(stage, index)
             ledger.read(index, version)
             self._next[address] = index + plan.replicas[stage]
             return version
-        if kind is Kind.STEP:
+        if kind is _BACKWARD or kind is _WEIGHT:
+            return ledger.unpin(index)
+        if kind is self._applied_by[address]:
             following = plan.next_of_stage(address, self._next[address], index)
-            ledger.update(plan.reads(stage, following))
+            ledger.update(plan.reads(self._stage_of[address], following))
             return ledger.newest
-        if kind in OF_UPDATES:
-            return index + 1
-        return ledger.pinned(index) if kind is Kind.INPUT else ledger.unpin(index)
-
-    def _report(self, stage: Address, micro_batch: int, end: int) -> None:
-        """Let the loss of a micro-batch arrive at the coordinator."""
-        came = end + self._latency
-        self._losses[micro_batch] = came
-        self.recorder.record(
-            LOSS_CAME, COORDINATOR, micro_batch, 0, 0, 0, stage, came, came, came, came, 0
-        )
+        if kind is _INPUT:
+            return ledger.pinned(index)
+        return index if kind is Kind.DRAIN else index + 1

@@ -6,12 +6,12 @@ update is skipped because a gradient is not finite, where losses are scaled (`sc
 The norm of the model's gradients needs those of all stages. At its step, each stage measures the
 norm of each of its gradients and sends them, with those of the stages behind it, to the stage
 before. Stage 0 makes the total of them, in the order of the unsplit model, so that it has the bits
-of ``torch.nn.utils.clip_grad_norm_``. Totals go up with the next forwards.
+of ``torch.nn.utils.clip_grad_norm_``, and sends it to all others.
 
-No stage waits for a total. Where the schedule leaves enough time until an update is read, it is
-*exact*: the update is put off until the total is there, at the latest just before the first forward
-that reads it. Elsewhere the total is *delayed*: an update is clipped by the norm of the newest
-mini-batch whose total every stage knows by then, which depends on the plan and not on timing.
+Where the schedule leaves enough time until an update is read, the norm is *exact*: the update waits
+for its total, and is applied just before the first forward that reads it. Elsewhere it is
+*delayed*: an update is clipped by the norm of the newest mini-batch whose total every stage can
+have by then, which depends on the plan and not on timing (`Plan.with_norms`).
 """
 
 from __future__ import annotations
@@ -70,24 +70,6 @@ class Clip:
         return self.norm is not None and self.over == "model"
 
 
-def is_exact(plan: Plan) -> bool:
-    """Whether every update is first read when the total norm of its gradients is known everywhere.
-
-    That is from the micro-batch k (t+1) + w(0) on, for update t, of which the first stage does the
-    forward after the last backward of the mini-batch. Updates that flush the pipe always are so.
-    """
-    if plan.flushes:
-        return True
-    k, ahead, first = plan.per_update, plan.in_flight(0) - 1, plan.shape.synchronous
-    stages, updates = range(plan.num_stages), range(first, first + 4 * plan.num_stages + 4)
-    return all(plan.reads(s, k * (t + 1) + ahead - 1) <= t for s in stages for t in updates)
-
-
-def delay(plan: Plan) -> int:
-    """Return D: update t is clipped by the norm of mini-batch t - D, where it cannot be exact."""
-    return -(-plan.in_flight(0) // plan.per_update)
-
-
 class Clipper:
     """The clipping of the gradients of one stage, and their scaling back.
 
@@ -101,9 +83,7 @@ class Clipper:
     Attributes:
         scaler: The scales of losses; None if they are not scaled.
         total: Whether something of all stages is needed.
-        exact: Whether updates wait until it is known.
-        unsent: The totals that stage 0 has made and not sent yet, by update; infinite for an update
-            that is skipped.
+        is_first: Whether this is the stage that makes the total.
     """
 
     def __init__(
@@ -117,17 +97,15 @@ class Clipper:
         """Know no total."""
         self._clip = clip
         self._numbers = numbers
-        self._delay = delay(plan)
-        # Replicas that do no micro-batch of an update learn its total later.
-        self._remembered = 2 * self._delay + 2 + max(plan.replicas)
+        self._delay = plan.delay if plan.norms == "delayed" else 0
+        # A checkpoint has those that updates after it need.
+        self._remembered = 2 * plan.delay + 2 + max(plan.replicas)
         self._learned = -1
         self._totals: dict[int, float] = {}
         self.scaler = None if scale is None else Scaler(scale, plan)
         self._norm = clip is not None and clip.of_model and plan.num_stages > 1
         self.total = self._norm or scale is not None
-        self.exact = self.total and is_exact(plan)
         self.is_first = stage == 0
-        self.unsent: dict[int, float] = {}
 
     def measure(
         self, update: int, gradients: Mapping[str, Tensor | None], behind: Mapping[int, Tensor]
@@ -152,8 +130,8 @@ class Clipper:
                     norms[self._numbers[name]] = norm
         return norms
 
-    def add_up(self, update: int, norms: Mapping[int, Tensor]) -> None:
-        """Make the total of an update, on stage 0."""
+    def add_up(self, update: int, norms: Mapping[int, Tensor]) -> float:
+        """Make the total of an update, on stage 0; infinite if the update is skipped."""
         ordered = [norms[number] for number in sorted(norms) if number != _NOT_FINITE]
         total = 0.0
         if _NOT_FINITE in norms and norms[_NOT_FINITE].item():
@@ -161,8 +139,8 @@ class Clipper:
         elif ordered:
             assert self._clip is not None
             total = torch.linalg.vector_norm(torch.stack(ordered), self._clip.norm_type).item()
-        self.unsent[update] = total
         self.learn({update: total})
+        return total
 
     def learn(self, totals: Mapping[int, float]) -> None:
         """Note totals, by update, and forget those that no update needs any more.
@@ -183,12 +161,7 @@ class Clipper:
     def forget(self) -> None:
         """Forget all totals, since the stage goes on from a checkpoint."""
         self._totals.clear()
-        self.unsent.clear()
         self._learned = -1
-
-    def knows(self, update: int) -> bool:
-        """Whether the total of an update is known."""
-        return update in self._totals
 
     def totals(self) -> dict[int, float]:
         """Return the totals that later updates may need, for a checkpoint."""
@@ -217,7 +190,7 @@ class Clipper:
             nn.utils.clip_grad_value_(found, self._clip.value, foreach=False)
             return
         assert self._clip.norm is not None
-        known = self._totals.get(update if self.exact else update - self._delay)
+        known = self._totals.get(update - self._delay)
         if not self._norm or known is None:
             total = nn.utils.get_total_norm(
                 [p.grad for p in found if p.grad is not None], self._clip.norm_type, foreach=False

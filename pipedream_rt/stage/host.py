@@ -20,7 +20,8 @@ from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.code import refuse_other_code
 from pipedream_rt.planning.settings import apply_settings
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
-from pipedream_rt.schedules.plan import name_of, name_of_worker
+from pipedream_rt.schedules.channels import name_of
+from pipedream_rt.schedules.plan import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of

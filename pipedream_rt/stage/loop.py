@@ -1,4 +1,4 @@
-"""The loop of a worker: take the messages that the next action needs, do it, send what it gives.
+"""The loop of a worker: for each action, wait for what it needs, do it, send what it gives.
 
 One thread, named ``worker-<index>`` or ``stage-<index>``, runs the loop and owns all mutable state:
 the stages of the worker with their weights, versions, optimizers, and micro-batches in flight.
@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
-from typing_extensions import assert_never
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -37,33 +36,54 @@ from pipedream_rt.messages.message import (
     Mode,
     Payload,
     Send,
-    Total,
 )
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.observe.spans import NOBODY, Recorder
-from pipedream_rt.observe.trace import CODES, COMMAND, DRAIN, PASS
-from pipedream_rt.schedules import Action, EdgeKind, Kind, Plan
-from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, until
+from pipedream_rt.observe.trace import CODES, COMMAND, PASS
+from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, Kind, Plan
+from pipedream_rt.schedules.actions import COUNTED, ENDS
 from pipedream_rt.stage.commands import carry_out
-from pipedream_rt.stage.hosted import Hosted, gradients_of, part_in, target_of, totals_of, value_of
+from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.memory import peak_memory_bytes
-from pipedream_rt.stage.stage import Gradients, Stage
+from pipedream_rt.stage.stage import Stage
+from pipedream_rt.stage.values import (
+    Gifts,
+    Gradients,
+    gradients_of,
+    norms_in,
+    part_in,
+    shares_in,
+    target_of,
+    totals_in,
+    value_of,
+    weights_in,
+)
+
+_BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+_OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
 
 
-class _Needed(NamedTuple):
+@dataclass(slots=True)
+class _Came:
     """The messages that an action or a pass needs.
 
     Attributes:
         messages: Activations or gradients, by edge; or a command in the place of an activation.
         target: The target, on the stage that computes the loss; None on others.
+        others: All that do not belong to a micro-batch.
         arrived_ns: When the last of the messages arrived, on the clock of ``time.monotonic_ns``.
-        waited_for: The sender of that message; `NOBODY` if no message is needed.
+        waited_for: The sender of that message; `NOBODY` if no message is came.
     """
 
     messages: Sequence[Message] = ()
     target: Message | None = None
+    others: list[Message] = field(default_factory=list)
     arrived_ns: int = 0
     waited_for: int = NOBODY
+
+    def of(self, kind: EdgeKind) -> list[Message]:
+        """Return those of the others that came on edges of a kind."""
+        return [message for message in self.others if message.payload.kind is kind]
 
 
 @dataclass(slots=True)
@@ -95,10 +115,10 @@ class _Computing:
         """Begin outside of any computation."""
         self._alone = alone
         self._entered: AbstractContextManager[None] | None = None
-        self._hosted: Hosted | None = None
+        self._hosted: Exchange | None = None
         self._start = 0
 
-    def of(self, hosted: Hosted) -> _Computing:
+    def of(self, hosted: Exchange) -> _Computing:
         """Return this context, for a computation of a stage."""
         self._hosted = hosted
         return self
@@ -165,7 +185,7 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         """Do no action yet."""
-        self._hosted = {stage.address: Hosted(stage, send_of(stage.address)) for stage in stages}
+        self._hosted = {stage.address: Exchange(stage, send_of(stage.address)) for stage in stages}
         self._first = self._hosted[stages[0].address]
         self._plan: Plan = stages[0].plan
         self._worker = worker
@@ -173,6 +193,9 @@ class Loop:
         self._options = options
         self._computing = _Computing(options.computing)
         self._free_ns = time.monotonic_ns()
+        # The micro-batch at which the order began, and how much of `Plan.work` is done since.
+        self._start = self._ended = 0
+        self._commands: dict[int, Message] = {}  # the commands to flush that have come, by address
         self.doing = Doing(stages[0].address)
 
     def run(self) -> Steps[None]:
@@ -195,58 +218,63 @@ class Loop:
 
     def _run_until_flush(self) -> Steps[None]:
         """Follow the order from a point where nothing is in flight to the end of the next flush."""
-        done = self._first.stage.steps * self._plan.per_update
-        order = self._plan.order(self._worker, done)
+        self._begin()
+        order = self._plan.order(self._worker, self._start)
         for action in order:
             hosted = self._host_of(action)
-            is_step = hosted.is_replica and action.kind is Kind.STEP
-            if is_step and not hosted.knows(action.index):
-                # Without a micro-batch of this mini-batch, nothing has told that others have one.
-                hosted.ahead = item = yield from self._next_item(hosted)
-                if isinstance(item.payload, Command):
-                    hosted.ahead = None
-                    yield from self._flush(chain((action,), order), hosted, item)
-                    return
-            needed = yield from self._await(hosted, action)
-            if needed.messages and isinstance(needed.messages[0].payload, Command):
-                yield from self._flush(order, hosted, needed.messages[0])
+            command = yield from self._peek(hosted, action)
+            if command is not None:
+                yield from self._flush(chain((action,), order), hosted, command)
                 return
-            yield from self._do(hosted, action, needed)
+            came = yield from self._fence(hosted, action)
+            if came.messages and isinstance(came.messages[0].payload, Command):
+                yield from self._flush(order, hosted, came.messages[0])
+                return
+            self._do(hosted, action, came)
         command = yield from self._flush_after_the_end(self._first)
         yield from self._flush(order, self._first, command)
 
-    def _flush(self, order: Iterator[Action], hosted: Hosted, command: Message) -> Steps[None]:
-        """Do the remaining actions on the micro-batches that were fed, then reply to the command.
+    def _begin(self) -> None:
+        """Begin after the updates that are done, with nothing in flight."""
+        self._start, self._ended = self._first.stage.steps * self._plan.per_update, 0
+        for hosted in self._hosted.values():
+            hosted.begin()
+
+    def _peek(self, hosted: Exchange, action: Action) -> Steps[Message | None]:
+        """Wait until a message has come that stays for a later action, or a flush in its place.
+
+        Returns:
+            The command to flush, if it came; else None.
+        """
+        for row in self._plan.rows(action, hosted.address)[0]:
+            if row.peek and not hosted.has_peeked(row, action.index):
+                item = yield from self._next_item(hosted)
+                if isinstance(item.payload, Command):
+                    return item
+                hosted.ahead = item
+        return None
+
+    def _flush(self, order: Iterator[Action], hosted: Exchange, command: Message) -> Steps[None]:
+        """Do the remaining actions on the micro-batches that were fed, the drains among them.
 
         Args:
             order: The rest of the order.
             hosted: The stage that was given the command first.
             command: The command to flush.
         """
-        head, per_update, shape = command.payload, self._plan.per_update, self._plan.shape
+        head = command.payload
         assert isinstance(head, Command)
         stop = unflatten(head.structure, command.tensors)
         if stop is None:
             stop = hosted.stage.next_forward
-        left = sum(
-            (stop // per_update - each.stage.steps)
-            + (stop // per_update - each.stage.taken) * shape.shards(each.stage.index)
-            + len(range(each.stage.ended, stop, self._plan.replicas[each.stage.index]))
-            for each in self._hosted.values()
-        )
-        for action in until(order, stop, per_update, left):
+        self._commands = {hosted.address: command}
+        left = self._plan.work(self._worker, self._start, stop) - self._ended
+        for action in self._plan.rest(order, self._worker, stop, left):
             doer = self._host_of(action)
-            needed = yield from self._await(doer, action)
-            yield from self._do(doer, action, needed)
-        for each in self._hosted.values():
-            each.send_totals(command.index)  # before any stage of this worker waits for them
-        yield from self._end_flush(hosted, command)
-        for other in self._hosted.values():
-            if other is not hosted:
-                command = yield from self._next_item(other)
-                yield from self._end_flush(other, command)
+            came = yield from self._fence(doer, action)
+            self._do(doer, action, came)
 
-    def _flush_after_the_end(self, hosted: Hosted) -> Steps[Message]:
+    def _flush_after_the_end(self, hosted: Exchange) -> Steps[Message]:
         """Return the command to flush that must come when the order ends, as that of a replay does.
 
         Raises:
@@ -260,55 +288,47 @@ class Loop:
             )
         return item
 
-    def _end_flush(self, hosted: Hosted, command: Message) -> Steps[None]:
-        """Reply that nothing is in flight on a stage, and every update has reached it."""
-        for key in hosted.totals_due(command.index):
-            payload = (yield self._wanted(key)).payload
-            assert isinstance(payload, Total)
-            self._apply_put_off(hosted, dict(payload.totals))
-        for key in hosted.weights_left():
-            hosted.receive_weights((yield self._wanted(key)))
-        hosted.reply(command.index, None)
-        start = time.monotonic_ns()
-        came = _Needed((command,), None, self._inbox.arrived_ns, command.sender)
-        self._record(DRAIN, hosted, command.index, 0, came, start)
-
-    def _host_of(self, action: Action) -> Hosted:
+    def _host_of(self, action: Action) -> Exchange:
         """Return the stage that does an action: the one that it names, or the worker's only one."""
         return self._first if action.stage is None else self._hosted[action.stage]
 
-    # -- take -----------------------------------------------------------------------------------
+    # -- fence ----------------------------------------------------------------------------------
 
-    def _await(self, hosted: Hosted, action: Action) -> Steps[_Needed]:
+    def _fence(self, hosted: Exchange, action: Action) -> Steps[_Came]:
         """Wait for the messages that an action needs.
 
         When the next action is a forward, a command to flush may come in the place of the
         activation.
         """
-        if action.kind is Kind.FORWARD:
+        kind = action.kind
+        if kind is Kind.FORWARD:
             item, hosted.ahead = hosted.ahead, None
             if item is None:
                 item = yield from self._next_item(hosted)
             if isinstance(item.payload, Command):
-                return _Needed((item,))
+                return _Came((item,))
             self._note(hosted, action)
-            return (yield from self._with_the_rest(hosted, item, item.payload))
-        self._note(hosted, action)
-        edges = self._plan.needs(action, hosted.index)
-        if not edges:
-            return _Needed()
-        m = action.index
-        of_update = action.kind in OF_UPDATES
-        position = hosted.numbered(m) if of_update else hosted.position_of(m)
-        messages, arrived, waited_for = [], 0, NOBODY
-        for edge in edges:
-            message = yield self._wanted(Key(edge, position))
-            messages.append(message)
-            if self._inbox.arrived_ns >= arrived:
-                arrived, waited_for = self._inbox.arrived_ns, message.sender
-        return _Needed(messages, None, arrived, waited_for)
+            came = yield from self._with_the_rest(hosted, item, item.payload)
+        elif kind is Kind.DRAIN:
+            command = self._commands.get(hosted.address)
+            came = _Came([command or (yield from self._next_item(hosted))])
+            came.arrived_ns, came.waited_for = self._inbox.arrived_ns, COORDINATOR
+        else:
+            self._note(hosted, action)
+            came = _Came([])
+        for row in self._plan.rows(action, hosted.address)[0]:
+            if row.edge.kind in _OF_FEED:
+                continue
+            found = came.messages if row.edge.kind is EdgeKind.GRADIENT else came.others
+            assert isinstance(found, list)
+            for key in hosted.keys(row, action.index):
+                message = yield self._wanted(key)
+                found.append(message)
+                if self._inbox.arrived_ns >= came.arrived_ns:
+                    came.arrived_ns, came.waited_for = self._inbox.arrived_ns, message.sender
+        return came
 
-    def _next_item(self, hosted: Hosted) -> Steps[Message]:
+    def _next_item(self, hosted: Exchange) -> Steps[Message]:
         """Take a stage's feed turn by turn; serve items that do not train, return the first other.
 
         Items that do not train are served for the other stages of this worker too, because they may
@@ -336,123 +356,74 @@ class Loop:
             if _trains(item):
                 return item
             yield from self._serve(taker, item)
-            self.doing.stage = hosted.index
+            self.doing.stage = hosted.address
 
-    def _with_the_rest(self, hosted: Hosted, item: Message, head: Payload) -> Steps[_Needed]:
+    def _with_the_rest(self, hosted: Exchange, item: Message, head: Payload) -> Steps[_Came]:
         """Take a micro-batch's remaining messages: other producers' activations and the target."""
         assert isinstance(head, MicroBatch)
         route = hosted.route_of(head)
         by_edge, target = {route.first: item}, None
         arrived, waited_for = self._inbox.arrived_ns, item.sender
-        has_target = head.mode.has_target and not head.empty
         for edge in route.rest:
             if edge.kind is EdgeKind.ACTIVATION:
                 by_edge[edge] = yield self._wanted(Key(edge, head.turn))
                 if self._inbox.arrived_ns >= arrived:
                     arrived, waited_for = self._inbox.arrived_ns, edge.source
-            elif has_target:
+            elif head.mode.has_target:
                 target = yield self._wanted(Key(edge, item.index))
         if head.definition:
             hosted.stage.define(
                 head.program, cloudpickle.loads(head.definition)[hosted.stage.index]
             )
         messages = [by_edge[edge] for edge in route.activations]
-        return _Needed(messages, target, arrived, waited_for)
+        return _Came(messages, target, [], arrived, waited_for)
 
     def _wanted(self, key: Key) -> Wanted:
         """Return the wish for a message that is sure to come."""
         return Wanted(key, Deadline(self._options.timeout))
 
-    def _take_all(self, keys: Sequence[Key]) -> Steps[list[Message]]:
-        """Take messages that are sure to come."""
-        messages: list[Message] = []
-        for key in keys:
-            message = yield self._wanted(key)
-            messages.append(message)
-        return messages
+    # -- compute and send -------------------------------------------------------------------------
 
-    # -- do -------------------------------------------------------------------------------------
-
-    def _do(self, hosted: Hosted, action: Action, needed: _Needed) -> Steps[None]:
+    def _do(self, hosted: Exchange, action: Action, came: _Came) -> None:
         """Do an action whose messages are there, and send what it gives."""
         stage, (kind, m, _) = hosted.stage, action
         self._refuse_out_of_turn(stage, action)
-        announced = m < self._options.announced
+        announced = m < self._options.announced and kind is not Kind.DRAIN
         if announced:
-            self._options.announce(f"{hosted.index}:{kind.value}{m}")
+            self._options.announce(f"{hosted.address}:{kind.value}{m}")
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
+        version = stage.version_of(m) if kind in _BACK else -1
         match kind:
             case Kind.FORWARD:
-                version = yield from self._forward(hosted, m, needed)
+                version = self._forward(hosted, m, came)
             case Kind.BACKWARD | Kind.INPUT | Kind.WEIGHT:
-                version = stage.version_of(m)
-                yield from self._backward(hosted, action, needed)
-            case Kind.REDUCE:
-                hosted.send_part(m, stage.reduce(m))
-                version = stage.parameters.ledger.newest
-            case Kind.TAKE:
-                self._take(hosted, m, needed)
-                version = stage.parameters.ledger.newest
-            case Kind.STEP:
-                yield from self._step(hosted, m, needed)
-                version = stage.parameters.ledger.newest
+                self._backward(hosted, action, came)
+            case Kind.DRAIN:
+                self._drain(hosted, came)
             case _:
-                assert_never(kind)
+                with self._computing.of(hosted):
+                    gifts = _updated(stage, action, came)
+                    hosted.saver.save_if_due()
+                hosted.give(action, gifts)
         if announced:
             self._options.announce("")  # the action went well
+        if version < 0:
+            version = stage.parameters.ledger.newest
+        self._ended += kind in COUNTED
         start += hosted.held_up_ns - held_up
-        self._record(CODES[kind], hosted, m, version, needed, start)
+        self._record(CODES[kind], hosted, m, version, came, start)
 
-    def _step(self, hosted: Hosted, update: int, needed: _Needed) -> Steps[None]:
-        """Do a step: measure the gradients where a total norm is needed, then apply them."""
-        stage = hosted.stage
-        if hosted.is_replica:
-            parts = {message.sender: part_in(message) for message in needed.messages}
-            with self._computing.of(hosted):
-                stage.add_up(update, parts)
-        if stage.clipper is not None and stage.clipper.total:
-            due = hosted.norms_due(update)
-            behind = hosted.norms_in((yield from self._take_all(due)))
-            with self._computing.of(hosted):
-                norms = stage.measure(update, behind)
-                if stage.clipper.is_first:
-                    stage.clipper.add_up(update, norms)
-            hosted.send_norms(update, norms)
-        before = stage.parameters.ledger.newest
-        with self._computing.of(hosted):
-            stage.step(update)
-            hosted.saver.save_if_due()
-        if stage.parameters.ledger.newest > before:
-            hosted.send_weights()
-            hosted.send_stepped(update)
-        if stage.clipper is not None:
-            self._apply_put_off(hosted, {})
+    def _drain(self, hosted: Exchange, came: _Came) -> None:
+        """Reply that nothing is in flight on a stage, and every update has reached it."""
+        (command,) = came.messages
+        hosted.stage.learn(totals_in(came.of(EdgeKind.TOTAL)))
+        self._receive(hosted, came)
+        hosted.reply(command.index, None)
 
-    def _take(self, hosted: Hosted, update: int, needed: _Needed) -> None:
-        """Take the weights that other replicas of the stage have stepped."""
-        with self._computing.of(hosted):
-            hosted.stage.take(update, {each.sender: each.tensors for each in needed.messages})
-            hosted.saver.save_if_due()
-
-    def _apply_put_off(self, hosted: Hosted, totals: dict[int, float]) -> None:
-        """Apply the updates that were put off and whose total norms are known by now.
-
-        Args:
-            hosted: The stage.
-            totals: Totals that have just come, by update.
-        """
-        stage = hosted.stage
-        if stage.clipper is None or not stage.clipper.total:
-            return
-        if totals:
-            stage.clipper.learn(totals)
-        while True:
-            with self._computing.of(hosted):
-                applied = stage.apply_next()
-                hosted.saver.save_if_due()
-            if not applied:
-                return
-            hosted.send_weights()
+    def _receive(self, hosted: Exchange, came: _Came) -> None:
+        """Give a stage new versions of weights that others own."""
+        for message in came.of(EdgeKind.WEIGHT):
+            hosted.stage.receive(message.sender, weights_in(self._plan, message))
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
         """Refuse an order that would sum gradients in another order than that of the micro-batches.
@@ -471,19 +442,19 @@ class Loop:
                 f"stage {stage.index}: the order has {action} before {kind.value}{due}"
             )
 
-    def _forward(self, hosted: Hosted, micro_batch: int, needed: _Needed) -> Steps[int]:
+    def _forward(self, hosted: Exchange, micro_batch: int, came: _Came) -> int:
         """Do a forward and send its output or loss; return the weight version that it read."""
-        item, stage = needed.messages[0], hosted.stage
+        item, stage = came.messages[0], hosted.stage
         head = item.payload
         if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
-            raise ScheduleError(f"stage {hosted.index}: the order says F{micro_batch}, got {item}")
+            raise ScheduleError(
+                f"stage {hosted.address}: the order says F{micro_batch}, got {item}"
+            )
         hosted.positions[micro_batch] = item.index
-        if stage.clipper is not None:
-            self._apply_put_off(hosted, totals_of(needed.messages))
-        for key in hosted.weights_due(micro_batch):
-            hosted.receive_weights((yield self._wanted(key)))
-        inputs = None if head.empty else list(map(value_of, needed.messages))
-        target, beside = target_of(needed.target)
+        if came.others:
+            self._receive(hosted, came)
+        inputs = None if head.empty else list(map(value_of, came.messages))
+        target, beside = target_of(came.target)
         with self._computing.of(hosted):
             hyper = head.hyper or []
             made = stage.forward(
@@ -491,15 +462,16 @@ class Loop:
             )
         version = stage.version_of(micro_batch)
         mark = stage.fingerprint_of(micro_batch) if head.fingerprint else ""
-        hosted.send_on(needed.messages, made, version, mark)
+        hosted.send_on(came.messages, made, version, mark)
         return version
 
-    def _backward(self, hosted: Hosted, action: Action, needed: _Needed) -> Steps[None]:
+    def _backward(self, hosted: Exchange, action: Action, came: _Came) -> None:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
-        gradients = list(map(gradients_of, needed.messages))
-        due = hosted.shares_due(action)
-        shares = hosted.shares_in((yield from self._take_all(due)))
+        gradients = list(map(gradients_of, came.messages))
+        shares: dict[str, torch.Tensor] = {}
+        for message in came.others:
+            shares |= shares_in(self._plan, message)
         found: list[Gradients] = []
         with self._computing.of(hosted), hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
@@ -510,42 +482,43 @@ class Loop:
                 stage.backward_weight(m, shares)
         if kind is not Kind.WEIGHT:
             hosted.send_back(m, found)
-        hosted.send_shares(action)
         if kind in ENDS:
+            if gifts := stage.shares(m):
+                hosted.give(action, gifts)
             del hosted.positions[m]
 
     # -- items that do not train ----------------------------------------------------------------
 
-    def _serve(self, hosted: Hosted, item: Message) -> Steps[None]:
+    def _serve(self, hosted: Exchange, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
-        needed = _Needed((item,), None, self._inbox.arrived_ns, item.sender)
+        came = _Came((item,), None, [], self._inbox.arrived_ns, item.sender)
         match item.payload:
             case MicroBatch() as head:
                 kind = PASS
                 self._note(hosted, f"{head.mode.value} {item.index}")
-                needed = yield from self._with_the_rest(hosted, item, head)
-                self._pass(hosted, head, needed)
+                came = yield from self._with_the_rest(hosted, item, head)
+                self._pass(hosted, head, came)
             case Command() as command:
                 kind = COMMAND
                 self._note(hosted, command.name.value)
                 self._obey(hosted, item, command)
             case other:
-                raise ScheduleError(f"stage {hosted.index}: {other!r} in the feed")
+                raise ScheduleError(f"stage {hosted.address}: {other!r} in the feed")
         start += hosted.held_up_ns - held_up
         version = hosted.stage.parameters.ledger.newest
-        self._record(kind, hosted, item.index, version, needed, start)
+        self._record(kind, hosted, item.index, version, came, start)
 
-    def _pass(self, hosted: Hosted, head: MicroBatch, needed: _Needed) -> None:
+    def _pass(self, hosted: Exchange, head: MicroBatch, came: _Came) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
-        stage, inputs = hosted.stage, list(map(value_of, needed.messages))
+        stage, inputs = hosted.stage, list(map(value_of, came.messages))
         number, program = head.micro_batch, head.program
         made: list[Value] | float
         mark = ""
         metrics: list[float | str] = []
         with self._computing.of(hosted), stage.kept.read(head.version):
             if head.mode.evaluates:
-                target, beside = target_of(needed.target)
+                target, beside = target_of(came.target)
                 made, metrics = stage.evaluate(
                     number, inputs, target, program, metrics=beside.metrics, buffers=head.cache,
                     keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
@@ -557,9 +530,9 @@ class Loop:
                     number, inputs, training=training, program=program, cache=head.cache
                 )
         newest = stage.parameters.ledger.newest
-        hosted.send_on(needed.messages, made, newest, mark, metrics)
+        hosted.send_on(came.messages, made, newest, mark, metrics)
 
-    def _obey(self, hosted: Hosted, item: Message, command: Command) -> None:
+    def _obey(self, hosted: Exchange, item: Message, command: Command) -> None:
         """Carry out a command and reply; the saver replies to the command to save."""
         argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
         result: object
@@ -582,10 +555,12 @@ class Loop:
             case name:
                 with self._computing.of(hosted):
                     result = carry_out(hosted.stage, name, argument)
-                hosted.loads += name is CommandName.LOAD
+                if name is CommandName.LOAD:  # a flush follows, from which the order begins anew
+                    hosted.loads += 1
+                    self._begin()
         hosted.reply(item.index, result)
 
-    def _look(self, hosted: Hosted, position: int, name: CommandName, argument: Any) -> None:
+    def _look(self, hosted: Exchange, position: int, name: CommandName, argument: Any) -> None:
         """Carry out a command that only looks; what it refuses ends nothing."""
         try:
             with self._computing.of(hosted):
@@ -597,7 +572,7 @@ class Loop:
     # -- reports --------------------------------------------------------------------------------
 
     def _record(
-        self, kind: int, hosted: Hosted, index: int, version: int, needed: _Needed, start: int
+        self, kind: int, hosted: Exchange, index: int, version: int, came: _Came, start: int
     ) -> None:
         """Write a span that ends now, if spans are recorded.
 
@@ -606,7 +581,7 @@ class Loop:
             hosted: The stage that acted.
             index: Micro-batch, update, or position in the feed.
             version: The weight version that was read or made.
-            needed: The messages that were waited for.
+            came: The messages that were waited for.
             start: When the work began, in ns.
         """
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
@@ -614,19 +589,19 @@ class Loop:
             return
         end = time.monotonic_ns()
         recorder.record(
-            kind, hosted.index, index, version, len(ledger.kept), len(ledger.in_flight),
-            needed.waited_for, self._free_ns, needed.arrived_ns, start, end, hosted.sent_bytes,
+            kind, hosted.address, index, version, len(ledger.kept), len(ledger.in_flight),
+            came.waited_for, self._free_ns, came.arrived_ns, start, end, hosted.sent_bytes,
         )  # fmt: skip
         hosted.sent_bytes = 0
         self._free_ns = end
 
-    def _spans_of(self, hosted: Hosted) -> dict[str, object]:
+    def _spans_of(self, hosted: Exchange) -> dict[str, object]:
         """Return the spans of a stage that the ring still holds, with other facts for the trace."""
         recorder = self._options.recorder
         if recorder is None:
             return {}
         spans = recorder.spans()
-        mine = np.ascontiguousarray(spans[spans["stage"] == hosted.index])
+        mine = np.ascontiguousarray(spans[spans["stage"] == hosted.address])
         return {
             "spans": torch.from_numpy(mine.view(np.uint8).copy()),
             "dropped": recorder.dropped,
@@ -634,10 +609,31 @@ class Loop:
             "parameter_bytes": hosted.stage.parameters.nbytes,
         }
 
-    def _note(self, hosted: Hosted, action: Action | str) -> None:
+    def _note(self, hosted: Exchange, action: Action | str) -> None:
         """Note the present action of a stage, for reports of errors and stalls."""
-        self.doing.stage, self.doing.action = hosted.index, action
+        self.doing.stage, self.doing.action = hosted.address, action
         self._inbox.recent.append(action)
+
+
+def _updated(stage: Stage, action: Action, came: _Came) -> Gifts:
+    """Do an action of an update; return what it gives."""
+    kind, update, _ = action
+    totals = totals_in(came.of(EdgeKind.TOTAL))
+    match kind:
+        case Kind.REDUCE:
+            return {EdgeKind.PARTIAL: stage.reduce(update)}
+        case Kind.STEP:
+            parts = {each.sender: part_in(each) for each in came.of(EdgeKind.PARTIAL)}
+            behind: dict[int, torch.Tensor] = {}
+            for message in came.of(EdgeKind.NORM):
+                behind |= norms_in(message)
+            return stage.step(update, parts, behind, totals)
+        case Kind.APPLY:
+            return stage.apply(update, totals)
+        case Kind.TAKE:
+            stage.take(update, {each.sender: each.tensors for each in came.of(EdgeKind.STEPPED)})
+            return {}
+    raise ScheduleError(f"stage {stage.index}: no stage does {action}")
 
 
 def _trains(item: Message) -> bool:

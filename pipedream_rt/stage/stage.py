@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -36,8 +36,9 @@ from pipedream_rt.planning.program import (
     put,
     slots_in,
 )
-from pipedream_rt.schedules import COORDINATOR, Plan
-from pipedream_rt.schedules.plan import LOSS_LAYER, Address
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, Plan
+from pipedream_rt.schedules.channels import Address
+from pipedream_rt.schedules.plan import LOSS_LAYER, Tie
 from pipedream_rt.stage.buffers import ForwardBuffers, buffer_slots, load_buffers, load_state
 from pipedream_rt.stage.clipping import Clipper
 from pipedream_rt.stage.corrections import StageCorrections
@@ -62,15 +63,15 @@ from pipedream_rt.stage.parameters import Adjust, VersionedParameters, same
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
-
-Gradients: TypeAlias = list[Tensor | None]
-"""The gradients of those tensors of a value that asked for one, in order; None where none came."""
-
+from pipedream_rt.stage.values import Gifts, Gradients, Part
 
 _VIEW = "(view of "
 """The beginning of the keys, beside the optimizer's state of a parameter, of views of versions."""
 
 _NO_SHARES: Mapping[str, Tensor] = {}
+_NO_PARTS: Mapping[Address, Part] = {}
+_NO_NORMS: Mapping[int, Tensor] = {}
+_NO_TOTALS: Mapping[int, float] = {}
 _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
 
 
@@ -145,34 +146,21 @@ class _Call(NamedTuple):
     unneeded: tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """What a replica has summed for an update.
+@dataclass(slots=True)
+class Update:
+    """An update from its step until it is applied.
 
     Attributes:
-        gradients: The gradients of its micro-batches.
-        hyper: The hyper-parameters of the update.
+        number: Number of the update, which makes version ``number + 1``.
+        gradients: The gradients of the stage's own weights, in their order.
+        hyper: The hyper-parameters, for each parameter group of the whole model.
         read: The versions that its micro-batches with samples have read.
     """
 
+    number: int
     gradients: list[Tensor | None]
     hyper: list[Hyper]
     read: list[int]
-
-
-class _PutOff(NamedTuple):
-    """An update that is to be applied.
-
-    Attributes:
-        update: Number of the update.
-        read: The mean of the versions that its micro-batches have read.
-        gradients: Its gradients.
-        hyper: Its hyper-parameters.
-    """
-
-    update: int
-    read: float
-    gradients: list[Tensor | None]
-    hyper: list[Hyper]
 
 
 class Stage:
@@ -195,7 +183,7 @@ class Stage:
         optimizer: The optimizer of the stage; None until one is set.
         next_forward: Number of the next micro-batch to train on.
         ended: Number of the next micro-batch whose backward is to be done.
-        steps: Number of updates whose step is done; some may be put off.
+        steps: Number of updates whose step is done; some may wait to be applied.
         taken: Number of updates of which it has the weights that other replicas step.
         clipper: Clips the gradients; None if they are not clipped.
         programs: What a forward does, by the number that micro-batches name.
@@ -241,6 +229,9 @@ class Stage:
             owner: VersionedParameters(self.module, self.index, (), names)
             for owner, names in sorted(held.items())
         }
+        # The tied weights that other stages get of this one, and those whose gradients they get.
+        self._lent = _names(self.plan.lends(self.index))
+        self._shared = _names(self.plan.shares_of(self.index))
         # The weights of the stage by the stage that owns them, its own first.
         self._holders = self._dealt()
         self._by_owner = [(self.index, self.parameters), *self.borrowed.items()]
@@ -255,10 +246,10 @@ class Stage:
         self.optimizer: StageOptimizer | None = None
         self.steps = self.taken = 0
         self.next_forward = self.ended = self._next_own(0)
-        # By update, what this replica has handed over; and what the next step applies.
+        # By update, what this replica has handed over.
         self._parts: dict[int, Part] = {}
-        self._added_up: Part | None = None
-        self._put_off: deque[_PutOff] = deque()
+        self._updates: deque[Update] = deque()
+        self._applies_at_once = spec.plan.applied_by(self.address) is Kind.STEP
         self.clipper: Clipper | None = None
         if spec.clip is not None or spec.scale is not None:
             self.clipper = Clipper(spec.clip, spec.scale, self.plan, self.index, spec.numbers)
@@ -656,13 +647,15 @@ class Stage:
         for name, share in shares.items():
             self._holder(name).add_gradient(name, share)
 
-    def take_share(self, name: str) -> Tensor | None:
-        """Take the gradient of a weight that another stage owns, for the stage before.
+    def shares(self, micro_batch: int) -> Gifts:
+        """Take the gradients of weights that other stages own, at the end of an update.
 
         Args:
-            name: Its name in the unsplit model.
+            micro_batch: Number of the micro-batch whose backward has ended.
         """
-        return self._holder(name).take_gradient(name)
+        if not self._shared or (micro_batch + 1) % self.plan.per_update:
+            return {}
+        return {EdgeKind.SHARE: {n: self._holder(n).take_gradient(n) for n in self._shared}}
 
     def weight(self, name: str) -> Tensor:
         """Return a copy of the newest version of a tied weight that this stage owns."""
@@ -842,13 +835,8 @@ class Stage:
         return part
 
     @torch.no_grad()
-    def add_up(self, update: int, others: Mapping[Address, Part]) -> None:
-        """Add up the gradients of all replicas in rank order, for the next step.
-
-        Args:
-            update: Number of the update.
-            others: What other replicas have summed for it, by address.
-        """
+    def _added_up(self, update: int, others: Mapping[Address, Part]) -> Part:
+        """Add up the gradients of all replicas in rank order."""
         parts = dict(others)
         if update in self._parts:
             parts[self.address] = self._parts.pop(update)
@@ -861,67 +849,92 @@ class Stage:
                     # The update may change it, and others still have what was handed over.
                     total[i] = gradient.clone() if before is None else before.add_(gradient)
         read = [version for part in ordered for version in part.read]
-        self._added_up = Part(total, ordered[0].hyper, read)
+        return Part(total, ordered[0].hyper, read)
 
-    def step(self, update: int) -> None:
-        """Apply the gradients of an update to the newest weight version, or put it off.
-
-        An update is put off if the total norm by which its gradients are clipped is not known yet;
-        then `apply_next` applies it.
+    def step(
+        self,
+        update: int,
+        parts: Mapping[Address, Part] = _NO_PARTS,
+        behind: Mapping[int, Tensor] = _NO_NORMS,
+        totals: Mapping[int, float] = _NO_TOTALS,
+    ) -> Gifts:
+        """Sum and measure the gradients of an update, and apply it unless it has to wait.
 
         Args:
             update: Number of the update, 0-based, which makes version ``update + 1``.
-
-        Raises:
-            ConfigError: The stage has no optimizer.
-        """
-        gradients, hyper, versions = self._added_up or self._take_part()
-        read = versions or [update]
-        put_off = _PutOff(update, sum(read) / len(read), gradients, hyper)
-        self.steps, self._added_up = update + 1, None
-        if self.clipper is not None and self.clipper.exact:
-            self._put_off.append(put_off)
-        else:
-            self._apply(put_off)
-
-    def apply_next(self) -> bool:
-        """Apply the oldest update that was put off, if its total norm is known by now.
+            parts: What the other replicas of the stage have summed, by address.
+            behind: The norms of the gradients of the stages behind this one, by the places of
+                their parameters in the model.
+            totals: Total norms of updates before this one that have come.
 
         Returns:
-            Whether it has.
-        """
-        assert self.clipper is not None
-        if not self._put_off or not self.clipper.knows(self._put_off[0].update):
-            return False
-        self._apply(self._put_off.popleft())
-        return True
-
-    def _apply(self, put_off: _PutOff) -> None:
-        """Apply an update to the newest weight version.
+            What goes to other stages and replicas.
 
         Raises:
             ConfigError: The stage has no optimizer.
         """
-        update, read, gradients, hyper = put_off
+        part = self._added_up(update, parts) if self._is_replica else self._take_part()
+        made = Update(update, part.gradients, part.hyper, part.read)
+        self._updates.append(made)
+        self.steps = update + 1
+        gifts: dict[EdgeKind, Any] = {}
+        if self.clipper is not None and self.clipper.total:
+            self.clipper.learn(totals)
+            named = dict(zip(self.parameters.named, made.gradients, strict=True))
+            gifts[EdgeKind.NORM] = norms = self.clipper.measure(update, named, behind)
+            if self.clipper.is_first:
+                gifts[EdgeKind.TOTAL] = update, self.clipper.add_up(update, norms)
+        if self._applies_at_once:
+            gifts |= self.apply(update)
+        return gifts
+
+    def learn(self, totals: Mapping[int, float]) -> None:
+        """Note total norms, by update, which later updates are clipped by."""
+        if self.clipper is not None:
+            self.clipper.learn(totals)
+
+    def apply(self, update: int, totals: Mapping[int, float] = _NO_TOTALS) -> Gifts:
+        """Apply an update whose step is done to the newest weight version.
+
+        Args:
+            update: Number of the update.
+            totals: Its total norm, if it has waited for that.
+
+        Returns:
+            What goes to other stages and replicas.
+
+        Raises:
+            ConfigError: The stage has no optimizer.
+        """
+        made = self._updates.popleft()
+        assert made.number == update
+        self.learn(totals)
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
         optimizer = self.optimizer
         around: Around = nullcontext
         if self.corrections is not None:
-            around = functools.partial(self.corrections.stepping, update, read)
+            read = made.read or [update]
+            around = functools.partial(self.corrections.stepping, update, sum(read) / len(read))
         self._seed(update, "step")
 
-        def apply() -> None:
+        def change() -> None:
             if self.clipper is not None:
                 if self.clipper.skips(update):
                     return
                 self.clipper.clip(update, list(self.parameters.named.values()))
-            optimizer.step(hyper, around)
+            optimizer.step(made.hyper, around)
 
         following = self.plan.next_of_stage(self.address, self.next_forward, update)
         next_read = self.plan.reads(self.index, following)
-        self.parameters.step_with(gradients, next_read, apply)
+        self.parameters.step_with(made.gradients, next_read, change)
         self._look_ahead(update + 1)  # after an update that was skipped too
+        gifts: dict[EdgeKind, Any] = {}
+        if self._lent:
+            gifts[EdgeKind.WEIGHT] = {name: self.weight(name) for name in self._lent}
+        if self.plan.shape.shards(self.index):
+            gifts[EdgeKind.STEPPED] = self.stepped()
+        return gifts
 
     @torch.no_grad()
     def _look_ahead(self, version: int) -> None:
@@ -932,14 +945,6 @@ class Stage:
         for staleness in self.corrections.distances(version):
             view = self.parameters.add_view(staleness)
             self.corrections.look_ahead(version, staleness, view, self.optimizer.torch_optimizer)
-
-    def measure(self, update: int, behind: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the norms of the pending gradients, for the total; see `Clipper.measure`."""
-        assert self.clipper is not None
-        pending = self.parameters.pending
-        if self._added_up is not None:
-            pending = dict(zip(pending, self._added_up.gradients, strict=True))
-        return self.clipper.measure(update, pending, behind)
 
     # -- evaluation and inference -------------------------------------------------------------
 
@@ -1338,6 +1343,11 @@ def _views_in(
         for (version, staleness), named in found.items()
         if version in parameters.ledger.kept and len(named) == len(parameters.named)
     }
+
+
+def _names(ties: Mapping[Edge, Sequence[Tie]]) -> list[str]:
+    """Return the names of the weights of some ties, each once."""
+    return list(dict.fromkeys(tie.name for of_edge in ties.values() for tie in of_edge))
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:

@@ -53,7 +53,7 @@ def test_svg():
     root = ElementTree.fromstring(document)
     space = "{http://www.w3.org/2000/svg}"
     tips = [t.text for t in root.iter(f"{space}title")][1:]
-    assert len(tips) == 3 * (8 + 8 + 2)
+    assert len(tips) == 3 * (8 + 8 + 2 + 1)
     assert "stage 1 B3, version 0, 2 ms" in tips
     width = float(root.get("width"))
     for box in root.iter(f"{space}rect"):

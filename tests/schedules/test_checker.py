@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,7 +9,7 @@ from support.shapes import replicated, schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules import Action, Kind, Shape, check, plan_for, plan_named
+from pipedream_rt.schedules import COORDINATOR, Action, Kind, Plan, check, plan_for, plan_named
 from pipedream_rt.schedules.policies import Flushed
 
 ORDERS = [
@@ -20,32 +19,20 @@ ORDERS = [
 ]
 
 
-@dataclasses.dataclass
-class Written:
-    """A schedule written by hand, over the bounds of async-1f1b."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listed(Plan):
+    """A plan whose orders are lists."""
 
-    orders: list[list[str]]
-    shape: Shape = Shape(workers=3)  # noqa: RUF009 - frozen
-
-    def order(self, stage, start=0, stop=None):
-        return iter([Action.parse(text) for text in self.orders[stage]])
-
-    def __getattr__(self, name):
-        return getattr(plan_named("async-1f1b", num_stages=3), name)
-
-
-@dataclasses.dataclass
-class Mutated:
-    """The orders of a schedule, as lists; everything else as it says."""
-
-    schedule: Any
     orders: list[list[Action]]
 
-    def __getattr__(self, name):
-        return getattr(self.schedule, name)
-
     def order(self, worker, start=0, stop=None):
+        if worker == COORDINATOR:
+            return Plan.order(self, worker, start, stop)
         return iter(self.orders[worker])
+
+
+class Mutated(Listed):
+    """Without bounds."""
 
     def in_flight(self, stage):
         return 10**6
@@ -57,10 +44,20 @@ class Mutated:
         return 0
 
 
+def listed(plan, orders, kind=Listed):
+    """A plan with other orders."""
+    given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
+    return kind(**given, orders=orders)
+
+
+def parsed(texts):
+    return [Action.parse(text) for text in texts]
+
+
 def written(change=lambda orders: None):
     orders = [order.split() for order in ORDERS]
     change(orders)
-    return Written(orders)
+    return listed(plan_named("async-1f1b", num_stages=3), list(map(parsed, orders)))
 
 
 def test_a_right_order_is_accepted_and_drawn():
@@ -83,9 +80,8 @@ def swap(stage, first, second):
 def test_a_deadlock_shows_who_waits_for_what():
     """Stage 0 wants B0 before it sends F1; stage 1 wants F1 before it sends B0."""
     change = swap(0, "F1", "B0")
-    with pytest.raises(
-        ScheduleError, match="deadlock: stage 0 waits for B0, stage 1 waits for F1"
-    ) as e:
+    rule = "deadlock: stage 0 waits in B0 for gradient 0 from stage 1, stage 1 waits in F1 for act"
+    with pytest.raises(ScheduleError, match=rule) as e:
         check(written(change), 4)
     assert str(e.value).splitlines()[1] == "stage 0  F0   >B0< .    ."
 
@@ -123,7 +119,11 @@ def test_a_broken_order_is_refused(change, rule):
 def plain(orders, workers):
     """For the judge."""
     return [
-        [(a.kind.value, a.index, w if a.stage is None else a.stage) for a in orders[w]]
+        [
+            (a.kind.value, a.index, w if a.stage is None else a.stage)
+            for a in orders[w]
+            if a.kind is not Kind.DRAIN
+        ]
         for w in range(workers)
     ]
 
@@ -133,7 +133,10 @@ def plain(orders, workers):
 def test_a_mutated_schedule_is_refused(schedule, how, data):
     """A dropped or doubled action, and two of a kind in turn, always; others as the judge says."""
     shape, micro_batches = schedule.shape, 2 * schedule.per_update
-    orders = [list(schedule.order(w, 0, micro_batches)) for w in range(shape.workers)]
+    orders = [
+        [a for a in schedule.order(w, 0, micro_batches) if a.kind is not Kind.DRAIN]
+        for w in range(shape.workers)
+    ]
     row = data.draw(st.sampled_from(orders))
     i = data.draw(st.integers(0, len(row) - 1))
     match how:
@@ -153,7 +156,7 @@ def test_a_mutated_schedule_is_refused(schedule, how, data):
             assume(alike)
             j = data.draw(st.sampled_from(alike))
             row[i], row[j] = row[j], row[i]
-    mutated = Mutated(schedule, orders)
+    mutated = listed(schedule, orders, Mutated)
     judged = legal(
         plain(orders, shape.workers), shape.workers, shape.num_stages, shape.per_update,
         micro_batches,
@@ -201,17 +204,8 @@ def test_replicas_obey_the_rules_in_any_numbers(plan, updates, data):
 def test_what_a_replica_must_not_do(text, rule):
     plan = plan_named("1f1b", num_stages=1, replicas=[2], per_update=2)
     right = [Action.parse(part) for part in ["F1", "B1", "R0", "S0", "F3", "B3", "R1", "S1"]]
-    rows = [[Action.parse(part) for part in text.split()], right]
-
-    class Wrong:
-        def __getattr__(self, name):
-            return getattr(plan, name)
-
-        def order(self, worker, start=0, stop=None):
-            return iter(rows[worker])
-
     with pytest.raises(ScheduleError, match=rule):
-        check(Wrong(), 4)
+        check(listed(plan, [parsed(text.split()), right]), 4)
 
 
 def test_a_split_backward_is_checked():
@@ -221,7 +215,7 @@ def test_a_split_backward_is_checked():
     def checked(worker, text):
         rows = [text if w == worker else row for w, row in enumerate(right)]
         orders = [[Action.parse(t) for t in row.split()] for row in rows]
-        return check(Mutated(schedule, orders), 2)
+        return check(listed(schedule, orders, Mutated), 2)
 
     checked(0, "F0 F1 I0 W0 I1 W1 S0")
     for text, rule in (
@@ -241,7 +235,7 @@ def test_an_update_after_a_gradient_of_the_next_is_refused():
     texts = "F0 F1 B0 B1 F2 F3 B2 S0 B3 S1"
     order = [Action.parse(text) for text in texts.split()]
     with pytest.raises(ScheduleError, match="update after B2, which it does not sum"):
-        check(Mutated(schedule, [order]), 4)
+        check(listed(schedule, [order], Mutated), 4)
 
 
 def test_a_written_schedule_is_checked_and_taken():
@@ -265,11 +259,11 @@ def test_a_written_schedule_that_deadlocks_shows_where():
                         yield Action(kind, m)
                     for kind in (Kind.FORWARD, Kind.BACKWARD):
                         yield Action(kind, m + 1)
-                yield from (Action(Kind.STEP, m), Action(Kind.STEP, m + 1))
+                yield Action(Kind.STEP, m // 2)
 
-    rule = "deadlock: stage 0 waits for B0, stage 1 waits for F1"
+    rule = "stage 0 waits in B0 for gradient 0 from stage 1, stage 1 waits in F1 for activation 1"
     with pytest.raises(ScheduleError, match=rule) as e:
-        plan_for(Waits(), num_stages=2)
+        plan_for(Waits(), num_stages=2, per_update=2)
     assert ">B0<" in str(e.value)
 
 
@@ -417,12 +411,13 @@ def test_what_is_no_schedule_is_refused(what):
 
 
 def test_too_many_versions_are_refused():
-    class Greedy(Written):
+    class Greedy(Listed):
         def kept(self, stage):
             return 1
 
+    plan = plan_named("async-1f1b", num_stages=3)
     with pytest.raises(ScheduleError, match="2 versions kept, the schedule states 1"):
-        check(Greedy([order.split() for order in ORDERS]), 4)
+        check(listed(plan, [parsed(order.split()) for order in ORDERS], Greedy), 4)
 
 
 def test_a_long_grid_is_cut_to_its_end():

@@ -7,6 +7,7 @@ from support.shapes import made, schedules
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import RECIPES, Kind, check, describe_schedules, plan_named
+from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.orders import most_in_flight
 
 
@@ -93,7 +94,7 @@ def test_a_restarted_order_is_the_same_order_later(schedule, before, updates, da
     fresh = schedule.order(worker, 0, updates * k)
     later = schedule.order(worker, before * k, (before + updates) * k)
     shifted = [
-        a._replace(index=a.index - (before if a.kind is Kind.STEP else before * k)) for a in later
+        a._replace(index=a.index - (before if a.kind in OF_UPDATES else before * k)) for a in later
     ]
     assert list(fresh) == shifted
 

@@ -15,8 +15,9 @@ from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
-from pipedream_rt.schedules.actions import OF_UPDATES
-from pipedream_rt.schedules.plan import Edge, Tie, name_of
+from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES
+from pipedream_rt.schedules.channels import Edge, name_of
+from pipedream_rt.schedules.plan import Tie
 from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
 from pipedream_rt.schedules.written import plan_written
 
@@ -25,8 +26,9 @@ INTERLEAVED = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
 DIAMOND = diamond.plan()
 
 
-def arrows(edges):
-    """Edges as ``activation *>0``, the coordinator being a star; a dash for none."""
+def arrows(messages):
+    """Their edges as ``activation *>0``, the coordinator being a star; a dash for none."""
+    edges = (message.edge for message in messages)
     texts = (f"{e.kind.value} {e.source}>{e.target}".replace("-1", "*") for e in edges)
     return ", ".join(texts) or "-"
 
@@ -106,15 +108,13 @@ def test_a_diamond_forks_and_joins():
         "2: gradient 3>2 => gradient 2>0",
         "3: - => gradient 3>1, gradient 3>2",
     ]
-    assert DIAMOND.neighbours(Kind.FORWARD) == ((), ((0, 1),), ((0, 1),), ((1, 1), (2, 1)))
-    assert DIAMOND.neighbours(Kind.BACKWARD) == (((1, 1), (2, 1)), ((3, 1),), ((3, 1),), ())
     assert (DIAMOND.entries, DIAMOND.exits) == ((0,), (3,))
     assert (DIAMOND.producers(3), DIAMOND.consumers(0)) == ((1, 2), (1, 2))
 
 
 def test_the_order_in_which_links_are_given_does_not_matter():
     backwards = dataclasses.replace(DIAMOND, links=DIAMOND.links[::-1])
-    for kind in Kind:
+    for kind in OF_STAGES:
         assert table(backwards, kind) == table(DIAMOND, kind)
 
 
@@ -153,8 +153,8 @@ def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activa
         EdgeKind.LOSS: 1,
         EdgeKind.WEIGHT: 0,
         EdgeKind.SHARE: 0,
-        EdgeKind.NORM: plan.num_stages - 1,
-        EdgeKind.TOTAL: plan.num_stages - 1,
+        EdgeKind.NORM: 0,
+        EdgeKind.TOTAL: 0,
         EdgeKind.PARTIAL: 0,
         EdgeKind.STEPPED: 0,
     }
@@ -162,6 +162,8 @@ def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activa
         edges = plan.edges(kind)
         assert len(edges) == len(set(edges)) == of_chain.get(kind, plan.num_stages)
         assert {edge.kind for edge in edges} <= {kind}
+    for kind in (EdgeKind.NORM, EdgeKind.TOTAL):
+        assert len(plan.with_norms().edges(kind)) == plan.num_stages - 1
 
 
 def test_tied_weights_go_from_their_owner_and_shares_of_gradients_back_from_stage_to_stage():
@@ -188,9 +190,9 @@ def test_what_is_no_training_goes_between_the_coordinator_and_every_stage():
 @given(schedules())
 def test_what_one_needs_another_gives(plan):
     """Nobody waits where nothing is sent; the coordinator gives and takes the rest."""
-    actions = [Action(kind, 0, stage) for kind in Kind for stage in range(plan.num_stages)]
-    needed = {edge for action in actions for edge in plan.needs(action)}
-    sent = {edge for action in actions for edge in plan.gives(action)}
+    actions = [Action(kind, 0, stage) for kind in OF_STAGES for stage in range(plan.num_stages)]
+    needed = {each.edge for action in actions for each in plan.needs(action)}
+    sent = {each.edge for action in actions for each in plan.gives(action)}
     assert all(edge.source == COORDINATOR for edge in needed - sent)
     assert all(edge.target == COORDINATOR for edge in sent - needed)
     for edge in needed & sent:
@@ -257,10 +259,12 @@ def drawn(plan, worker, start, stop):
 
 
 def test_an_order_ends_with_the_last_micro_batch():
-    assert drawn(CHAIN, 0, 0, 2) == "F0 F1 B0 B1 S0"
-    assert drawn(CHAIN, 0, 2, 4) == "F2 F3 B2 B3 S1"
-    assert drawn(CHAIN, 0, 2, 2) == ""
-    assert drawn(INTERLEAVED, 1, 0, 2) == "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 3:S0 1:S0"
+    assert drawn(CHAIN, 0, 0, 2) == "F0 F1 B0 B1 S0 D1"
+    assert drawn(CHAIN, 0, 2, 4) == "F2 F3 B2 B3 S1 D2"
+    assert drawn(CHAIN, 0, 2, 2) == "D1"
+    assert drawn(INTERLEAVED, 1, 0, 2) == (
+        "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 3:S0 1:S0 1:D1 3:D1"
+    )
     endless = plan_named("async-1f1b", num_stages=2).order(0)
     assert " ".join(str(next(endless)) for _ in range(6)) == "F0 F1 B0 S0 F2 B1"
 
@@ -325,7 +329,7 @@ def test_a_plan_is_the_same_after_a_trip_as_plain_data(plan, layers):
         again = Plan.unpacked(trip(plan.packed()))
         assert again == plan
         assert again.recipe is RECIPES[plan.name]
-        for kind in Kind:
+        for kind in OF_STAGES:
             assert table(again, kind) == table(plan, kind)
 
 
@@ -352,7 +356,7 @@ def test_a_schedule_that_a_user_wrote_is_known_by_name_only_after_the_trip_and_s
     ask(plan)
     again = Plan.unpacked(plan.packed())
     assert (again.name, again.shape) == ("LaterBackward", plan.shape)
-    for kind in Kind:
+    for kind in OF_STAGES:
         assert table(again, kind) == table(plan, kind)
     with pytest.raises(ScheduleError, match="'LaterBackward'"):
         ask(again)
@@ -472,11 +476,14 @@ def test_the_staleness_of_a_stage(name, options, expected):
 def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
     wanted = {kind: set() for kind in EdgeKind}
     for address in plan.addresses:
-        for kind, number in itertools.product(Kind, range(math.lcm(*plan.replicas))):
+        for kind, number in itertools.product(OF_STAGES, range(math.lcm(*plan.replicas))):
             if kind in OF_UPDATES or plan.next_own(address, number) == number:
                 action = Action(kind, number, address)
-                for edge in (*plan.needs(action), *plan.gives(action)):
-                    wanted[edge.kind].add(edge)
+                for each in (*plan.needs(action), *plan.gives(action)):
+                    wanted[each.edge.kind].add(each.edge)
+    for number in range(math.lcm(*plan.replicas)):
+        for each in plan.gives(Action(Kind.INJECT, number), COORDINATOR):
+            wanted[each.edge.kind].add(each.edge)
     for kind in (EdgeKind.ACTIVATION, EdgeKind.TARGET, EdgeKind.GRADIENT, EdgeKind.LOSS,
                  EdgeKind.PARTIAL, EdgeKind.STEPPED):  # fmt: skip
         found = plan.edges(kind)

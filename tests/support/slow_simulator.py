@@ -58,8 +58,14 @@ def slow_simulation(schedule, costs, micro_batches, credits):
         if letter in "BI" and stage_of[place] < last:
             return arrivals.get(("B", place, m))
         if letter == "S":
-            others = adding(stage_of[place], m) - {place} if counts[stage_of[place]] > 1 else ()
-            came = [arrivals.get(("R", place, (m, other))) for other in others]
+            stage = stage_of[place]
+            adds = adding(stage, m)
+            came = [arrivals.get(("R", place, (m, other))) for other in adds - {place}]
+            if place not in adds:  # its next micro-batch tells it that there is such an update
+                later = m * k
+                while place_for(stage, later) != place:
+                    later += 1
+                came += [arrivals.get(("F", place, later))] if later < micro_batches else []
             return None if None in came else max(came, default=0)
         if letter == "T":
             others = [p for p in places_of[stage_of[place]] if p != place]
@@ -100,6 +106,7 @@ def slow_simulation(schedule, costs, micro_batches, credits):
             "S": costs.step,
             "R": ((0.0,),),
             "T": ((0.0,),),
+            "D": ((0.0,),),
         }[letter]
         samples = per_stage(times, stage)
         seconds = samples[m % len(samples)]

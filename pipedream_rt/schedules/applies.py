@@ -1,0 +1,50 @@
+"""Where the updates of a stage are applied that wait for something which comes after their step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from pipedream_rt.schedules.actions import Action, Kind, apply
+from pipedream_rt.schedules.channels import Address
+
+if TYPE_CHECKING:
+    from pipedream_rt.schedules.plan import Plan
+
+
+def with_applies(
+    plan: Plan, order: Iterator[Action], apart: Collection[Address], first: Address, start: int
+) -> Iterator[Action]:
+    """Yield the actions of an order, and an ``A`` before the first forward that reads an update.
+
+    As late as possible, since what it waits for is made of the steps of other stages: right after
+    its step, it could wait for a stage of the same worker that has yet to step. The last stage of
+    three with vertical sync and k = 1::
+
+        F0 B0 S0 F1 B1 S1 F2 B2 S2 A0 F3 B3 S3 A1 F4 ...
+
+    Args:
+        plan: The plan.
+        order: An endless order, built in or written.
+        apart: The addresses of the worker that apply their updates by an action of its own.
+        first: The first address of the worker, which does the actions that name no stage.
+        start: The first micro-batch of the order, a multiple of k.
+    """
+    stepped = dict.fromkeys(apart, start // plan.per_update)
+    applied = dict(stepped)
+    for action in order:
+        kind, index, named = action
+        address = first if named is None else named
+        if address in stepped:
+            if kind is Kind.STEP:
+                stepped[address] = index + 1
+            elif kind is Kind.FORWARD:
+                read = plan.reads(plan.stage_of(address), index)
+                for update in range(applied[address], min(read, stepped[address])):
+                    applied[address] = update + 1
+                    yield apply(update, named)
+        yield action
+    for address in apart:  # the order of a replay ends
+        named = None if len(plan.stages_of(plan.worker_of(address))) == 1 else int(address)
+        for update in range(applied[address], stepped[address]):
+            yield apply(update, named)

@@ -1,0 +1,469 @@
+"""The channels: for each kind of edge, how its messages are numbered, who needs and who gives them.
+
+This table is the only statement of what waits for what. `Plan.needs` and `Plan.gives` are read from
+it, and the loop of a worker, the execution, the checker, the simulator and the drawings ask these
+two alone. So what is proved of a plan is what runs.
+
+An edge is a directed way for one kind of message from one address to another. A need is an edge and
+a number, and means *all messages of that edge up to that number* that were not taken yet. Messages
+of an update are numbered by the update, those of a weight version by the version, those of a
+micro-batch by the micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, Kind
+
+if TYPE_CHECKING:
+    from pipedream_rt.schedules.plan import Plan
+
+Address: TypeAlias = int
+"""The place that a message goes to: the number of a stage's replica, or `COORDINATOR`."""
+
+COORDINATOR: Address = -1
+"""The address of the coordinator."""
+
+
+class Place(int):
+    """The address of one of several replicas, which knows what it is called.
+
+    Attributes:
+        title: Its name for people: ``stage 1, replica 0``.
+        stage: The stage that it has a replica of.
+    """
+
+    title: str
+    stage: int
+
+
+def name_of(address: Address) -> str:
+    """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
+    if isinstance(address, Place):
+        return address.title
+    return "the coordinator" if address == COORDINATOR else f"stage {address}"
+
+
+class EdgeKind(Enum):
+    """The kinds of messages, of which each edge carries one."""
+
+    ACTIVATION = "activation"  # the input of a forward, from the coordinator or another stage
+    TARGET = "target"
+    GRADIENT = "gradient"
+    LOSS = "loss"
+    WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
+    SHARE = "share"  # the receiver's share of the gradient of weights that both use
+    NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
+    TOTAL = "total"  # the total norm of all gradients of an update, from the first stage
+    PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
+    STEPPED = "stepped"  # the weights that the sender steps, of several replicas, for another one
+    START = "start"  # the specification of a stage
+    READY = "ready"
+    COMMAND = "command"
+    REPLY = "reply"
+    SAVED = "saved"
+    FAILED = "failed"
+
+    # Keys are hashed often, and the default, which hashes the name in Python, is slow.
+    __hash__ = object.__hash__
+
+
+class Edge(NamedTuple):
+    """A directed way for one kind of message.
+
+    Attributes:
+        kind: The kind of its messages.
+        source: The address of the sender.
+        target: The address of the receiver.
+    """
+
+    kind: EdgeKind
+    source: Address
+    target: Address
+
+    def __str__(self) -> str:
+        """Return the edge for people, as ``gradient from stage 2 to stage 1``."""
+        return f"{self.kind.value} from {name_of(self.source)} to {name_of(self.target)}"
+
+
+class By(Enum):
+    """What the messages of a channel are numbered by."""
+
+    MICRO_BATCH = "micro-batch"
+    UPDATE = "update"
+    VERSION = "weight version"
+    TURN = "turn of the feed"
+    POSITION = "position in the feed"
+    GENERATION = "generation"
+    NOTHING = "nothing: it comes once"
+
+
+class Need(NamedTuple):
+    """All messages of an edge up to a number, as far as they were not taken yet.
+
+    Attributes:
+        edge: The edge.
+        number: The number of the last of them.
+        peek: Whether the message must have come, and stays for a later action.
+    """
+
+    edge: Edge
+    number: int
+    peek: bool = False
+
+    def __str__(self) -> str:
+        """Return the need for people, as ``share 0 from stage 1``."""
+        return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
+
+
+class Row(NamedTuple):
+    """A need, or a gift, of the actions of one kind at an address.
+
+    Attributes:
+        edge: The edge.
+        number: The number of the last message, of the index of the action; None for the message
+            with the number of the index, which is then the only one.
+        peek: As in `Need`.
+    """
+
+    edge: Edge
+    number: Callable[[int], int] | None = None
+    peek: bool = False
+
+    def of(self, index: int) -> Need:
+        """Return the need of the action with an index."""
+        return Need(self.edge, index if self.number is None else self.number(index), self.peek)
+
+
+Rows: TypeAlias = Callable[["Plan", Kind, Address, int], Iterable[Row]]
+"""``rows(plan, kind, address, index)``: the rows of an action, which are the same for another index
+that is a whole number of the plan's cycles later."""
+
+
+def _none(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    """Return no rows."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """A kind of edge.
+
+    Attributes:
+        kind: The kind.
+        by: What its messages are numbered by.
+        ends: Between which addresses it has edges, in words.
+        needed: What an action needs of it.
+        given: What an action gives on it.
+    """
+
+    kind: EdgeKind
+    by: By
+    ends: str
+    needed: Rows = _none
+    given: Rows = _none
+
+
+def _edges(kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address]) -> list[Row]:
+    """Return a row for each pair of addresses."""
+    return [Row(Edge(kind, source, target)) for source in sources for target in targets]
+
+
+# -- what flows with a micro-batch ----------------------------------------------------------------
+
+
+def _activations_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    stage = plan.stage_of(address)
+    if kind is Kind.FORWARD:
+        sources = [plan.address_of(p, index) for p in plan.producers(stage)]
+        if stage in plan.entries:
+            sources.insert(0, COORDINATOR)
+        return _edges(EdgeKind.ACTIVATION, sources, [address])
+    if kind is Kind.STEP and address not in plan.contributors(stage, index):
+        return [_told_by_the_next_one(plan, address, index)]
+    return ()
+
+
+def _told_by_the_next_one(plan: Plan, address: Address, update: int) -> Row:
+    """Return what tells a replica without a micro-batch of an update that the update will be.
+
+    Nothing of that mini-batch goes to it, so it waits until its own next micro-batch is there, or
+    a flush in its place.
+    """
+    stage, k = plan.stage_of(address), plan.per_update
+    first = plan.next_own(address, update * k)
+    sources = [plan.address_of(p, first) for p in plan.producers(stage)] or [COORDINATOR]
+    edge = Edge(EdgeKind.ACTIVATION, max(sources), address)
+    return Row(edge, lambda t: plan.next_own(address, t * k), peek=True)
+
+
+def _activations_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    if kind is Kind.INJECT:
+        entries = [plan.address_of(stage, index) for stage in plan.entries]
+        return _edges(EdgeKind.ACTIVATION, [COORDINATOR], entries)
+    if kind is Kind.FORWARD:
+        consumers = [plan.address_of(c, index) for c in plan.consumers(plan.stage_of(address))]
+        return _edges(EdgeKind.ACTIVATION, [address], consumers)
+    return ()
+
+
+def _targets_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
+    return _edges(EdgeKind.TARGET, [COORDINATOR], [address]) if at_exit else ()
+
+
+def _targets_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    if kind is not Kind.INJECT:
+        return ()
+    return _edges(EdgeKind.TARGET, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
+
+
+def _gradients_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    if kind not in SENDS_BACK:
+        return ()
+    consumers = [plan.address_of(c, index) for c in plan.consumers(plan.stage_of(address))]
+    return _edges(EdgeKind.GRADIENT, consumers, [address])
+
+
+def _gradients_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    if kind not in SENDS_BACK:
+        return ()
+    producers = [plan.address_of(p, index) for p in plan.producers(plan.stage_of(address))]
+    return _edges(EdgeKind.GRADIENT, [address], producers)
+
+
+def _losses_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    """The credits: so many mini-batches are injected before the first of them has its losses."""
+    if kind is not Kind.INJECT:
+        return
+    for end in plan.addresses_of(plan.exits[0]):
+        yield Row(Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end))
+
+
+def _last_paid(plan: Plan, end: Address, micro_batch: int) -> int:
+    """Return the last micro-batch of an exit whose loss must have come before an injection."""
+    last = (micro_batch // plan.per_update - plan.credits() + 1) * plan.per_update - 1
+    count = plan.replicas[plan.stage_of(end)]
+    return last - (last - plan.replica_of(end)) % count
+
+
+def _losses_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
+    return _edges(EdgeKind.LOSS, [address], [COORDINATOR]) if at_exit else ()
+
+
+# -- replicas and shards --------------------------------------------------------------------------
+
+
+def _partials_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    if kind is not Kind.STEP or not plan.others(address):
+        return ()
+    adding = plan.contributors(plan.stage_of(address), index)
+    return _edges(EdgeKind.PARTIAL, [a for a in adding if a != address], [address])
+
+
+def _partials_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    return _edges(EdgeKind.PARTIAL, [address], plan.others(address) if kind is Kind.REDUCE else ())
+
+
+def _sharing(plan: Plan, address: Address) -> tuple[Address, ...]:
+    """Return the other replicas of a stage whose optimizer is divided among them."""
+    return plan.others(address) if plan.shape.shards(plan.stage_of(address)) else ()
+
+
+def _stepped_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    others = _sharing(plan, address) if kind is Kind.TAKE else ()
+    return _edges(EdgeKind.STEPPED, others, [address])
+
+
+def _stepped_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    applies = kind is plan.applied_by(address)
+    return _edges(EdgeKind.STEPPED, [address], _sharing(plan, address) if applies else ())
+
+
+# -- tied weights ---------------------------------------------------------------------------------
+
+
+def _itself(update: int) -> int:
+    return update
+
+
+def _one_more(update: int) -> int:
+    return update + 1
+
+
+def _one_less(update: int) -> int:
+    return update - 1
+
+
+def _weights_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+    """A user reads the version that the owner reads; a flush leaves none on the way."""
+    if kind is not Kind.FORWARD and kind is not Kind.DRAIN:
+        return
+    for edge in plan.borrows(plan.stage_of(address)):
+        reads = functools.partial(plan.reads, plan.stage_of(edge.source))
+        yield Row(edge, reads if kind is Kind.FORWARD else _itself)
+
+
+def _weights_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+    if kind is plan.applied_by(address):
+        for edge in plan.lends(plan.stage_of(address)):
+            yield Row(edge, _one_more)
+
+
+def _shares_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+    if kind in ENDS:
+        for edge in plan.shares_for(plan.stage_of(address)):
+            yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
+
+
+def _shares_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+    if kind in ENDS:
+        for edge in plan.shares_of(plan.stage_of(address)):
+            yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
+
+
+def _update_ended_by(per_update: int, micro_batch: int) -> int:
+    """Return the newest update of which all micro-batches have ended after one of them."""
+    return (micro_batch + 1) // per_update - 1
+
+
+# -- the norm of all gradients ----------------------------------------------------------------
+
+
+def _norms_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    behind = plan.stage_of(address) + 1
+    if kind is not Kind.STEP or plan.norms == "none" or behind == plan.num_stages:
+        return ()
+    # The replica that sends them has a micro-batch of the update; others may know of it late.
+    return _edges(EdgeKind.NORM, [plan.address_of(behind, index * plan.per_update)], [address])
+
+
+def _norms_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    stage = plan.stage_of(address)
+    if kind is not Kind.STEP or plan.norms == "none" or not stage:
+        return ()
+    if address != plan.address_of(stage, index * plan.per_update):
+        return ()
+    return _edges(EdgeKind.NORM, [address], plan.addresses_of(stage - 1))
+
+
+def _totals_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+    """An update waits for its own total, or for one of some updates before; a flush for all."""
+    if plan.norms == "none" or not plan.stage_of(address):
+        return
+    edge = Edge(EdgeKind.TOTAL, plan.address_of(0, index * plan.per_update), address)
+    if kind is Kind.APPLY:
+        yield Row(edge)
+    elif plan.norms == "delayed" and kind is Kind.DRAIN:
+        yield Row(edge, _one_less)
+    elif plan.norms == "delayed" and kind is Kind.STEP:
+        yield Row(edge, functools.partial(_before, plan.delay))
+
+
+def _before(delay: int, update: int) -> int:
+    return update - delay
+
+
+def _totals_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+    first = plan.address_of(0, index * plan.per_update)
+    if kind is not Kind.STEP or plan.norms == "none" or address != first:
+        return ()
+    behind = [a for a in plan.addresses if plan.stage_of(a)]
+    return _edges(EdgeKind.TOTAL, [address], behind)
+
+
+_TO_EACH, _FROM_EACH = "from the coordinator to each address", "from each address to it"
+
+CHANNELS: tuple[Channel, ...] = (
+    Channel(
+        kind=EdgeKind.ACTIVATION,
+        by=By.MICRO_BATCH,
+        ends="from the coordinator to the entries, from producers to consumers",
+        needed=_activations_needed,
+        given=_activations_given,
+    ),
+    Channel(
+        kind=EdgeKind.TARGET,
+        by=By.MICRO_BATCH,
+        ends="from the coordinator to the exit",
+        needed=_targets_needed,
+        given=_targets_given,
+    ),
+    Channel(
+        kind=EdgeKind.GRADIENT,
+        by=By.MICRO_BATCH,
+        ends="from consumers to producers",
+        needed=_gradients_needed,
+        given=_gradients_given,
+    ),
+    Channel(
+        kind=EdgeKind.LOSS,
+        by=By.MICRO_BATCH,
+        ends="from the exit to the coordinator",
+        needed=_losses_needed,
+        given=_losses_given,
+    ),
+    Channel(
+        kind=EdgeKind.PARTIAL,
+        by=By.UPDATE,
+        ends="from each replica of a stage to the others",
+        needed=_partials_needed,
+        given=_partials_given,
+    ),
+    Channel(
+        kind=EdgeKind.STEPPED,
+        by=By.UPDATE,
+        ends="from each replica of a stage with a divided optimizer to the others",
+        needed=_stepped_needed,
+        given=_stepped_given,
+    ),
+    Channel(
+        kind=EdgeKind.WEIGHT,
+        by=By.VERSION,
+        ends="from the owner of a tied weight to the stages that use it",
+        needed=_weights_needed,
+        given=_weights_given,
+    ),
+    Channel(
+        kind=EdgeKind.SHARE,
+        by=By.UPDATE,
+        ends="from a stage that uses a tied weight to the one before it that does",
+        needed=_shares_needed,
+        given=_shares_given,
+    ),
+    Channel(
+        kind=EdgeKind.NORM,
+        by=By.UPDATE,
+        ends="from each stage to the one before it",
+        needed=_norms_needed,
+        given=_norms_given,
+    ),
+    Channel(
+        kind=EdgeKind.TOTAL,
+        by=By.UPDATE,
+        ends="from the first stage to all others",
+        needed=_totals_needed,
+        given=_totals_given,
+    ),
+    # No action waits for these: they come before the order, between two of its actions, or at
+    # any time.
+    Channel(kind=EdgeKind.START, by=By.NOTHING, ends=_TO_EACH),
+    Channel(kind=EdgeKind.READY, by=By.GENERATION, ends=_FROM_EACH),
+    Channel(kind=EdgeKind.COMMAND, by=By.TURN, ends=_TO_EACH),
+    Channel(kind=EdgeKind.REPLY, by=By.POSITION, ends=_FROM_EACH),
+    Channel(kind=EdgeKind.SAVED, by=By.POSITION, ends=_FROM_EACH),
+    Channel(kind=EdgeKind.FAILED, by=By.NOTHING, ends=_FROM_EACH),
+)
+"""Every channel, those that actions wait for first."""
+
+OF_ACTIONS = tuple(channel for channel in CHANNELS if channel.given is not _none)
+"""The channels whose messages actions need and give."""
+
+TO_STAGES = tuple(channel.kind for channel in CHANNELS if channel.ends == _TO_EACH)
+FROM_STAGES = tuple(channel.kind for channel in CHANNELS if channel.ends == _FROM_EACH)

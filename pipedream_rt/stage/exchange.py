@@ -1,0 +1,286 @@
+"""A stage on its worker: the feed that it follows, and the messages that it gets and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from pipedream_rt.messages.message import (
+    Key,
+    Loss,
+    Message,
+    MicroBatch,
+    Mode,
+    Payload,
+    Reply,
+    Saved,
+    Send,
+)
+from pipedream_rt.messages.tree import Value, flat_copy, flatten
+from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
+from pipedream_rt.schedules.channels import OF_ACTIONS, Address, By, Row
+from pipedream_rt.stage.saving import StageSaver
+from pipedream_rt.stage.stage import Stage
+from pipedream_rt.stage.values import (
+    NOTHING,
+    PACK,
+    Gifts,
+    Gradients,
+    packed_gradients,
+    trail_of,
+)
+
+_BY = {channel.kind: channel.by for channel in OF_ACTIONS}
+
+
+class Exchange:
+    """A stage on its worker, with its place in the feed, its messages and its counters.
+
+    What the stage returns becomes messages here, on the edges that the plan names.
+
+    Args:
+        stage: The stage.
+        send: Hands the stage's messages to the transport.
+
+    Attributes:
+        stage: The stage.
+        address: The address of the stage, or of the replica.
+        saver: The writer of its part of checkpoints.
+        loads: The number of checkpoints that the run has gone back to, or on from, meanwhile.
+        turn: The turn of the next item of its feed.
+        ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
+        positions: The position of each micro-batch in flight.
+        busy_ns: The time that the stage has computed, in ns.
+        held_up_ns: The time that it has waited while another stage of its process computed, in ns.
+        sent_bytes: The bytes of tensors that it has sent since its last span.
+    """
+
+    def __init__(self, stage: Stage, send: Send) -> None:
+        """Begin at the first turn, with nothing in flight."""
+        self.stage = stage
+        self.address = stage.address
+        self._plan = plan = stage.plan
+        self._transport_send = send
+        self._cycle = plan.cycle(self.address)
+        self._routes: dict[int, _Route] = {}
+        # Each replica of the nearest producer may be the one that sends the next item of the feed.
+        own = range(plan.next_own(self.address, 0), self._cycle, plan.replicas[stage.index])
+        self._next_from = tuple(dict.fromkeys(self.route(number).first for number in own))
+        self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, self.address)
+        self.saver = StageSaver(stage, plan.num_stages, self._tell_saved)
+        self.turn = self.loads = 0
+        self.ahead: Message | None = None
+        self.positions: dict[int, int] = {}
+        self._taken: dict[Edge, int] = {}
+        self._given: dict[Edge, int] = {}
+        self._begun = stage.steps
+        self.busy_ns = self.held_up_ns = self.sent_bytes = 0
+
+    def begin(self) -> None:
+        """Begin a stretch of the order: nothing is in flight, and no message is on its way."""
+        self._begun = self.stage.steps
+        self._taken.clear()
+        self._given.clear()
+
+    # -- the feed -------------------------------------------------------------------------------
+
+    def route(self, number: int) -> _Route:
+        """Return the edges of the messages about a micro-batch.
+
+        Args:
+            number: Number of the micro-batch; 0 for all that are not trained on.
+        """
+        place = number % self._cycle if self._cycle > 1 else 0
+        route = self._routes.get(place)
+        if route is None:
+            route = self._routes[place] = _Route(self._plan, self.address, place)
+        return route
+
+    def route_of(self, head: MicroBatch) -> _Route:
+        """Return the edges of the messages about a micro-batch, of which one has come."""
+        return self.route(head.micro_batch if self._cycle > 1 and head.mode is Mode.TRAIN else 0)
+
+    def next_keys(self) -> tuple[Key, ...]:
+        """Return the keys of which one is that of the next item: activations, and a command."""
+        turn = self.turn
+        return (*(Key(edge, turn) for edge in self._next_from), Key(self._commands, turn))
+
+    def has_peeked(self, row: Row, index: int) -> bool:
+        """Whether a micro-batch has come, at which an action has to peek."""
+        newest = self.stage.next_forward
+        if self.ahead is None:
+            newest -= self._plan.replicas[self.stage.index]
+        return newest >= row.of(index).number
+
+    def position_of(self, micro_batch: int) -> int:
+        """Return the position of a micro-batch in flight.
+
+        Raises:
+            ScheduleError: The micro-batch is not in flight.
+        """
+        self.stage.require_in_flight(micro_batch)
+        return self.positions[micro_batch]
+
+    # -- what actions need ------------------------------------------------------------------------
+
+    def keys(self, row: Row, index: int) -> Iterator[Key]:
+        """Yield the keys of the messages that an action needs of an edge.
+
+        Args:
+            row: The row of the table of channels.
+            index: The index of the action.
+        """
+        edge = row.edge
+        if _BY[edge.kind] is By.MICRO_BATCH:
+            yield Key(edge, self.position_of(index))
+        else:
+            for number in self._up_to(row, index, self._taken):
+                yield Key(edge, self._numbered(number))
+
+    def _up_to(self, row: Row, index: int, done: dict[Edge, int]) -> Sequence[int]:
+        """Return the numbers of the messages that a row names and that are not done yet."""
+        if row.number is None:
+            return (index,)
+        edge, last = row.edge, row.number(index)
+        first = self._begun - (_BY[edge.kind] is not By.VERSION)
+        numbers = range(done.get(edge, first) + 1, last + 1)
+        if numbers:
+            done[edge] = last
+        return numbers
+
+    def _numbered(self, update: int) -> int:
+        """Return the number under which messages about an update, or a version, are sent.
+
+        It rises also when updates begin again from an earlier one: an inbox takes a message whose
+        number does not rise for one that came twice.
+        """
+        return (self.loads << 40) + update
+
+    # -- what actions give ------------------------------------------------------------------------
+
+    def give(self, action: Action, gifts: Gifts) -> None:
+        """Send what an action gives beside the messages of its micro-batch.
+
+        Args:
+            action: The action.
+            gifts: What it gives, by kind of edge.
+        """
+        index = action.index
+        for row in self._plan.rows(action, self.address)[1]:
+            if row.edge.kind in gifts:
+                for number in self._up_to(row, index, self._given):
+                    packed = PACK[row.edge.kind](self._plan, row.edge, gifts[row.edge.kind])
+                    self._send(row.edge, self._numbered(number), *packed)
+
+    def send_on(
+        self,
+        inputs: Sequence[Message],
+        made: Sequence[Value] | float | None,
+        version: int,
+        mark: str = "",
+        metrics: Sequence[float | str] = (),
+    ) -> None:
+        """Send the output or the loss of a forward on every edge that the forward gives.
+
+        Args:
+            inputs: The messages that the forward needed.
+            made: The values for the consumers, or the loss, as `Stage.forward` returns them.
+            version: The weight version that the forward read.
+            mark: What the stage adds to the trail; see `MicroBatch`.
+            metrics: What goes with the loss of an evaluation.
+        """
+        head = inputs[0].payload
+        assert isinstance(head, MicroBatch)
+        trail = [*trail_of(inputs), [self.stage.index, version, self.busy_ns, mark]]
+        outputs = self.route_of(head).outputs
+        values = made if isinstance(made, Sequence) else [NOTHING] * len(outputs)
+        for edge, output in zip(outputs, values, strict=True):
+            payload: Payload
+            if edge.kind is EdgeKind.LOSS:
+                loss = made if isinstance(made, float) else None
+                structure = output.structure if isinstance(made, Sequence) else []
+                payload = Loss(loss=loss, trail=trail, metrics=list(metrics), structure=structure)
+            else:
+                turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
+                payload = MicroBatch(
+                    turn=turn,
+                    turns=head.turns,
+                    micro_batch=head.micro_batch,
+                    mode=head.mode,
+                    empty=head.empty,
+                    program=head.program,
+                    definition=head.definition,
+                    version=head.version,
+                    cache=head.cache,
+                    fingerprint=head.fingerprint,
+                    hyper=head.hyper,
+                    structure=output.structure,
+                    requires_grad=list(output.requires_grad),
+                    trail=trail,
+                )
+            self._send(edge, inputs[0].index, payload, output.tensors)
+
+    def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
+        """Send the gradients that a backward found to the stages that its inputs came from.
+
+        Args:
+            micro_batch: Number of the micro-batch.
+            found: The gradients, as `Stage.backward` returns them; empty for a micro-batch without
+                samples, for which the producers wait all the same.
+        """
+        position, route = self.positions[micro_batch], self.route(micro_batch)
+        for edge, number in route.back:
+            self._send(edge, position, *packed_gradients(found[number] if found else []))
+
+    def reply(self, position: int, result: object, refused: str = "") -> None:
+        """Send the result of a command to the coordinator, or why there is none.
+
+        Raises:
+            ConfigError: The result cannot be sent.
+        """
+        # The tensors are copied, because the next update may change the stage's own.
+        structure, copies = flat_copy(result)
+        edge = Edge(EdgeKind.REPLY, self.address, COORDINATOR)
+        self._send(edge, position, Reply(structure=structure, refused=refused), copies)
+
+    def _tell_saved(self, position: int, result: object) -> None:
+        """Send the result of a command to save to the coordinator."""
+        self._transport_send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
+
+    def _send(
+        self, edge: Edge, position: int, payload: Payload, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Hand a message to the transport, and count the bytes of its tensors."""
+        self.sent_bytes += sum(t.nbytes for t in tensors)
+        self._transport_send(edge.target, position, payload, tensors)
+
+
+class _Route:
+    """The edges of the messages about a micro-batch that a replica of a stage gets and sends.
+
+    Args:
+        plan: The plan.
+        address: The address of the replica.
+        number: Number of the micro-batch.
+
+    Attributes:
+        activations: The edges on which its inputs come, in the order of the stages.
+        first: The one whose message is waited for: when the nearest producer has done a
+            micro-batch, so have all others.
+        rest: The other edges of the micro-batch that its forward needs.
+        outputs: The edges of the micro-batch that its forward gives.
+        back: The edges that its backward gives, each with the number of the input.
+    """
+
+    def __init__(self, plan: Plan, address: Address, number: int) -> None:
+        """Ask the plan."""
+        needs, gives = plan.rows(Action(Kind.FORWARD, number), address)
+        needed = [row.edge for row in needs if _BY[row.edge.kind] is By.MICRO_BATCH]
+        self.activations = [edge for edge in needed if edge.kind is EdgeKind.ACTIVATION]
+        self.first = max(self.activations, key=lambda edge: edge.source)
+        self.rest = [edge for edge in needed if edge != self.first]
+        self.outputs = [row.edge for row in gives if _BY[row.edge.kind] is By.MICRO_BATCH]
+        sources = [edge.source for edge in self.activations]
+        back = (row.edge for row in plan.rows(Action(Kind.INPUT, number), address)[1])
+        self.back = [(edge, sources.index(edge.target)) for edge in back]

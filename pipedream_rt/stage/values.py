@@ -1,0 +1,192 @@
+"""What stages hand to each other as values, and the messages that carry them.
+
+A stage takes and returns values: tensors with little around them. Here each kind of message becomes
+a value, and each value the payload and the tensors of a message. Nothing else of a stage knows how
+messages look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.messages.message import (
+    Gradient,
+    Message,
+    MicroBatch,
+    Norm,
+    Partial,
+    Passed,
+    Payload,
+    Share,
+    Stepped,
+    Target,
+    Total,
+    Weight,
+)
+from pipedream_rt.messages.tree import Value, flatten
+from pipedream_rt.schedules import Edge, EdgeKind, Plan
+
+Gradients: TypeAlias = list[Tensor | None]
+"""The gradients of those tensors of a value that asked for one, in order; None where none came."""
+
+NOTHING = Value(flatten(None)[0], (), ())
+"""The value that a micro-batch without samples carries."""
+
+
+class Part(NamedTuple):
+    """What a replica has summed for an update.
+
+    Attributes:
+        gradients: The gradients of its micro-batches.
+        hyper: The hyper-parameters of the update.
+        read: The versions that its micro-batches with samples have read.
+    """
+
+    gradients: list[Tensor | None]
+    hyper: list[dict[str, Any]]
+    read: list[int]
+
+
+# -- from messages ------------------------------------------------------------------------------
+
+
+def value_of(message: Message) -> Value:
+    """Return the value that the message of a micro-batch carries."""
+    head = message.payload
+    assert isinstance(head, MicroBatch)
+    return Value(head.structure, message.tensors, tuple(head.requires_grad))
+
+
+_NO_TARGET = Target(structure=[], share=1.0)
+
+
+def target_of(message: Message | None) -> tuple[Value | None, Target]:
+    """Return the target that a message carries, and what goes with it."""
+    if message is None:
+        return None, _NO_TARGET
+    head = message.payload
+    assert isinstance(head, Target)
+    return Value(head.structure, message.tensors, ()), head
+
+
+def _with_gaps(present: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return tensors with None where there is none."""
+    left = iter(tensors)
+    return [next(left) if there else None for there in present]
+
+
+def gradients_of(message: Message) -> Gradients:
+    """Return the gradients that a message carries."""
+    head = message.payload
+    assert isinstance(head, Gradient)
+    return _with_gaps(head.present, message.tensors)
+
+
+def part_in(message: Message) -> Part:
+    """Return what a replica has summed, which a message carries."""
+    head = message.payload
+    assert isinstance(head, Partial)
+    return Part(_with_gaps(head.present, message.tensors), head.hyper, head.read)
+
+
+def shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
+    """Return the shares of gradients of tied weights that a message carries, by weight."""
+    head, edge = message.payload, message.key.edge
+    assert isinstance(head, Share)
+    shares = _with_gaps(head.present, message.tensors)
+    ties = plan.shares_for(plan.stage_of(edge.target))[edge]
+    return {tie.name: s for tie, s in zip(ties, shares, strict=True) if s is not None}
+
+
+def weights_in(plan: Plan, message: Message) -> dict[str, Tensor]:
+    """Return the weights of another stage that a message carries, by name."""
+    edge = message.key.edge
+    ties = plan.borrows(plan.stage_of(edge.target))[edge]
+    return dict(zip((tie.name for tie in ties), message.tensors, strict=True))
+
+
+def norms_in(message: Message) -> dict[int, Tensor]:
+    """Return the norms that a message carries, by the places of their parameters in the model."""
+    head = message.payload
+    assert isinstance(head, Norm)
+    return dict(zip(head.numbers, message.tensors[0].unbind(), strict=True))
+
+
+def totals_in(messages: Sequence[Message]) -> dict[int, float]:
+    """Return the total norms that messages carry, by update."""
+    heads = (message.payload for message in messages)
+    return {head.update: head.total for head in heads if isinstance(head, Total)}
+
+
+def trail_of(inputs: Sequence[Message]) -> list[Passed]:
+    """Return the trails of all inputs merged into one, in the order of the stages."""
+    trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
+    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
+    return [merged[stage] for stage in sorted(merged)]
+
+
+# -- to messages --------------------------------------------------------------------------------
+
+Packed: TypeAlias = tuple[Payload, tuple[Tensor, ...]]
+
+
+def _dense(values: Sequence[Tensor | None]) -> tuple[list[bool], tuple[Tensor, ...]]:
+    """Return which of some values are there, and those."""
+    return [v is not None for v in values], tuple(v for v in values if v is not None)
+
+
+def packed_gradients(gradients: Gradients) -> Packed:
+    """Return the message of the gradients of one input."""
+    present, tensors = _dense(gradients)
+    return Gradient(present=present), tensors
+
+
+def _packed_part(plan: Plan, edge: Edge, part: Part) -> Packed:
+    present, tensors = _dense(part.gradients)
+    return Partial(present=present, hyper=part.hyper, read=part.read), tensors
+
+
+def _packed_stepped(plan: Plan, edge: Edge, tensors: tuple[Tensor, ...]) -> Packed:
+    return Stepped(), tensors
+
+
+def _packed_weights(plan: Plan, edge: Edge, weights: Mapping[str, Tensor]) -> Packed:
+    ties = plan.lends(plan.stage_of(edge.source))[edge]
+    return Weight(), tuple(weights[tie.name] for tie in ties)
+
+
+def _packed_shares(plan: Plan, edge: Edge, shares: Mapping[str, Tensor | None]) -> Packed:
+    ties = plan.shares_of(plan.stage_of(edge.source))[edge]
+    present, tensors = _dense([shares[tie.name] for tie in ties])
+    return Share(present=present), tensors
+
+
+def _packed_norms(plan: Plan, edge: Edge, norms: Mapping[int, Tensor]) -> Packed:
+    tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
+    return Norm(numbers=list(norms)), (tensor,)
+
+
+def _packed_total(plan: Plan, edge: Edge, total: tuple[int, float]) -> Packed:
+    return Total(update=total[0], total=total[1]), ()
+
+
+PACK: Mapping[EdgeKind, Callable[[Plan, Edge, Any], Packed]] = {
+    EdgeKind.PARTIAL: _packed_part,
+    EdgeKind.STEPPED: _packed_stepped,
+    EdgeKind.WEIGHT: _packed_weights,
+    EdgeKind.SHARE: _packed_shares,
+    EdgeKind.NORM: _packed_norms,
+    EdgeKind.TOTAL: _packed_total,
+}
+"""By kind of edge: makes the message of the value that a stage gives there.
+
+Those of a micro-batch (activations, gradients, losses) also carry what came with it, and are made
+in `Exchange`.
+"""
+
+Gifts: TypeAlias = Mapping[EdgeKind, Any]
+"""What an action of a stage gives, by kind of edge; see `PACK`."""
