@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from pipedream_rt.profiling import profile
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
-    from pipedream_rt.stage.clipping import Clip
-    from pipedream_rt.stage.scaling import LossScale
+    from pipedream_rt.stage.rules.clipping import Clip
+    from pipedream_rt.stage.rules.scaling import LossScale
 
 __version__ = "0.1.0"
 
@@ -99,7 +99,7 @@ __all__ = [
 _HOMES = {
     "Action": "pipedream_rt.schedules",
     "Checkpoints": "pipedream_rt.coordinator.options",
-    "Clip": "pipedream_rt.stage.clipping",
+    "Clip": "pipedream_rt.stage.rules.clipping",
     "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
     "Fingerprint": "pipedream_rt.coordinator.fingerprints",
@@ -108,7 +108,7 @@ _HOMES = {
     "LayerCosts": "pipedream_rt.partitioning.profile",
     "LayerSpec": "pipedream_rt.planning.layer_spec",
     "LinkCosts": "pipedream_rt.link_costs",
-    "LossScale": "pipedream_rt.stage.scaling",
+    "LossScale": "pipedream_rt.stage.rules.scaling",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Plan": "pipedream_rt.schedules",

@@ -110,13 +110,13 @@ from pipedream_rt.observe.trace import Trace
 from pipedream_rt.planning import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.profiling import profile_and_end
 from pipedream_rt.schedules import Plan, plan_for
-from pipedream_rt.schedules.channels import name_of
 from pipedream_rt.schedules.checker import prove
+from pipedream_rt.schedules.edges import name_of
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
-from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.evaluation import Metric, changes_modes
-from pipedream_rt.stage.scaling import LossScale
+from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
 from pipedream_rt.transport.base import Receive
 
@@ -386,6 +386,7 @@ class Pipeline:
             clip=clip,
             scale=scale,
             corrections=self._corrections,
+            ema=ema,
             pretrained=pretrained,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
             modes=split.modes,
@@ -420,7 +421,7 @@ class Pipeline:
             )
             self._epochs = Epochs(self._feeder)
             names = parameter_names(self._model, parts)
-            self._references = References(self._lease, self._feeder, self._model, names, ema)
+            self._references = References(self._lease, self._feeder, self._model, names)
             self._averages = ema is not None and grouped is not None
             self._changes_modes = any(map(changes_modes, parts))
             self._checkpointer = Checkpointer(self._group, kept)

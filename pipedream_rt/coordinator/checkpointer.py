@@ -37,7 +37,7 @@ from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schedules import EdgeKind
-from pipedream_rt.schedules.channels import name_of
+from pipedream_rt.schedules.edges import name_of
 
 _log = logging.getLogger(__name__)
 

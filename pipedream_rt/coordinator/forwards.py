@@ -31,7 +31,7 @@ from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.program import NONE_CARRIED, Program, Slot
 from pipedream_rt.planning.record import record
 from pipedream_rt.schedules import COORDINATOR
-from pipedream_rt.schedules.channels import Address, name_of
+from pipedream_rt.schedules.edges import Address, name_of
 from pipedream_rt.stage.spec import has_own_loss, own_loss
 
 Share: TypeAlias = tuple[Address, Structure, tuple[Tensor, ...]]

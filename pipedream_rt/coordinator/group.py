@@ -49,7 +49,7 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, EdgeKind, Plan
-from pipedream_rt.schedules.channels import Address, name_of
+from pipedream_rt.schedules.edges import Address, name_of
 from pipedream_rt.transport.base import Receive, sender
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.corrections import Correction
 from pipedream_rt.messages.tree import micro_batch_sizes
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.channels import name_of
+from pipedream_rt.schedules.edges import name_of
 from pipedream_rt.schedules.recipes import RECIPES
 
 _LOST = 0.2

@@ -12,8 +12,8 @@ from pipedream_rt.cluster.base import Cluster, Fail, Failure, once
 from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
-from pipedream_rt.schedules.channels import Address, name_of
-from pipedream_rt.schedules.plan import stage_at
+from pipedream_rt.schedules.edges import Address, name_of
+from pipedream_rt.schedules.layout import stage_at
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +82,6 @@ class References:
         feeder: Sends the optimizer's hyper-parameters along with micro-batches, and flushes.
         model: The unsplit model.
         names: The names of the trainable parameters, stage by stage.
-        average: The decay of the average of weights that optimizers keep; None for no average.
     """
 
     def __init__(
@@ -92,10 +90,8 @@ class References:
         feeder: Feeder,
         model: UnsplitModel,
         names: Sequence[str],
-        average: float | None = None,
     ) -> None:
         """Ask the workers for no reference yet."""
-        self._average = average
         self._model = model
         self._lease = lease
         self._feeder = feeder
@@ -182,7 +178,6 @@ class References:
         names = {id(reference): name for named in every for reference, name in named}
         try:
             spec = optimizer.spec(lambda reference: names[id(reference)])
-            spec = dataclasses.replace(spec, average=self._average)
         except KeyError:
             raise ConfigError("the optimizer has references of another pipeline") from None
         data, tensors = dumps(spec)

@@ -34,10 +34,11 @@ from pipedream_rt.planning.record import MANUAL
 from pipedream_rt.planning.settings import refuse_global_hooks, settings_now
 from pipedream_rt.planning.shipping import Range
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.plan import LOSS_LAYER
-from pipedream_rt.stage.clipping import Clip
-from pipedream_rt.stage.scaling import LossScale
-from pipedream_rt.stage.spec import GradientHook, LossFunction, OnNan, StageSpec
+from pipedream_rt.schedules.layout import LOSS_LAYER
+from pipedream_rt.stage.parameters import GradientHook
+from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.scaling import LossScale
+from pipedream_rt.stage.spec import LossFunction, OnNan, StageSpec
 
 _log = logging.getLogger(__name__)
 
@@ -287,6 +288,7 @@ def pickled_specs(
     clip: Clip | None,
     scale: LossScale | None,
     corrections: tuple[Correction, ...],
+    ema: float | None,
     pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
     modes: Modes,
@@ -308,6 +310,7 @@ def pickled_specs(
         clip: How gradients are clipped.
         scale: How losses are scaled.
         corrections: The corrections for staleness.
+        ema: The decay of the average of weights; None for no average.
         pretrained: Where the workers read weights; None for nowhere.
         programs: By stage, what a forward does, as in `StageSpec`.
         modes: As in `StageSpec`.
@@ -348,6 +351,7 @@ def pickled_specs(
             clip=clip,
             scale=scale,
             corrections=corrections,
+            ema=ema,
             pretrained=pretrained,
             names={n: model.names[id(p)] for n, p in part.named_parameters() if p.requires_grad},
             numbers=_numbers(model, part),

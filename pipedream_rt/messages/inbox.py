@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
 from pipedream_rt.messages.message import Key, Message
-from pipedream_rt.schedules.channels import Edge
+from pipedream_rt.schedules.edges import Edge
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.messages.tree import Structure
-from pipedream_rt.schedules.channels import Address, Edge, EdgeKind, name_of
+from pipedream_rt.schedules.edges import Address, Edge, EdgeKind, name_of
 
 Passed: TypeAlias = list[Any]
 """What a stage adds to the trail of a micro-batch; see `MicroBatch`."""

@@ -45,7 +45,7 @@ class Replay:
         # What was recorded says itself where the pipe was flushed.
         self._shape = replace(trace.plan.shape, synchronous=0)
         self._orders = [
-            [action for action in trace.actions(w) if action.kind in OF_ORDERS]
+            [action for action in trace.actions(w) if action.kind in OF_ORDERS]  # not A
             for w in range(plan.workers)
         ]
         reads, kept = [], []

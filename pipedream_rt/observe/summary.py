@@ -13,7 +13,7 @@ from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY, Spans
 from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, PASS, Trace
 from pipedream_rt.schedules import Edge, EdgeKind, Kind, Plan
-from pipedream_rt.schedules.channels import name_of
+from pipedream_rt.schedules.edges import name_of
 
 _COMPUTES = (*COMPUTES, PASS)
 _FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]

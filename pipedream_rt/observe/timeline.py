@@ -14,7 +14,7 @@ from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, PASS, Trace
 from pipedream_rt.schedules import Kind, Plan
-from pipedream_rt.schedules.channels import name_of
+from pipedream_rt.schedules.edges import name_of
 
 MOST_DRAWN = 2000
 """The number of actions that a picture shows where its end is not given; more would blur."""

@@ -24,7 +24,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.program import Held, Program, Step, found, slots_in
 from pipedream_rt.schedules import COORDINATOR
-from pipedream_rt.schedules.channels import Address
+from pipedream_rt.schedules.edges import Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ Everything here is pure: integers, without clocks, messages, tensors or threads.
 """
 
 from pipedream_rt.schedules.actions import Action, Kind
-from pipedream_rt.schedules.channels import CHANNELS, COORDINATOR, Edge, EdgeKind, Need
+from pipedream_rt.schedules.channels import CHANNELS
 from pipedream_rt.schedules.checker import check, plan_for
+from pipedream_rt.schedules.edges import COORDINATOR, Edge, EdgeKind, Need
 from pipedream_rt.schedules.ledger import VersionLedger
 from pipedream_rt.schedules.orders import Order
 from pipedream_rt.schedules.plan import Plan, plan_named

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 from pipedream_rt.schedules.actions import Action, Kind, apply
-from pipedream_rt.schedules.channels import Address
-
-if TYPE_CHECKING:
-    from pipedream_rt.schedules.plan import Plan
+from pipedream_rt.schedules.edges import Address
+from pipedream_rt.schedules.layout import Layout
 
 
 def with_applies(
-    plan: Plan, order: Iterator[Action], apart: Collection[Address], first: Address, start: int
+    plan: Layout, order: Iterator[Action], apart: Collection[Address], first: Address, start: int
 ) -> Iterator[Action]:
     """Yield the actions of an order, and an ``A`` before the first forward that reads an update.
 

@@ -15,137 +15,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, Kind
+from pipedream_rt.schedules.edges import COORDINATOR, Address, By, Edge, EdgeKind, Row
+from pipedream_rt.schedules.layout import Layout
 
-if TYPE_CHECKING:
-    from pipedream_rt.schedules.plan import Plan
-
-Address: TypeAlias = int
-"""The place that a message goes to: the number of a stage's replica, or `COORDINATOR`."""
-
-COORDINATOR: Address = -1
-"""The address of the coordinator."""
-
-
-class Place(int):
-    """The address of one of several replicas, which knows what it is called.
-
-    Attributes:
-        title: Its name for people: ``stage 1, replica 0``.
-        stage: The stage that it has a replica of.
-    """
-
-    title: str
-    stage: int
-
-
-def name_of(address: Address) -> str:
-    """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
-    if isinstance(address, Place):
-        return address.title
-    return "the coordinator" if address == COORDINATOR else f"stage {address}"
-
-
-class EdgeKind(Enum):
-    """The kinds of messages, of which each edge carries one."""
-
-    ACTIVATION = "activation"  # the input of a forward, from the coordinator or another stage
-    TARGET = "target"
-    GRADIENT = "gradient"
-    LOSS = "loss"
-    WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
-    SHARE = "share"  # the receiver's share of the gradient of weights that both use
-    NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
-    TOTAL = "total"  # the total norm of all gradients of an update, from the first stage
-    PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
-    STEPPED = "stepped"  # the weights that the sender steps, of several replicas, for another one
-    START = "start"  # the specification of a stage
-    READY = "ready"
-    COMMAND = "command"
-    REPLY = "reply"
-    SAVED = "saved"
-    FAILED = "failed"
-
-    # Keys are hashed often, and the default, which hashes the name in Python, is slow.
-    __hash__ = object.__hash__
-
-
-class Edge(NamedTuple):
-    """A directed way for one kind of message.
-
-    Attributes:
-        kind: The kind of its messages.
-        source: The address of the sender.
-        target: The address of the receiver.
-    """
-
-    kind: EdgeKind
-    source: Address
-    target: Address
-
-    def __str__(self) -> str:
-        """Return the edge for people, as ``gradient from stage 2 to stage 1``."""
-        return f"{self.kind.value} from {name_of(self.source)} to {name_of(self.target)}"
-
-
-class By(Enum):
-    """What the messages of a channel are numbered by."""
-
-    MICRO_BATCH = "micro-batch"
-    UPDATE = "update"
-    VERSION = "weight version"
-    TURN = "turn of the feed"
-    POSITION = "position in the feed"
-    GENERATION = "generation"
-    NOTHING = "nothing: it comes once"
-
-
-class Need(NamedTuple):
-    """All messages of an edge up to a number, as far as they were not taken yet.
-
-    Attributes:
-        edge: The edge.
-        number: The number of the last of them.
-        peek: Whether the message must have come, and stays for a later action.
-    """
-
-    edge: Edge
-    number: int
-    peek: bool = False
-
-    def __str__(self) -> str:
-        """Return the need for people, as ``share 0 from stage 1``."""
-        return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
-
-
-class Row(NamedTuple):
-    """A need, or a gift, of the actions of one kind at an address.
-
-    Attributes:
-        edge: The edge.
-        number: The number of the last message, of the index of the action; None for the message
-            with the number of the index, which is then the only one.
-        peek: As in `Need`.
-    """
-
-    edge: Edge
-    number: Callable[[int], int] | None = None
-    peek: bool = False
-
-    def of(self, index: int) -> Need:
-        """Return the need of the action with an index."""
-        return Need(self.edge, index if self.number is None else self.number(index), self.peek)
-
-
-Rows: TypeAlias = Callable[["Plan", Kind, Address, int], Iterable[Row]]
+Rows: TypeAlias = Callable[[Layout, Kind, Address, int], Iterable[Row]]
 """``rows(plan, kind, address, index)``: the rows of an action, which are the same for another index
 that is a whole number of the plan's cycles later."""
 
 
-def _none(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _none(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     """Return no rows."""
     return ()
 
@@ -177,7 +58,7 @@ def _edges(kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address
 # -- what flows with a micro-batch ----------------------------------------------------------------
 
 
-def _activations_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _activations_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     stage = plan.stage_of(address)
     if kind is Kind.FORWARD:
         sources = [plan.address_of(p, index) for p in plan.producers(stage)]
@@ -189,7 +70,7 @@ def _activations_needed(plan: Plan, kind: Kind, address: Address, index: int) ->
     return ()
 
 
-def _told_by_the_next_one(plan: Plan, address: Address, update: int) -> Row:
+def _told_by_the_next_one(plan: Layout, address: Address, update: int) -> Row:
     """Return what tells a replica without a micro-batch of an update that the update will be.
 
     Nothing of that mini-batch goes to it, so it waits until its own next micro-batch is there, or
@@ -202,7 +83,7 @@ def _told_by_the_next_one(plan: Plan, address: Address, update: int) -> Row:
     return Row(edge, lambda t: plan.next_own(address, t * k), peek=True)
 
 
-def _activations_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _activations_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind is Kind.INJECT:
         entries = [plan.address_of(stage, index) for stage in plan.entries]
         return _edges(EdgeKind.ACTIVATION, [COORDINATOR], entries)
@@ -212,32 +93,32 @@ def _activations_given(plan: Plan, kind: Kind, address: Address, index: int) -> 
     return ()
 
 
-def _targets_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _targets_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
     return _edges(EdgeKind.TARGET, [COORDINATOR], [address]) if at_exit else ()
 
 
-def _targets_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _targets_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind is not Kind.INJECT:
         return ()
     return _edges(EdgeKind.TARGET, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
 
 
-def _gradients_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _gradients_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind not in SENDS_BACK:
         return ()
     consumers = [plan.address_of(c, index) for c in plan.consumers(plan.stage_of(address))]
     return _edges(EdgeKind.GRADIENT, consumers, [address])
 
 
-def _gradients_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _gradients_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind not in SENDS_BACK:
         return ()
     producers = [plan.address_of(p, index) for p in plan.producers(plan.stage_of(address))]
     return _edges(EdgeKind.GRADIENT, [address], producers)
 
 
-def _losses_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _losses_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     """The credits: so many mini-batches are injected before the first of them has its losses."""
     if kind is not Kind.INJECT:
         return
@@ -245,14 +126,14 @@ def _losses_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iter
         yield Row(Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end))
 
 
-def _last_paid(plan: Plan, end: Address, micro_batch: int) -> int:
+def _last_paid(plan: Layout, end: Address, micro_batch: int) -> int:
     """Return the last micro-batch of an exit whose loss must have come before an injection."""
     last = (micro_batch // plan.per_update - plan.credits() + 1) * plan.per_update - 1
     count = plan.replicas[plan.stage_of(end)]
     return last - (last - plan.replica_of(end)) % count
 
 
-def _losses_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _losses_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
     return _edges(EdgeKind.LOSS, [address], [COORDINATOR]) if at_exit else ()
 
@@ -260,28 +141,28 @@ def _losses_given(plan: Plan, kind: Kind, address: Address, index: int) -> Itera
 # -- replicas and shards --------------------------------------------------------------------------
 
 
-def _partials_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _partials_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind is not Kind.STEP or not plan.others(address):
         return ()
     adding = plan.contributors(plan.stage_of(address), index)
     return _edges(EdgeKind.PARTIAL, [a for a in adding if a != address], [address])
 
 
-def _partials_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _partials_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     return _edges(EdgeKind.PARTIAL, [address], plan.others(address) if kind is Kind.REDUCE else ())
 
 
-def _sharing(plan: Plan, address: Address) -> tuple[Address, ...]:
+def _sharing(plan: Layout, address: Address) -> tuple[Address, ...]:
     """Return the other replicas of a stage whose optimizer is divided among them."""
     return plan.others(address) if plan.shape.shards(plan.stage_of(address)) else ()
 
 
-def _stepped_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _stepped_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     others = _sharing(plan, address) if kind is Kind.TAKE else ()
     return _edges(EdgeKind.STEPPED, others, [address])
 
 
-def _stepped_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _stepped_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     applies = kind is plan.applied_by(address)
     return _edges(EdgeKind.STEPPED, [address], _sharing(plan, address) if applies else ())
 
@@ -301,7 +182,7 @@ def _one_less(update: int) -> int:
     return update - 1
 
 
-def _weights_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _weights_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     """A user reads the version that the owner reads; a flush leaves none on the way."""
     if kind is not Kind.FORWARD and kind is not Kind.DRAIN:
         return
@@ -310,19 +191,19 @@ def _weights_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Ite
         yield Row(edge, reads if kind is Kind.FORWARD else _itself)
 
 
-def _weights_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _weights_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     if kind is plan.applied_by(address):
         for edge in plan.lends(plan.stage_of(address)):
             yield Row(edge, _one_more)
 
 
-def _shares_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _shares_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     if kind in ENDS:
         for edge in plan.shares_for(plan.stage_of(address)):
             yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
 
 
-def _shares_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _shares_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     if kind in ENDS:
         for edge in plan.shares_of(plan.stage_of(address)):
             yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
@@ -336,7 +217,7 @@ def _update_ended_by(per_update: int, micro_batch: int) -> int:
 # -- the norm of all gradients ----------------------------------------------------------------
 
 
-def _norms_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _norms_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     behind = plan.stage_of(address) + 1
     if kind is not Kind.STEP or plan.norms == "none" or behind == plan.num_stages:
         return ()
@@ -344,7 +225,7 @@ def _norms_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Itera
     return _edges(EdgeKind.NORM, [plan.address_of(behind, index * plan.per_update)], [address])
 
 
-def _norms_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _norms_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     stage = plan.stage_of(address)
     if kind is not Kind.STEP or plan.norms == "none" or not stage:
         return ()
@@ -353,7 +234,7 @@ def _norms_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterab
     return _edges(EdgeKind.NORM, [address], plan.addresses_of(stage - 1))
 
 
-def _totals_needed(plan: Plan, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _totals_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     """An update waits for its own total, or for one of some updates before; a flush for all."""
     if plan.norms == "none" or not plan.stage_of(address):
         return
@@ -370,7 +251,7 @@ def _before(delay: int, update: int) -> int:
     return update - delay
 
 
-def _totals_given(plan: Plan, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _totals_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     first = plan.address_of(0, index * plan.per_update)
     if kind is not Kind.STEP or plan.norms == "none" or address != first:
         return ()

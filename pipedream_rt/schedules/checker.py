@@ -23,7 +23,7 @@ from typing_extensions import assert_never
 
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
 from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, Action, Kind
-from pipedream_rt.schedules.channels import COORDINATOR, Address, Edge, name_of
+from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, name_of
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.schedules.grid import Grid
 from pipedream_rt.schedules.ledger import VersionLedger

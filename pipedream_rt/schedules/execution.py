@@ -14,16 +14,8 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from pipedream_rt.schedules.actions import Action
-from pipedream_rt.schedules.channels import (
-    COORDINATOR,
-    OF_ACTIONS,
-    Address,
-    By,
-    EdgeKind,
-    Need,
-    Row,
-    name_of,
-)
+from pipedream_rt.schedules.channels import OF_ACTIONS
+from pipedream_rt.schedules.edges import COORDINATOR, Address, By, EdgeKind, Need, Row, name_of
 from pipedream_rt.schedules.plan import Plan
 
 Done: TypeAlias = tuple[int, Address, Action]
@@ -221,7 +213,20 @@ class Execution:
         return row.number(update) >= self._bounds[after]
 
 
+_HINTS = {
+    EdgeKind.NORM: "where gradients are clipped by the norm of the model, or losses are scaled, a step "
+    "waits for that of the next stage: a worker must do the steps of an update from its last stage "
+    "to its first",
+    EdgeKind.SHARE: "stages that use one weight wait for each other's gradients of it at the end of "
+    "an update: let the later stage end its backwards earlier, or put the layers that use the "
+    "weight into one stage",
+}
+
+
 def deadlock_of(waiting: Sequence[Waiting]) -> str:
-    """Return who waits for what, for people; empty if nobody waits."""
-    stages = [str(each) for each in waiting if each.worker != COORDINATOR]
-    return f"deadlock: {', '.join(stages)}" if stages else ""
+    """Return who waits for what, for people, and what to do; empty if no stage waits."""
+    stages = [each for each in waiting if each.worker != COORDINATOR]
+    if not stages:
+        return ""
+    hints = {_HINTS[e.need.edge.kind] for e in stages if e.need.edge.kind in _HINTS}
+    return "\n".join(["deadlock: " + ", ".join(map(str, stages)), *sorted(hints)])

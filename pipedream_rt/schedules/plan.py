@@ -9,36 +9,23 @@ micro-batches::
     coordinator ──────────────────────target──────────────────────► 2
                                 0 ◄───gradient─── 1 ◄───gradient─── 2
 
-An edge is a directed way for one kind of message from one address to another. Address, stage and
-worker are three things: a message goes to an address; the plan says which addresses a stage has,
-one for each of its replicas, and which worker hosts an address. Addresses are counted stage by
-stage, so that each stage's own index is its address as long as all have one replica.
+Where the stages are says the layout, of which a plan is one (`layout.py`); what an action needs and
+gives says the table of channels (`channels.py`). A plan adds the orders.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, count, pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, TypeAlias
 
-from pipedream_rt.errors import ConfigError, ScheduleError
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES, Action, Kind, drain, inject, until
 from pipedream_rt.schedules.applies import with_applies
-from pipedream_rt.schedules.channels import (
-    COORDINATOR,
-    FROM_STAGES,
-    OF_ACTIONS,
-    TO_STAGES,
-    Address,
-    Edge,
-    EdgeKind,
-    Need,
-    Place,
-    Row,
-    name_of,
-)
+from pipedream_rt.schedules.channels import FROM_STAGES, OF_ACTIONS, TO_STAGES
+from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Need, Row
+from pipedream_rt.schedules.layout import Layout, Tie
 from pipedream_rt.schedules.recipes import (
     CURRENT,
     RECIPES,
@@ -48,317 +35,17 @@ from pipedream_rt.schedules.recipes import (
 )
 from pipedream_rt.schedules.shape import Shape, slack_of
 
-T = TypeVar("T")
-
-EVERY_STAGE = "/"
-"""The first character of keys, beside those that begin with a layer's name, that are for every
-stage: the state of optimizers themselves has such keys."""
-
-LOSS_LAYER = "(loss)"
-"""The name under which a loss that is a module stands behind the layers of its stage. No layer of
-a user's has it, so the keys of the loss's weights are apart from those of the model."""
-
-
-def stage_at(address: Address) -> int:
-    """Return the stage at an address of a plan."""
-    return address.stage if isinstance(address, Place) else address
-
-
-def name_of_worker(worker: int, stages: Sequence[Address]) -> str:
-    """Return ``stage 2`` for a worker that hosts that stage alone, else ``worker 1``."""
-    return name_of(stages[0]) if len(stages) == 1 else f"worker {worker}"
-
-
-class Tie(NamedTuple):
-    """A trainable weight that several stages use.
-
-    The first of them owns it and steps it. Every use by a micro-batch reads the version that the
-    owner reads for that micro-batch. The gradients of a mini-batch go from the last stage to the
-    one before it, which adds its own, and so on down to the owner.
-
-    Attributes:
-        name: Its name in the unsplit model.
-        stages: The stages that use it, rising.
-    """
-
-    name: str
-    stages: tuple[int, ...]
-
-
 _Rows: TypeAlias = tuple[tuple[Row, ...], tuple[Row, ...]]
 """What an action needs, and what it gives."""
 
-Norms: TypeAlias = Literal["none", "delayed", "exact"]
-"""By which norm of all gradients an update is clipped: by none, by that of an update some before,
-or by its own, for which it may have to wait."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The stages, the workers that host them, the edges and the schedule of one generation.
-
-    Attributes:
-        name: The name of the schedule.
-        shape: The numbers of workers, stages, replicas and micro-batches per update, and the slack.
-        recipe: The order and the version policy; None if a user wrote the schedule and only its
-            name is known, as in a trace that was read from a file.
-        layers: By stage, the names of its layers in the unsplit model, and of the parameters and
-            buffers that it has beside them; empty if there is no model, as in a simulation.
-        hosts: By address, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
-        links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
-            producer has a lower index than its consumers.
-        entries: The stages that take inputs of the model; those without a producer always do.
-        ties: The trainable weights that several stages use.
-        norms: Whether updates need the norm of all gradients of the model; see `with_norms`.
-        ahead: The number of mini-batches that the coordinator injects before it waits for the
-            first result; 0 for as many as keep the first stage from waiting. See `credits`.
-        replicas: By stage, the number of its replicas.
-        replicated: Whether a stage has several.
-        addresses: All addresses but the coordinator's, stage by stage.
+class Plan(Layout):
+    """The layout, the edges and the schedule of one generation; `Layout` has the attributes.
 
     Raises:
         ConfigError: The parts do not fit each other.
     """
-
-    name: str
-    shape: Shape
-    recipe: Recipe | None = None
-    layers: tuple[tuple[str, ...], ...] = ()
-    hosts: tuple[int, ...] = ()
-    links: tuple[tuple[int, int], ...] | None = None
-    entries: tuple[int, ...] = ()
-    ties: tuple[Tie, ...] = ()
-    norms: Norms = "none"
-    ahead: int = 0
-    addresses: tuple[Address, ...] = field(init=False, repr=False, compare=False)
-    replicas: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    replicated: bool = field(init=False, repr=False, compare=False)
-    _stages: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    _consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    _exits: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _weights: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
-    _shares: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
-    _cycles: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _rows: dict[tuple[Kind, Address, int], _Rows] = field(init=False, repr=False, compare=False)
-    _delay: list[int] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Fill in the attributes that are not given, check all, and compute the edges."""
-        stages, put = range(self.shape.num_stages), object.__setattr__
-        put(self, "links", tuple(pairwise(stages)) if self.links is None else self.links)
-        counts = self.shape.replicas or (1,) * len(stages)
-        put(self, "replicas", counts)
-        put(self, "replicated", bool(self.shape.replicas))
-        put(self, "_firsts", tuple(accumulate((0, *counts[:-1]))))
-        put(self, "_stages", tuple(s for s, count in enumerate(counts) for _ in range(count)))
-        put(self, "addresses", _addresses(counts))
-        put(self, "hosts", self.hosts or tuple(map(self.shape.worker_of, self.addresses)))
-        self._refuse_misfits()
-        producers: list[list[int]] = [[] for _ in stages]
-        consumers: list[list[int]] = [[] for _ in stages]
-        for producer, consumer in sorted(self.links or ()):
-            producers[consumer].append(producer)
-            consumers[producer].append(consumer)
-        put(self, "_producers", tuple(map(tuple, producers)))
-        put(self, "_consumers", tuple(map(tuple, consumers)))
-        first = tuple(s for s in stages if not producers[s])
-        put(self, "entries", tuple(sorted({*self.entries, *first})))
-        if not {*self.entries} <= {*stages}:
-            raise ConfigError(f"entries must be stages, found {list(self.entries)}")
-        put(self, "_exits", tuple(s for s in stages if not consumers[s]))
-        if len(self.exits) != 1:
-            raise ConfigError(
-                "one stage must compute the loss, and have no consumer; the stages without a "
-                f"consumer are {list(self.exits)}"
-            )
-        put(self, "_weights", {})
-        put(self, "_shares", {})
-        for tie in self.ties:
-            for user in tie.stages[1:]:
-                _append(self._weights, Edge(EdgeKind.WEIGHT, tie.stages[0], user), tie)
-            for before, user in pairwise(tie.stages):
-                _append(self._shares, Edge(EdgeKind.SHARE, user, before), tie)
-        near = [{s, *producers[s], *consumers[s]} for s in stages]
-        if (
-            self.norms != "none"
-        ):  # which go from each stage to the one before it, and from the first
-            near = [
-                {*around, 0, max(0, s - 1), min(s + 1, stages[-1])} for s, around in enumerate(near)
-            ]
-        cycles = tuple(math.lcm(*(counts[s] for s in around)) for around in near)
-        put(self, "_cycles", cycles)
-        put(self, "_rows", {})
-        put(self, "_delay", [])
-
-    def _refuse_misfits(self) -> None:
-        """Refuse parts that do not fit each other.
-
-        Raises:
-            ConfigError: They do not.
-        """
-        assert self.links is not None
-        count, workers = self.num_stages, self.shape.workers
-        if len(self.hosts) != len(self.addresses):
-            what = "replicas of stages" if self.shape.replicas else "stages"
-            raise ConfigError(
-                f"hosts has {len(self.hosts)} entries, there are {len(self.addresses)} {what}"
-            )
-        if self.layers and len(self.layers) != count:
-            raise ConfigError(f"layers has {len(self.layers)} entries, there are {count} stages")
-        if any(not 0 <= host < workers for host in self.hosts):
-            raise ConfigError(f"hosts must be workers from 0 to {workers - 1}, found {self.hosts}")
-        if self.ties and self.shape.replicas:
-            raise ConfigError(
-                f"{self.ties[0].name} is used on the stages {list(self.ties[0].stages)}, and "
-                f"stages have {'-'.join(map(str, self.replicas))} replicas, between which it would "
-                "have to be summed; put the layers that use it into one stage, or use no replicas"
-            )
-        for link in self.links:
-            producer, consumer = link
-            if not 0 <= producer < consumer < count:
-                raise ConfigError(f"a link must go from a stage to a later one; {link} does not")
-        for tie in self.ties:
-            rising = all(a < b for a, b in pairwise((-1, *tie.stages, count)))
-            if len(tie.stages) < 2 or not rising:
-                raise ConfigError(f"a tie joins two or more rising stages; {tie} does not")
-        if len(set(self.links)) < len(self.links):
-            raise ConfigError("a link is given twice; a stage sends its output once to a consumer")
-
-    # -- replicas -------------------------------------------------------------------------------
-
-    def stage_of(self, address: Address) -> int:
-        """Return the stage of which an address has a replica."""
-        return self._stages[address]
-
-    def replica_of(self, address: Address) -> int:
-        """Return the number of a replica among those of its stage."""
-        return address - self._firsts[self._stages[address]]
-
-    def address_of(self, stage: int, micro_batch: int = 0) -> Address:
-        """Return the address of the replica of a stage that a micro-batch goes to.
-
-        Evaluation, inference, and what is asked of a stage, goes to replica 0.
-        """
-        return self.addresses[self._firsts[stage] + micro_batch % self.replicas[stage]]
-
-    def addresses_of(self, stage: int) -> tuple[Address, ...]:
-        """Return the addresses of all replicas of a stage, in rank order."""
-        first = self._firsts[stage]
-        return self.addresses[first : first + self.replicas[stage]]
-
-    def others(self, address: Address) -> tuple[Address, ...]:
-        """Return the addresses of the other replicas of its stage, in rank order."""
-        every = self.addresses_of(self.stage_of(address))
-        return tuple(other for other in every if other != address)
-
-    def contributors(self, stage: int, update: int) -> tuple[Address, ...]:
-        """Return the addresses of those replicas that have micro-batches of an update."""
-        first, k = update * self.per_update, self.per_update
-        count = min(k, self.replicas[stage])
-        return tuple(sorted(self.address_of(stage, m) for m in range(first, first + count)))
-
-    def next_own(self, address: Address, micro_batch: int) -> int:
-        """Return the first micro-batch from a number on that goes to an address."""
-        if not self.replicated:
-            return micro_batch
-        return self.shape.first_own(address, micro_batch)
-
-    def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
-        """Return a micro-batch from which on a stage reads versions, when a replica steps.
-
-        A version that it reads must stay, also if the replica itself reads a later one next: after
-        a flush, replica 0 writes it to checkpoints for all replicas.
-
-        Args:
-            address: The address of the replica.
-            next_own: The next forward of the replica.
-            update: The update that is applied.
-        """
-        if not self.replicated:
-            return next_own
-        count = self.replicas[self.stage_of(address)]
-        return max(next_own - count + 1, (update + 1) * self.per_update)
-
-    # -- the graph ------------------------------------------------------------------------------
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return self.shape.num_stages
-
-    @property
-    def workers(self) -> int:
-        """The number of workers, n."""
-        return self.shape.workers
-
-    @property
-    def per_update(self) -> int:
-        """The number of micro-batches per update, k."""
-        return self.shape.per_update
-
-    def producers(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose activations a stage needs, in rising order."""
-        return self._producers[stage]
-
-    def consumers(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that need a stage's activations, in rising order."""
-        return self._consumers[stage]
-
-    @property
-    def exits(self) -> tuple[int, ...]:
-        """The stages that give the model's output and compute the loss: always one."""
-        return self._exits
-
-    def worker_of(self, address: Address) -> int:
-        """Return the worker that hosts a stage, or one of its replicas."""
-        return self.hosts[address]
-
-    def stages_of(self, worker: int) -> tuple[Address, ...]:
-        """Return the addresses that a worker hosts, in the order of the model."""
-        return tuple(a for a in self.addresses if self.hosts[a] == worker)
-
-    def name_of(self, worker: int) -> str:
-        """Return a worker's name: ``"stage 2"`` if it hosts one stage, else ``"worker 1"``."""
-        return name_of_worker(worker, self.stages_of(worker))
-
-    def label_of(self, address: Address) -> str:
-        """Return the number of a stage, with that of the replica if it has several, as ``1.0``."""
-        stage = self.stage_of(address)
-        alone = self.replicas[stage] == 1
-        return str(stage) if alone else f"{stage}.{self.replica_of(address)}"
-
-    @property
-    def in_words(self) -> str:
-        """The numbers of stages, replicas and workers."""
-        replicas = f" with {'-'.join(map(str, self.replicas))} replicas" * bool(self.shape.replicas)
-        return f"{self.num_stages} stages{replicas} on {self.workers} workers"
-
-    def first_of(self, worker: int) -> Address:
-        """Return the first address that a worker hosts: the one of actions that name no stage."""
-        return self.addresses[self.hosts.index(worker)]
-
-    def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
-        """Return, by stage, the entries of a dictionary whose keys are names of or in its layers.
-
-        The stage that computes the loss has a layer more, `LOSS_LAYER`. Entries whose keys begin
-        with `EVERY_STAGE`, which no layer's name does, are for every stage.
-
-        Args:
-            named: The entries, by name in the unsplit model, as ``"3.weight"``.
-        """
-        prefixes = [
-            (
-                EVERY_STAGE,
-                *(f"{name}." for name in (*layers, *((LOSS_LAYER,) if s in self.exits else ()))),
-            )
-            for s, layers in enumerate(self.layers)
-        ]
-        return [
-            {k: v for k, v in named.items() if k.startswith(own) or k in layers}
-            for own, layers in zip(prefixes, self.layers, strict=True)
-        ]
 
     # -- edges ----------------------------------------------------------------------------------
 
@@ -399,28 +86,6 @@ class Plan:
             )
         return found
 
-    def cycle(self, address: Address) -> int:
-        """Return after how many micro-batches, or updates, the edges of an address are the same."""
-        if address == COORDINATOR:
-            return math.lcm(*(self.replicas[s] for s in (*self.entries, *self.exits)))
-        return self._cycles[self._stages[address]]
-
-    def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
-        """Return the edges on which a stage gets new versions of weights that others own."""
-        return {edge: ties for edge, ties in self._weights.items() if edge.target == stage}
-
-    def lends(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
-        """Return the edges on which a stage sends new versions of weights that it owns."""
-        return {edge: ties for edge, ties in self._weights.items() if edge.source == stage}
-
-    def shares_for(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
-        """Return the edges on which shares of gradients of tied weights come to a stage."""
-        return {edge: ties for edge, ties in self._shares.items() if edge.target == stage}
-
-    def shares_of(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
-        """Return the edges on which a stage sends shares of gradients of tied weights."""
-        return {edge: ties for edge, ties in self._shares.items() if edge.source == stage}
-
     def edges(self, kind: EdgeKind) -> tuple[Edge, ...]:
         """Return all edges of a kind, in the order of the addresses that they go to."""
         if kind in TO_STAGES:
@@ -442,36 +107,15 @@ class Plan:
 
     # -- the schedule ---------------------------------------------------------------------------
 
-    @property
-    def _known(self) -> Recipe:
-        """The recipe.
+    def with_norms(self) -> Plan:
+        """Return this plan with updates that need the norm of all gradients of the model.
 
-        Raises:
-            ScheduleError: Only the name of the schedule is known.
+        It is exact where every update is read late enough for that, else delayed. One stage has all
+        gradients itself.
         """
-        if self.recipe is None:
-            raise ScheduleError(
-                f"of the schedule {self.name!r}, which a user wrote, only the name is known; give "
-                "the schedule itself, or a Replay of the trace"
-            )
-        return self.recipe
-
-    @property
-    def flushes(self) -> bool:
-        """Whether the pipe is empty at every update."""
-        return self._known.flushes
-
-    @property
-    def backward_on_newest(self) -> bool:
-        """Whether backwards use the newest weights rather than those of their forward."""
-        return getattr(self._known.versions, "backward_on_newest", False)
-
-    @property
-    def title(self) -> str:
-        """The name of the schedule, with its synchronous updates and the replicas of stages."""
-        count, replicas = self.shape.synchronous, "-".join(map(str, self.shape.replicas))
-        title = f"{self.name} with {replicas} replicas" if replicas else self.name
-        return f"{title} after {count} synchronous updates" if count else title
+        if self.num_stages == 1:
+            return self
+        return replace(self, norms="exact" if self.reads_late else "delayed")
 
     @property
     def cuts_backward(self) -> bool:
@@ -526,83 +170,6 @@ class Plan:
         apart = sum(self.applied_by(a) is Kind.APPLY for a in self.stages_of(worker))
         return self.shape.work(worker, start, stop) + apart * ((stop - start) // self.per_update)
 
-    def applied_by(self, address: Address) -> Kind:
-        """Return the kind of the action by which an address applies an update.
-
-        It is an action of its own, ``A``, where the update waits for a norm that comes later than
-        its step. Stage 0 makes that norm, so it need not wait.
-        """
-        waits = self.norms == "exact" and self.stage_of(address) > 0
-        return Kind.APPLY if waits else Kind.STEP
-
-    @property
-    def delay(self) -> int:
-        """D: where an update cannot wait, it is clipped by the norm of the update D before it."""
-        if not self._delay:  # counted once, since a user's order may have to be gone through
-            self._delay.append(-(-self.in_flight(0) // self.per_update))
-        return self._delay[0]
-
-    @property
-    def reads_late(self) -> bool:
-        """Whether every update is first read when the norm of its gradients is known everywhere.
-
-        That is from the micro-batch k (t+1) + w(0) on, for update t, of which the first stage does
-        the forward after the last backward of the mini-batch. Updates that flush the pipe always
-        are read so late.
-        """
-        if self.flushes:
-            return True
-        k, ahead, first = self.per_update, self.in_flight(0) - 1, self.shape.synchronous
-        stages, updates = range(self.num_stages), range(first, first + 4 * self.num_stages + 4)
-        return all(self.reads(s, k * (t + 1) + ahead - 1) <= t for s in stages for t in updates)
-
-    def with_norms(self) -> Plan:
-        """Return this plan with updates that need the norm of all gradients of the model.
-
-        It is exact where every update is read late enough for that, else delayed. One stage has all
-        gradients itself.
-        """
-        if self.num_stages == 1:
-            return self
-        return replace(self, norms="exact" if self.reads_late else "delayed")
-
-    def reads(self, stage: int, micro_batch: int) -> int:
-        """Return the weight version that a micro-batch reads at a stage."""
-        return self._known.versions.reads(stage, self.shape, micro_batch)
-
-    def kept(self, stage: int) -> int:
-        """Return the largest number of weight versions that a stage keeps at a time."""
-        return self._known.versions.kept(stage, self.shape)
-
-    def staleness(self, stage: int) -> int:
-        """Return the most updates by which a gradient is behind the weights that it is applied to.
-
-        It is that of the steady phase; at the start of a run, and after synchronous updates, the
-        first gradients are less stale.
-        """
-        k = self.per_update
-        ahead = max(self.in_flight(stage), self.shape.lag(stage))
-        first = self.shape.first_asynchronous + k * (4 + -(-ahead // k))
-        return max(m // k - self.reads(stage, m) for m in range(first, first + k))
-
-    def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches in flight on a replica of a stage."""
-        return self._known.order.in_flight(stage, self.shape)
-
-    def credits(self) -> int:
-        """Return the number of mini-batches to inject before waiting for the first result.
-
-        In asynchronous schedules there are so many that the first stage never waits for the
-        coordinator. In schedules that flush there is one, so that a learning rate that is set after
-        a result applies to the next mini-batch, as in a plain training loop.
-        """
-        if self.ahead:
-            return self.ahead
-        if self.flushes:
-            return 1
-        deepest = max(self.in_flight(s) * self.replicas[s] for s in self.entries)
-        return -(-deepest // self.per_update) + 1
-
     # -- as plain data --------------------------------------------------------------------------
 
     def packed(self) -> dict[str, Any]:
@@ -656,25 +223,6 @@ class Plan:
             ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
             norms=data.get("norms", "none"),
         )
-
-
-def _addresses(replicas: Sequence[int]) -> tuple[Address, ...]:
-    """Return all addresses of stages with these numbers of replicas; see `Place`."""
-    if set(replicas) == {1}:
-        return tuple(range(len(replicas)))
-    found: list[Place] = []
-    for stage, several in enumerate(replicas):
-        for replica in range(several):
-            place = Place(len(found))
-            place.stage = stage
-            place.title = f"stage {stage}, replica {replica}" if several > 1 else f"stage {stage}"
-            found.append(place)
-    return tuple(found)
-
-
-def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
-    """Add a tie to those of an edge."""
-    ways[edge] = (*ways.get(edge, ()), tie)
 
 
 def plan_named(

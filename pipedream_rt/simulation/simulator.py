@@ -20,7 +20,7 @@ from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, LOSS_CAME, Trace, WorkerFacts
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan, VersionLedger
-from pipedream_rt.schedules.channels import Address, Row
+from pipedream_rt.schedules.edges import Address, Row
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.simulation.costs import Costs, Samples
 

@@ -25,6 +25,11 @@ def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return found
 
 
+def names_of_buffers(module: nn.Module) -> set[str]:
+    """Return the names of all places of a module that hold a buffer which is not None."""
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
 def load_buffers(module: nn.Module, state: dict[str, Tensor]) -> None:
     """Load buffers by name, in place where shape and dtype agree, since tensors may be shared."""
     for name, slots in buffer_slots(module).items():

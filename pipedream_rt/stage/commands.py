@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import cloudpickle
 import torch
 from typing_extensions import assert_never
 
 from pipedream_rt.errors import ScheduleError
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.messages.tree import flatten
+from pipedream_rt.stage import snapshot
+from pipedream_rt.stage.evaluation import changes_modes
 from pipedream_rt.stage.methods import ask
 from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.stage import Stage
@@ -31,37 +35,72 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
     """
     match name:
         case CommandName.STATE:
-            return stage.state_dict(argument or 0)
+            return snapshot.state_dict(stage, argument or 0)
         case CommandName.KEEP:
-            stage.keep(**argument)
+            snapshot.keep(stage, **argument)
         case CommandName.DROP:
             stage.kept.drop(argument)
         case CommandName.CALL:
-            return stage.call(argument)
+            return _call(stage, argument)
         case CommandName.END_CACHE:
-            stage.caches.pop(argument, None)
-            stage.evaluations.end(argument)
+            stage.runner.caches.pop(argument, None)
+            stage.passes.evaluations.end(argument)
         case CommandName.LOAD_STATE:
-            stage.load_state(argument)
+            snapshot.load_state(stage, argument)
         case CommandName.OPTIMIZER:
             return stage.set_optimizer(argument)
         case CommandName.OPTIMIZER_STATE:
-            return stage.optimizer.state() if stage.optimizer else {}
+            return snapshot.optimizer_state(stage)
         case CommandName.LOAD_OPTIMIZER_STATE:
             if stage.optimizer:
-                stage.optimizer.load_state(argument, keep_average=True)
+                stage.optimizer.load_state(argument)
         case CommandName.TRAINING:
             only, training = argument
             if only in (None, stage.index):
-                stage.set_mode(training)
+                set_mode(stage, training)
         case CommandName.METHOD:
             return ask(stage, *argument)
         case CommandName.LOAD:
             return restore_stage(stage, **argument)
         case CommandName.FINGERPRINT:
-            return stage.fingerprints()
+            return snapshot.fingerprints(stage)
         case CommandName.FLUSH | CommandName.TRACE | CommandName.SAVE | CommandName.STATISTICS:
             raise ScheduleError(f"stage {stage.index}: the loop carries {name.value} out itself")
         case other:
             assert_never(other)
     return None
+
+
+def set_mode(stage: Stage, training: bool) -> None:
+    """Set every module of a stage to training or eval mode, as `nn.Module.train`.
+
+    Raises:
+        ConfigError: That changes weights of which there are several versions.
+    """
+    modes = stage.passes.modes
+    if not changes_modes(stage.module):
+        modes.set(stage.module, training)
+        return
+    with stage.guards.refusing_changes("to set the mode"):
+        modes.set(stage.module, training)
+
+
+def _call(stage: Stage, pickled: bytes) -> tuple[bool, Any]:
+    """Call a function of the user's with the module of a stage.
+
+    Args:
+        stage: The stage.
+        pickled: The function and its further arguments, pickled.
+
+    Returns:
+        Whether it went well; and what it returned, or the text of its error.
+    """
+    function, args, kwargs = cloudpickle.loads(pickled)
+    guards = stage.guards
+    try:
+        with guards.refusing_changes("the function"), guards.refusing_others():
+            result = function(stage.module, *args, **kwargs)
+        flatten(result)  # what cannot be sent is an error of the function too
+    except Exception as error:  # the function may raise anything
+        return False, f"{type(error).__name__}: {error}"
+    return True, result

@@ -19,7 +19,8 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import Value, flat_copy, flatten
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
-from pipedream_rt.schedules.channels import OF_ACTIONS, Address, By, Row
+from pipedream_rt.schedules.channels import OF_ACTIONS
+from pipedream_rt.schedules.edges import Address, By, Row
 from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (

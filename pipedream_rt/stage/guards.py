@@ -1,14 +1,172 @@
-"""What a forward does that plain PyTorch would let reach farther than a stage."""
+"""What refuses: changes that versions, other stages or checkpoints would not know of.
+
+Guards read weights and buffers, and change none. To compare all weights takes as long as to copy
+them, so it is done for the micro-batches 0, 1, 2, 4, 8 and so on: a layer that changes its weights
+does so more than once.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import torch
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, places
+from pipedream_rt.stage.buffers import buffer_slots, names_of_buffers
+from pipedream_rt.stage.parameters import same
+from pipedream_rt.stage.spec import StageSpec
+from pipedream_rt.stage.weights import Weights
 
 _log = logging.getLogger(__name__)
+
+
+class Guards:
+    """The guards of one stage.
+
+    Args:
+        spec: The specification of the stage.
+        weights: The weights of the stage.
+
+    Attributes:
+        filled: The names of the buffers that were not None at the start.
+    """
+
+    def __init__(self, spec: StageSpec, weights: Weights) -> None:
+        """Look at what the layers have at the start."""
+        self._stage, self._module = spec.stage, spec.layers
+        self._weights, self._shared = weights, spec.shared
+        # Where a schedule flushes there is one version, and a change in place is one of it; but
+        # other stages and replicas have copies.
+        self._alone = spec.plan.flushes and spec.plan.replicas[spec.stage] == 1
+        self._kinds = _kinds(self._module)
+        self.filled = names_of_buffers(self._module)
+
+    def watching(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Refuse what a forward, the body, may not do to weights and to shared buffers.
+
+        Raises:
+            ConfigError: A weight or a shared buffer was changed.
+        """
+        looks = micro_batch & (micro_batch - 1) == 0
+        return self._watching(micro_batch, looks) if looks or self._shared else nullcontext()
+
+    @contextmanager
+    def _watching(self, micro_batch: int, looks: bool) -> Iterator[None]:
+        """See `watching`; weights are only looked at if ``looks``."""
+        compared = frozenset(self._weights.tied) if self._alone else None
+        owners = [weights for _, weights in self._weights.by_owner]
+        before = [weights.copies(micro_batch, compared) if looks else [] for weights in owners]
+        shared = self._marks_of_shared()
+        values = {name: self._module.get_buffer(name).clone() for name in shared if looks}
+        yield
+        if looks:
+            for weights, copies in zip(owners, before, strict=True):
+                weights.require_unchanged(micro_batch, copies)
+            self._refuse_new_names()
+        for name, now in self._marks_of_shared().items():
+            moved = name in values and not torch.equal(values[name], self._module.get_buffer(name))
+            if now != shared[name] or moved:
+                raise ConfigError(
+                    f"stage {self._stage}: a forward changed the buffer {name!r}, which layers of "
+                    "other stages share; each stage has a copy of it, so they would part. Keep the "
+                    "layers that share it in one stage"
+                )
+
+    def _refuse_new_names(self) -> None:
+        """Refuse parameters and buffers that the layers did not have at the start.
+
+        Raises:
+            ConfigError: There is one, or a parameter that was frozen is so no more.
+        """
+        now = _kinds(self._module)
+        for name, kind in now.items():
+            if self._kinds.get(name) != kind:
+                raise ConfigError(
+                    f"stage {self._stage}: a forward has made {name!r} a {kind}, which it was not "
+                    "at the start, so it would be missing in state dicts and checkpoints, or never "
+                    "be trained; make it in __init__, a buffer as None if it has no value yet"
+                )
+
+    def _marks_of_shared(self) -> dict[str, tuple[int, int]]:
+        """Return, for each buffer that other stages share, what differs once it was changed."""
+        buffers = {name: self._module.get_buffer(name) for name in self._shared}
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+
+    @contextmanager
+    def refusing_changes(self, what: str) -> Iterator[None]:
+        """Refuse that the body changes weights which others have in older versions, or copies of.
+
+        Args:
+            what: What the body does, for the message.
+
+        Raises:
+            ConfigError: It does; the weights are again as they were.
+        """
+        own = {
+            name: (parameter, parameter.detach().clone())
+            for _, weights in self._weights.by_owner
+            for name, parameter in weights.named.items()
+            if name in self._weights.tied or not self._alone
+        }
+        yield
+        changed = [name for name, (p, before) in own.items() if not same(p, before)]
+        for name in changed:
+            parameter, before = own[name]
+            parameter.data.copy_(before)
+        if changed:
+            raise ConfigError(
+                f"stage {self._stage}: {what} changed the parameter {changed[0]!r}, and the older "
+                "versions of it, which micro-batches to come read, or its copies on other stages "
+                "or replicas would not change with it. Use load_state_dict"
+            )
+
+    @contextmanager
+    def refusing_others(self) -> Iterator[None]:
+        """Refuse that the body puts other modules or parameters, or other data, into the module.
+
+        Raises:
+            ConfigError: It does; the module is again as it was.
+        """
+        slots_of: list[tuple[Any, dict[str, Any]]] = [
+            (slots, dict(slots))
+            for owner in self._module.modules()
+            for slots in (owner._modules, owner._parameters)
+        ]
+        before = [(n, p, p.data, p.requires_grad) for n, p in self._module.named_parameters()]
+        yield
+        wrong = [
+            name
+            for slots, entries in slots_of
+            for name in {**slots, **entries}
+            if slots.get(name) is not entries.get(name)
+        ]
+        for slots, entries in slots_of:
+            slots.clear()
+            slots.update(entries)
+        for name, parameter, data, trained in before:
+            if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != trained:
+                wrong.append(name)
+                parameter.data = data
+                parameter.requires_grad_(trained)
+        if wrong:
+            raise ConfigError(
+                f"stage {self._stage}: the function replaced {wrong[0]!r}, its data or its "
+                "requires_grad, of which the stage would not know; change values in place"
+            )
+
+
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Return, by name, what is a parameter, a frozen parameter or a buffer of a module."""
+    found = {
+        name: "parameter" if p.requires_grad else "frozen parameter"
+        for name, p in module.named_parameters()
+    }
+    return {**found, **dict.fromkeys(buffer_slots(module), "buffer")}
 
 
 @contextmanager

@@ -20,11 +20,12 @@ from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.code import refuse_other_code
 from pipedream_rt.planning.settings import apply_settings
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
-from pipedream_rt.schedules.channels import name_of
-from pipedream_rt.schedules.plan import name_of_worker
+from pipedream_rt.schedules.edges import name_of
+from pipedream_rt.schedules.layout import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of
+from pipedream_rt.stage.rules.corrections import Corrections
 from pipedream_rt.stage.saving import remove_part, restore_stage
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
@@ -177,11 +178,12 @@ class StageHost:
         stage = self._stages.get(self._doing.stage)
         if isinstance(error, PipelineError) or stage is None:
             return ""
-        if stage.corrections is not None and stage.corrections.at:
-            return f", in {stage.corrections.at}"
-        if stage.at is None:
+        corrections = stage.rule(Corrections)
+        if corrections is not None and corrections.at:
+            return f", in {corrections.at}"
+        if stage.runner.at is None:
             return advice_on(error, None)
-        step, value = stage.at
+        step, value = stage.runner.at
         layer = None if step.layer is None else stage.module.get_submodule(step.layer)
         return f", {place_of(step, layer, value)}{advice_on(error, value)}"
 
@@ -243,11 +245,11 @@ def _begun(stage: Stage, start: Start) -> Stage:
     """
     if start.optimizer:
         stage.set_optimizer(start.optimizer)
-    defined = len(stage.programs)
+    defined = len(stage.runner.programs)
     for number, pickled in enumerate(start.definitions, defined):
-        stage.define(number, cloudpickle.loads(pickled)[stage.index])
+        stage.runner.define(number, cloudpickle.loads(pickled)[stage.index])
     if start.training is not None:
-        stage.modes.set(stage.module, start.training)
+        stage.passes.modes.set(stage.module, start.training)
     if start.restore is not None and not restore_stage(stage, **start.restore):
         raise CheckpointError(
             f"{start.restore['folder']} lacks older weight versions that stage {stage.index} read "

@@ -42,22 +42,12 @@ from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, COMMAND, PASS
 from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.actions import COUNTED, ENDS
+from pipedream_rt.stage import snapshot
 from pipedream_rt.stage.commands import carry_out
 from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import (
-    Gifts,
-    Gradients,
-    gradients_of,
-    norms_in,
-    part_in,
-    shares_in,
-    target_of,
-    totals_in,
-    value_of,
-    weights_in,
-)
+from pipedream_rt.stage.values import OPEN, Gifts, Gradients, gradients_of, target_of, value_of
 
 _BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
@@ -80,10 +70,6 @@ class _Came:
     others: list[Message] = field(default_factory=list)
     arrived_ns: int = 0
     waited_for: int = NOBODY
-
-    def of(self, kind: EdgeKind) -> list[Message]:
-        """Return those of the others that came on edges of a kind."""
-        return [message for message in self.others if message.payload.kind is kind]
 
 
 @dataclass(slots=True)
@@ -372,7 +358,7 @@ class Loop:
             elif head.mode.has_target:
                 target = yield self._wanted(Key(edge, item.index))
         if head.definition:
-            hosted.stage.define(
+            hosted.stage.runner.define(
                 head.program, cloudpickle.loads(head.definition)[hosted.stage.index]
             )
         messages = [by_edge[edge] for edge in route.activations]
@@ -392,38 +378,42 @@ class Loop:
         if announced:
             self._options.announce(f"{hosted.address}:{kind.value}{m}")
         start, held_up = time.monotonic_ns(), hosted.held_up_ns
-        version = stage.version_of(m) if kind in _BACK else -1
-        match kind:
-            case Kind.FORWARD:
-                version = self._forward(hosted, m, came)
-            case Kind.BACKWARD | Kind.INPUT | Kind.WEIGHT:
-                self._backward(hosted, action, came)
-            case Kind.DRAIN:
-                self._drain(hosted, came)
-            case _:
-                with self._computing.of(hosted):
-                    gifts = _updated(stage, action, came)
-                    hosted.saver.save_if_due()
-                hosted.give(action, gifts)
+        for message in came.others:
+            edge_kind = message.payload.kind
+            stage.receive(edge_kind, message.sender, OPEN[edge_kind](self._plan, message))
+        if kind is Kind.FORWARD:
+            version = self._forward(hosted, m, came)
+        elif kind in _BACK:
+            version = stage.version_of(m)
+            self._backward(hosted, action, came)
+        else:
+            self._update(hosted, action, came)
+            version = stage.parameters.ledger.newest
         if announced:
             self._options.announce("")  # the action went well
-        if version < 0:
-            version = stage.parameters.ledger.newest
         self._ended += kind in COUNTED
         start += hosted.held_up_ns - held_up
         self._record(CODES[kind], hosted, m, version, came, start)
 
-    def _drain(self, hosted: Exchange, came: _Came) -> None:
-        """Reply that nothing is in flight on a stage, and every update has reached it."""
-        (command,) = came.messages
-        hosted.stage.learn(totals_in(came.of(EdgeKind.TOTAL)))
-        self._receive(hosted, came)
-        hosted.reply(command.index, None)
-
-    def _receive(self, hosted: Exchange, came: _Came) -> None:
-        """Give a stage new versions of weights that others own."""
-        for message in came.of(EdgeKind.WEIGHT):
-            hosted.stage.receive(message.sender, weights_in(self._plan, message))
+    def _update(self, hosted: Exchange, action: Action, came: _Came) -> None:
+        """Do an action of an update; or reply that a flush has ended and nothing is in flight."""
+        stage, (kind, update, _) = hosted.stage, action
+        if kind is Kind.DRAIN:
+            hosted.reply(came.messages[0].index, None)
+            return
+        gifts: Gifts = {}
+        with self._computing.of(hosted):
+            match kind:
+                case Kind.REDUCE:
+                    gifts = stage.reduce(update)
+                case Kind.STEP:
+                    gifts = stage.step(update)
+                case Kind.APPLY:
+                    gifts = stage.apply(update)
+                case Kind.TAKE:
+                    stage.take(update)
+            hosted.saver.save_if_due()
+        hosted.give(action, gifts)
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
         """Refuse an order that would sum gradients in another order than that of the micro-batches.
@@ -451,8 +441,6 @@ class Loop:
                 f"stage {hosted.address}: the order says F{micro_batch}, got {item}"
             )
         hosted.positions[micro_batch] = item.index
-        if came.others:
-            self._receive(hosted, came)
         inputs = None if head.empty else list(map(value_of, came.messages))
         target, beside = target_of(came.target)
         with self._computing.of(hosted):
@@ -461,7 +449,7 @@ class Loop:
                 micro_batch, inputs, hyper, target, beside.share, head.program, beside.compared
             )
         version = stage.version_of(micro_batch)
-        mark = stage.fingerprint_of(micro_batch) if head.fingerprint else ""
+        mark = snapshot.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
         hosted.send_on(came.messages, made, version, mark)
         return version
 
@@ -469,22 +457,22 @@ class Loop:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = list(map(gradients_of, came.messages))
-        shares: dict[str, torch.Tensor] = {}
-        for message in came.others:
-            shares |= shares_in(self._plan, message)
         found: list[Gradients] = []
+        gifts: Gifts = {}
         with self._computing.of(hosted), hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
-                found = stage.backward(m, gradients, shares)
+                found = stage.backward(m, gradients)
             elif kind is Kind.INPUT:
                 found = stage.backward_input(m, gradients)
             else:
-                stage.backward_weight(m, shares)
+                stage.backward_weight(m)
+            if kind in ENDS:
+                gifts = stage.end(m)
         if kind is not Kind.WEIGHT:
             hosted.send_back(m, found)
+        if gifts:
+            hosted.give(action, gifts)
         if kind in ENDS:
-            if gifts := stage.shares(m):
-                hosted.give(action, gifts)
             del hosted.positions[m]
 
     # -- items that do not train ----------------------------------------------------------------
@@ -519,14 +507,14 @@ class Loop:
         with self._computing.of(hosted), stage.kept.read(head.version):
             if head.mode.evaluates:
                 target, beside = target_of(came.target)
-                made, metrics = stage.evaluate(
+                made, metrics = stage.passes.evaluate(
                     number, inputs, target, program, metrics=beside.metrics, buffers=head.cache,
                     keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
                 )  # fmt: skip
-                mark = "changed" if head.cache in stage.evaluations else ""
+                mark = "changed" if head.cache in stage.passes.evaluations else ""
             else:
                 training = head.mode is Mode.INFER_IN_TRAINING_MODE
-                made = stage.infer(
+                made = stage.passes.infer(
                     number, inputs, training=training, program=program, cache=head.cache
                 )
         newest = stage.parameters.ledger.newest
@@ -613,27 +601,6 @@ class Loop:
         """Note the present action of a stage, for reports of errors and stalls."""
         self.doing.stage, self.doing.action = hosted.address, action
         self._inbox.recent.append(action)
-
-
-def _updated(stage: Stage, action: Action, came: _Came) -> Gifts:
-    """Do an action of an update; return what it gives."""
-    kind, update, _ = action
-    totals = totals_in(came.of(EdgeKind.TOTAL))
-    match kind:
-        case Kind.REDUCE:
-            return {EdgeKind.PARTIAL: stage.reduce(update)}
-        case Kind.STEP:
-            parts = {each.sender: part_in(each) for each in came.of(EdgeKind.PARTIAL)}
-            behind: dict[int, torch.Tensor] = {}
-            for message in came.of(EdgeKind.NORM):
-                behind |= norms_in(message)
-            return stage.step(update, parts, behind, totals)
-        case Kind.APPLY:
-            return stage.apply(update, totals)
-        case Kind.TAKE:
-            stage.take(update, {each.sender: each.tensors for each in came.of(EdgeKind.STEPPED)})
-            return {}
-    raise ScheduleError(f"stage {stage.index}: no stage does {action}")
 
 
 def _trains(item: Message) -> bool:

@@ -30,7 +30,7 @@ def forward(stage: Stage, x: Any) -> Any:
         What the stage gives to the next one; the last stage the output of the model.
     """
     structure, tensors = flatten(x)
-    (made,) = stage.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
+    (made,) = stage.passes.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
     return unflatten(made.structure, made.tensors)
 
 

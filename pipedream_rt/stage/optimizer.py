@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.code import Code
-from pipedream_rt.schedules.plan import EVERY_STAGE
-
-Around: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[object]]
+from pipedream_rt.schedules.layout import EVERY_STAGE
 
 Hyper = dict[str, Any]
 """The hyper-parameters of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
@@ -49,7 +46,6 @@ class OptimizerSpec:
         kwargs: Keyword arguments of the class.
         groups: The parameter groups of the whole model.
         attributes: Attributes that the optimizer gets after it was built.
-        average: The decay of the average of weights that is kept; None for no average.
         code: The code of the class, as the user's process has it; None to compare none.
     """
 
@@ -58,7 +54,6 @@ class OptimizerSpec:
     kwargs: Hyper = field(default_factory=dict)
     groups: tuple[GroupSpec, ...] = ()
     attributes: Hyper = field(default_factory=dict)
-    average: float | None = None
     code: Code | None = None
 
 
@@ -165,8 +160,6 @@ class StageOptimizer:
         """Build the torch optimizer, if the stage has a parameter."""
         self._parameters = parameters
         self._stage = stage
-        self._decay = spec.average
-        self._average: dict[str, Tensor] = {}
         self._group_numbers: list[int] = []
         self.steps: list[str] = []
         groups = []
@@ -195,55 +188,29 @@ class StageOptimizer:
         assert self.torch_optimizer is not None
         return self.torch_optimizer.param_groups
 
-    def step(self, hyper: list[Hyper], around: Around = nullcontext) -> None:
-        """Step once with the hyper-parameters that travelled with the micro-batch.
+    def prepare(self, hyper: list[Hyper]) -> torch.optim.Optimizer | None:
+        """Give the torch optimizer the hyper-parameters that travelled with a micro-batch.
 
         Args:
             hyper: For each group of the whole model, the packed hyper-parameters that the script
                 has changed; all others keep the values that the optimizer gives them.
-            around: Makes, for the torch optimizer, a context in which it steps.
+
+        Returns:
+            The torch optimizer, which may step; None if the stage has no parameter.
         """
         if self.torch_optimizer is None:
-            return
+            return None
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             set_hyper(group, hyper[number])
             self._from_script[i].update(hyper[number])
-        with around(self.torch_optimizer):
-            self.torch_optimizer.step()
-        if self._decay is not None:
-            self._take_into_average(self._decay)
-
-    def go_on_averaging(self, before: StageOptimizer) -> None:
-        """Go on with the average of the optimizer that the stage had before."""
-        if self._decay is not None:
-            self._average = before._average
-
-    @torch.no_grad()
-    def _take_into_average(self, decay: float) -> None:
-        """Move the average towards the weights, as `torch.optim.swa_utils.AveragedModel` does."""
-        if not self._average:
-            self._average = {n: p.detach().clone() for n, p in self._parameters.items()}
-            return
-        weights: Any = list(self._parameters.values())
-        get_ema_multi_avg_fn(decay)(list(self._average.values()), weights, None)
-
-    def average(self) -> dict[str, Tensor]:
-        """Return the average of the weights, by name; the weights themselves before any step.
-
-        Raises:
-            ConfigError: None is kept.
-        """
-        if self._decay is None:
-            raise ConfigError("no average of the weights is kept; give Pipeline ema=0.999")
-        return self._average or {n: p.detach() for n, p in self._parameters.items()}
+        return self.torch_optimizer
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer state by parameter name, and the optimizer's own state.
 
         The own state stands under names that begin with `EVERY_STAGE`: ``/group/0/STAGE`` has what
         the optimizer has changed in group 0, ``/attributes/STAGE`` its changed attributes, and
-        ``/state/STAGE`` its state under other keys than parameters, packed by `pack_hyper`. The
-        average of a parameter stands beside its state, as `AVERAGE`.
+        ``/state/STAGE`` its state under other keys than parameters, packed by `pack_hyper`.
 
         Raises:
             ConfigError: The optimizer has changed an attribute that cannot be packed, keeps one
@@ -255,8 +222,6 @@ class StageOptimizer:
         found = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         attributes = _attributes_of(self.torch_optimizer)
         _refuse_unfit_tensors([*found.values(), attributes])
-        for name, tensor in self._average.items():
-            found.setdefault(name, {})[AVERAGE] = tensor
         mine = {id(p) for p in self._parameters.values()}
         others = {key: value for key, value in state.items() if id(key) not in mine}
         if others:
@@ -291,23 +256,15 @@ class StageOptimizer:
         """The names of the parameters of the stage, by which its own state is found again."""
         return list(self._parameters)
 
-    def load_state(self, state: dict[str, dict[str, Any]], *, keep_average: bool = False) -> None:
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
         """Replace the optimizer state.
 
         Args:
             state: The state by parameter name, of the whole model or of this stage alone, with
                 the own state of one or several stages.
-            keep_average: Whether the average of the weights stays where the state has none.
         """
         if self.torch_optimizer is None:
             return
-        averages = {
-            name: like(parameter, state[name][AVERAGE])
-            for name, parameter in self._parameters.items()
-            if self._decay is not None and AVERAGE in state.get(name, ())
-        }
-        if averages or not keep_average:
-            self._average = averages
         # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
         # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
         for name, parameter in self._parameters.items():

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,24 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError, VersionError
 from pipedream_rt.planning.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
-from pipedream_rt.stage.spec import GradientHook
 
 Adjust: TypeAlias = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
 """Changes gradients, given the weights that they were computed on and the newest ones."""
+
+
+class GradientHook(NamedTuple):
+    """A hook that the user has registered on a parameter.
+
+    Attributes:
+        parameter: The name of the parameter.
+        after_sum: Whether it was registered with ``register_post_accumulate_grad_hook``; else with
+            ``register_hook``.
+        call: The hook.
+    """
+
+    parameter: str
+    after_sum: bool
+    call: Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,48 +303,28 @@ class VersionedParameters:
     def receive(self, next_read: int, named: dict[str, Tensor]) -> None:
         """Take the next version from the stage that owns the weights.
 
+        The gradients that are pending belong to an update that the owner has not made yet.
+
         Args:
             next_read: The version that the next forward will read.
             named: The weights, by name.
         """
-
-        def copy() -> None:
+        with self.making([None] * len(self._parameters), next_read):
             for name, parameter in self.named.items():
                 parameter.data.copy_(named[name])
 
-        # Those that are pending belong to an update that the owner has not made yet.
-        self.step_with([None] * len(self._parameters), next_read, copy)
-
-    @property
-    def pending(self) -> dict[str, Tensor | None]:
-        """The gradients of the pending update, by name; None where there is none."""
-        return dict(zip(self._names, self._gradients, strict=True))
-
     def take_gradients(self) -> list[Tensor | None]:
-        """Take all gradients out of the pending update, for `step_with`."""
+        """Take all gradients out of the pending update, for `making`."""
         taken, self._gradients = self._gradients, [None] * len(self._parameters)
         return taken
 
-    def step_with(
-        self, gradients: list[Tensor | None], next_read: int, update: Callable[[], None]
-    ) -> None:
-        """Make the next version from other gradients than those of the pending update.
+    @contextmanager
+    def making(self, gradients: Sequence[Tensor | None], next_read: int) -> Iterator[None]:
+        """Make the next version: the body changes the module's Parameters in place.
 
         Args:
-            gradients: The gradients.
-            next_read: As in `step`.
-            update: As in `step`.
-        """
-        kept, self._gradients = self._gradients, gradients
-        self.step(next_read, update)
-        self._gradients = kept
-
-    def step(self, next_read: int, update: Callable[[], None]) -> None:
-        """Apply the gradients of the pending update, which makes the next version.
-
-        Args:
+            gradients: What they have as their ``grad`` in the body.
             next_read: The version that the next forward will read.
-            update: Changes the module's Parameters in place, by their ``grad``.
 
         Raises:
             VersionError: The versions held are not those of the ledger, which is an error of ours.
@@ -355,9 +349,9 @@ class VersionedParameters:
                 f"stage {self._stage} holds the weight versions {sorted(self._versions)}, but its "
                 f"ledger keeps {sorted(ledger.kept)}"
             )
-        for i, parameter in enumerate(self._parameters):
-            parameter.grad, self._gradients[i] = self._gradients[i], None
-        update()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        yield
         for parameter, buffer in zip(self._parameters, target.buffers, strict=True):
             parameter.grad = None
             if parameter.data_ptr() != buffer.data_ptr():  # the optimizer has assigned .data

@@ -34,16 +34,13 @@ from pipedream_rt.checkpoint import (
 )
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.tree import flatten
-from pipedream_rt.schedules.plan import EVERY_STAGE
 from pipedream_rt.schema import printable
+from pipedream_rt.stage import snapshot
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
+from pipedream_rt.stage.rules.totals import KEY
 from pipedream_rt.stage.stage import Stage
-
-_TOTALS = f"{EVERY_STAGE}norms/0"
-"""The name, among the state of optimizers, of the total norms that later updates are clipped by,
-and of the scales of losses."""
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -131,7 +128,7 @@ class StageSaver:
             if n in names or id(t) in buffers or n.endswith(_EXTRA_STATE_KEY_SUFFIX)
         }
         try:
-            extra = packed_extra({**rest, **dict.fromkeys(self._stage.emptied())})
+            extra = packed_extra({**rest, **dict.fromkeys(snapshot.emptied(self._stage))})
         except ConfigError as error:
             self._tell(position, str(error))
             return
@@ -173,20 +170,14 @@ class StageSaver:
             return
         self._saving = None
         try:
-            optimizer = stage.step_state()
+            optimizer = snapshot.step_state(stage)
         except ConfigError as error:
             self._tell(saving.position, str(error))
             return
-        clipper = stage.clipper
-        if clipper is not None and clipper.is_first and clipper.totals():
-            totals = [[update, total] for update, total in sorted(clipper.totals().items())]
-            optimizer[_TOTALS] = {"totals": totals}
-            if clipper.scaler is not None:
-                optimizer[_TOTALS]["scales"] = clipper.scaler.state()
         state = StageState(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
-                for name, tensor in stage.state_dict().items()
+                for name, tensor in snapshot.state_dict(stage).items()
                 if name not in saving.extra
             },
             extra=saving.extra,
@@ -198,7 +189,7 @@ class StageSaver:
             versions=saving.versions
             | {
                 version: {name: _copy(tensor) for name, tensor in named.items()}
-                for version, named in stage.older().items()
+                for version, named in stage.parameters.older().items()
                 if version not in saving.versions
             },
         )
@@ -211,7 +202,7 @@ class StageSaver:
         stage, parameters = self._stage, self._stage.parameters
         first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
         newest: dict[str, Tensor] = dict(parameters.named)
-        for version, named in {**stage.older(), parameters.ledger.newest: newest}.items():
+        for version, named in {**parameters.older(), parameters.ledger.newest: newest}.items():
             is_whole = version <= stage.whole_version
             if first <= version < saving.step and is_whole and version not in saving.versions:
                 saving.versions[version] = {name: _copy(tensor) for name, tensor in named.items()}
@@ -249,7 +240,7 @@ class StageSaver:
         module, tensors = self._stage.module, {**state.weights, **state.hidden}
         buffers = [name for name, _ in module.named_buffers()]
         return fingerprints_of(
-            self._stage.owned(tensors),
+            snapshot.owned(self._stage, tensors),
             {name: tensors[name] for name in buffers if name in tensors},
             state.optimizer,
             state.versions,
@@ -315,7 +306,7 @@ def restore_stage(
     own_name = replica_name(replica, plan.replicas[stage.index]) if replica else ""
     state = _read(Path(folder), files, keys, names, list(slots), plain, own_name)
     whole, older = True, {}
-    for index, weights in [(stage.index, stage.parameters), *stage.borrowed.items()]:
+    for index, weights in [(stage.index, stage.parameters), *stage.weights.borrowed.items()]:
         read, of_owner = max(floor, plan.reads(index, first)), list(weights.named)
         versions = state.versions
         if index != stage.index:
@@ -330,17 +321,12 @@ def restore_stage(
         owner, _, short = name.rpartition(".")
         stage.module.get_submodule(owner)._buffers[short] = None
     own = older.pop(stage.index)
-    stage.restore(step, {**state.weights, **extra}, own, state.hidden, older)
+    snapshot.restore(stage, step, {**state.weights, **extra}, own, state.hidden, older)
+    agreed = {KEY: plain[KEY]} if KEY in plain else {}
     if with_optimizer:
-        stage.load_step_state(state.optimizer)
-    if stage.clipper is not None:
-        stage.clipper.forget()
-        saved = plain.get(_TOTALS, {})
-        if stage.clipper.scaler is not None:
-            stage.clipper.scaler.load(saved.get("scales", []), step)
-        totals = {update: total for update, total in saved.get("totals", []) if update < step}
-        if totals:
-            stage.clipper.learn(totals)
+        snapshot.load_step_state(stage, {**state.optimizer, **agreed}, step)
+    else:
+        snapshot.load_totals(stage, agreed, step)
     return whole
 
 

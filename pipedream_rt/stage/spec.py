@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from pipedream_rt.planning.modes import Modes
 from pipedream_rt.planning.pretrained import Pretrained
 from pipedream_rt.planning.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan
-from pipedream_rt.stage.clipping import Clip
 from pipedream_rt.stage.memory import give_free_memory_back
-from pipedream_rt.stage.scaling import LossScale
+from pipedream_rt.stage.parameters import GradientHook
+from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.scaling import LossScale
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element."""
@@ -36,21 +37,6 @@ def has_own_loss(output: Any) -> bool:
     if isinstance(output, dict):
         return output.get("loss") is not None
     return getattr(output, "loss", None) is not None
-
-
-class GradientHook(NamedTuple):
-    """A hook that the user has registered on a parameter.
-
-    Attributes:
-        parameter: The name of the parameter.
-        after_sum: Whether it was registered with ``register_post_accumulate_grad_hook``; else with
-            ``register_hook``.
-        call: The hook.
-    """
-
-    parameter: str
-    after_sum: bool
-    call: Callable[[Tensor], Any]
 
 
 OnNan: TypeAlias = Literal["raise", "ignore"]
@@ -77,6 +63,7 @@ class StageSpec:
         clip: How gradients are clipped; None for not at all.
         scale: How losses are scaled; None for not at all.
         corrections: The corrections for staleness, in the order in which they are applied.
+        ema: The decay of the average of weights that is kept; None for no average.
         names: The name in the unsplit model of each trainable parameter of the stage, by its name
             in ``layers``. They differ for a weight that an earlier stage uses under another name.
         numbers: The place of each of them among the parameters of the unsplit model, by its name
@@ -106,6 +93,7 @@ class StageSpec:
     clip: Clip | None = None
     scale: LossScale | None = None
     corrections: tuple[Correction, ...] = ()
+    ema: float | None = None
     names: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     compile: dict[str, Any] | None = None

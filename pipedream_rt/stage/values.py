@@ -86,15 +86,20 @@ def gradients_of(message: Message) -> Gradients:
     return _with_gaps(head.present, message.tensors)
 
 
-def part_in(message: Message) -> Part:
-    """Return what a replica has summed, which a message carries."""
+def trail_of(inputs: Sequence[Message]) -> list[Passed]:
+    """Return the trails of all inputs merged into one, in the order of the stages."""
+    trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
+    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
+    return [merged[stage] for stage in sorted(merged)]
+
+
+def _part_in(plan: Plan, message: Message) -> Part:
     head = message.payload
     assert isinstance(head, Partial)
     return Part(_with_gaps(head.present, message.tensors), head.hyper, head.read)
 
 
-def shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
-    """Return the shares of gradients of tied weights that a message carries, by weight."""
+def _shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
     head, edge = message.payload, message.key.edge
     assert isinstance(head, Share)
     shares = _with_gaps(head.present, message.tensors)
@@ -102,31 +107,26 @@ def shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
     return {tie.name: s for tie, s in zip(ties, shares, strict=True) if s is not None}
 
 
-def weights_in(plan: Plan, message: Message) -> dict[str, Tensor]:
-    """Return the weights of another stage that a message carries, by name."""
+def _weights_in(plan: Plan, message: Message) -> dict[str, Tensor]:
     edge = message.key.edge
     ties = plan.borrows(plan.stage_of(edge.target))[edge]
     return dict(zip((tie.name for tie in ties), message.tensors, strict=True))
 
 
-def norms_in(message: Message) -> dict[int, Tensor]:
-    """Return the norms that a message carries, by the places of their parameters in the model."""
+def _norms_in(plan: Plan, message: Message) -> dict[int, Tensor]:
     head = message.payload
     assert isinstance(head, Norm)
     return dict(zip(head.numbers, message.tensors[0].unbind(), strict=True))
 
 
-def totals_in(messages: Sequence[Message]) -> dict[int, float]:
-    """Return the total norms that messages carry, by update."""
-    heads = (message.payload for message in messages)
-    return {head.update: head.total for head in heads if isinstance(head, Total)}
+def _total_in(plan: Plan, message: Message) -> tuple[int, float]:
+    head = message.payload
+    assert isinstance(head, Total)
+    return head.update, head.total
 
 
-def trail_of(inputs: Sequence[Message]) -> list[Passed]:
-    """Return the trails of all inputs merged into one, in the order of the stages."""
-    trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
-    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
-    return [merged[stage] for stage in sorted(merged)]
+def _stepped_in(plan: Plan, message: Message) -> tuple[Tensor, ...]:
+    return message.tensors
 
 
 # -- to messages --------------------------------------------------------------------------------
@@ -188,5 +188,20 @@ Those of a micro-batch (activations, gradients, losses) also carry what came wit
 in `Exchange`.
 """
 
-Gifts: TypeAlias = Mapping[EdgeKind, Any]
+OPEN: Mapping[EdgeKind, Callable[[Plan, Message], Any]] = {
+    EdgeKind.PARTIAL: _part_in,
+    EdgeKind.STEPPED: _stepped_in,
+    EdgeKind.WEIGHT: _weights_in,
+    EdgeKind.SHARE: _shares_in,
+    EdgeKind.NORM: _norms_in,
+    EdgeKind.TOTAL: _total_in,
+}
+"""By kind of edge: returns the value that `PACK` has made a message of.
+
+- PARTIAL: a `Part`. STEPPED: the weights that the sender steps, in the order of `Shards`.
+- WEIGHT and SHARE: tied weights and shares of their gradients, by name of the weight.
+- NORM: norms, by the places of their parameters in the model. TOTAL: an update, and its total.
+"""
+
+Gifts: TypeAlias = dict[EdgeKind, Any]
 """What an action of a stage gives, by kind of edge; see `PACK`."""

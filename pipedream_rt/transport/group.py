@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipedream_rt.schedules.channels import COORDINATOR, Address
+from pipedream_rt.schedules.edges import COORDINATOR, Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

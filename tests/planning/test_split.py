@@ -13,7 +13,7 @@ from pipedream_rt.planning.split import (
     split_points,
     ties_of,
 )
-from pipedream_rt.schedules.plan import Tie
+from pipedream_rt.schedules.layout import Tie
 
 
 def layers(count=5):

@@ -9,6 +9,12 @@ from pipedream_rt.errors import ConfigError, VersionError
 from pipedream_rt.stage.parameters import VersionedParameters
 
 
+def make(parameters, next_read, step):
+    """Make a version of the pending gradients."""
+    with parameters.making(parameters.take_gradients(), next_read):
+        step()
+
+
 class Checkpointed(nn.Module):
     """Recomputes its forward in backward, inside the module."""
 
@@ -75,7 +81,7 @@ def test_backward_uses_the_version_of_its_forward(name):
         loss = module(x).square().sum()
     for _ in range(2):
         parameters._gradients = [torch.ones_like(p) for p in module.parameters()]
-        parameters.step(0, optimizer.step)
+        make(parameters, 0, optimizer.step)
     assert parameters.ledger.kept == {0, 1, 2}
     with parameters.accumulating(0):
         loss.backward()
@@ -111,7 +117,7 @@ def test_an_update_steps_in_place_when_nobody_reads():
         with parameters.accumulating(version):
             loss.backward()
         parameters.ledger.unpin(version)
-        parameters.step(version + 1, torch.optim.SGD(module.parameters(), lr=0.1).step)
+        make(parameters, version + 1, torch.optim.SGD(module.parameters(), lr=0.1).step)
         assert module.weight.data_ptr() == address
     assert parameters.allocated == 1
 
@@ -128,7 +134,7 @@ def test_buffers_are_recycled():
         if m >= 2:
             assert parameters.end(m - 2) == max(0, m - 4)
             parameters._gradients = [torch.ones_like(p) for p in module.parameters()]
-            parameters.step(max(0, m - 1), optimizer.step)
+            make(parameters, max(0, m - 1), optimizer.step)
         addresses.add(module.weight.data_ptr())
     assert parameters.allocated == 3
     assert len(addresses) == 3
@@ -191,7 +197,7 @@ def test_reset_replaces_the_weights_and_forgets_the_rest():
     module = nn.Linear(2, 2)
     parameters = VersionedParameters(module, 0)
     parameters._gradients = [torch.ones_like(p) for p in module.parameters()]
-    parameters.step(0, torch.optim.SGD(module.parameters(), lr=0.1).step)
+    make(parameters, 0, torch.optim.SGD(module.parameters(), lr=0.1).step)
     assert parameters.ledger.kept == {0, 1}
     with torch.no_grad():
         parameters.reset(lambda: nn.init.ones_(module.weight))

@@ -124,6 +124,7 @@ class Run:
                 case Kind.BACKWARD:
                     with self.saver.watching_buffers():
                         stage.backward(i, [[data(i + 1000)]])
+                        stage.end(i)
                 case Kind.STEP:
                     stage.step(i)
                     self.saver.save_if_due()

@@ -30,6 +30,8 @@ from torch import nn
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_named
+from pipedream_rt.stage import snapshot
+from pipedream_rt.stage.commands import set_mode
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
@@ -70,6 +72,18 @@ def a_stage(
         names = tuple(name for name, _ in module.named_parameters())
         stage.set_optimizer(pickled(cls, kwargs, names))
     return stage
+
+
+def back(stage, micro_batch, gradients=()):
+    """A whole backward, to the end of the flight."""
+    found = stage.backward(micro_batch, gradients)
+    assert not stage.end(micro_batch)
+    return found
+
+
+def back_weight(stage, micro_batch):
+    stage.backward_weight(micro_batch)
+    assert not stage.end(micro_batch)
 
 
 def pickled(cls, kwargs, names):
@@ -135,13 +149,13 @@ class Driver:
         return self.plan.stages_of(worker)[0] if action.stage is None else action.stage
 
     def _can(self, worker, action):
-        edges = self.plan.needs(action, self._stage(worker, action))
-        return all((edge, action.index) in self._on_edges for edge in edges)
+        needed = self.plan.needs(action, self._stage(worker, action))
+        return all((each.edge, each.number) in self._on_edges for each in needed)
 
     def _do(self, index, action):
         stage, (kind, m, _) = self.stages[index], action
-        edges, made = self.plan.gives(action, index), []
-        needed = [self._on_edges.pop((edge, m)) for edge in self.plan.needs(action, index)]
+        gives, made = self.plan.gives(action, index), []
+        needed = [self._on_edges.pop((e.edge, e.number)) for e in self.plan.needs(action, index)]
         match kind:
             case Kind.FORWARD:
                 target = needed.pop() if index in self.plan.exits else None
@@ -149,15 +163,15 @@ class Driver:
                 made = made if isinstance(made, list) else [made]
                 self.reads[index].append(stage.version_of(m))
             case Kind.BACKWARD:
-                made = stage.backward(m, needed)
+                made = back(stage, m, needed)
             case Kind.INPUT:
                 made = stage.backward_input(m, needed)
             case Kind.WEIGHT:
-                stage.backward_weight(m)
+                back_weight(stage, m)
             case Kind.STEP:
                 stage.step(m)
-        for edge, what in zip(edges, made):
-            self._on_edges[edge, m] = arrived(what)
+        for each, what in zip(gives, made):
+            self._on_edges[each.edge, m] = arrived(what)
 
 
 def arrived(what):
@@ -201,8 +215,8 @@ def test_two_stages_by_hand_are_the_unsplit_model():
     (hidden,) = first.forward(0, [value(x)], HYPER)
     assert hidden.requires_grad == (True,)
     loss = last.forward(0, [arrived(hidden)], HYPER, value(y))
-    (gradients,) = last.backward(0)
-    assert first.backward(0, [arrived(gradients)]) == [[]]  # nobody wants any of the model's input
+    (gradients,) = back(last, 0)
+    assert back(first, 0, [arrived(gradients)]) == [[]]  # nobody wants any of the model's input
     last.step(0)
     first.step(0)
 
@@ -286,7 +300,7 @@ def test_a_stage_with_two_producers_takes_the_tuple_of_their_outputs():
     left, right = torch.ones(2), torch.full((2,), 3.0)
     inputs = [value(left, wanted=True), value({"right": right}, wanted=True)]
     assert stage.forward(0, inputs, HYPER, value(torch.tensor([5.0, 7.0]))) == -24.0
-    ((of_left,), (of_right,)) = stage.backward(0)
+    ((of_left,), (of_right,)) = back(stage, 0)
     assert of_left.tolist() == [5, 7]
     assert of_right.tolist() == [-5, -7]
 
@@ -340,7 +354,7 @@ def test_only_the_tensors_that_asked_for_a_gradient_get_one_in_their_order():
         HYPER,
         value(torch.ones(1)),
     )
-    ((a, unused, b),) = stage.backward(0)
+    ((a, unused, b),) = back(stage, 0)
     assert (a.tolist(), unused, b.tolist()) == ([2], None, [3])
 
 
@@ -349,7 +363,7 @@ def test_a_first_layer_may_work_in_place():
     stage = a_stage([nn.ReLU(inplace=True)], TWO, 1, loss_fn=lambda x, y: (x * y).sum())
     x = torch.tensor([-1.0, 2.0])
     stage.forward(0, [value(x, wanted=True)], HYPER, value(torch.tensor([5.0, 7.0])))
-    ((gradient,),) = stage.backward(0)
+    ((gradient,),) = back(stage, 0)
     assert gradient.tolist() == [0, 7]
 
 
@@ -358,7 +372,7 @@ def test_gradients_keep_the_strides_that_the_unsplit_model_gives_them():
     stage = a_stage([nn.Flatten()], TWO, 1, loss_fn=lambda x, y: x.sum())
     x = torch.ones(2, 3, 4).transpose(1, 2)
     stage.forward(0, [value(x, wanted=True)], HYPER, value(None))
-    ((gradient,),) = stage.backward(0)
+    ((gradient,),) = back(stage, 0)
     assert gradient.shape == (2, 4, 3)
     assert gradient.stride() == (0, 0, 0)  # an expanded one, as of every sum
 
@@ -395,9 +409,9 @@ def test_so_do_those_of_a_backward_and_of_a_step(halves):
         if halves:
             stage.backward_input(0)
             torch.rand(between)
-            stage.backward_weight(0)
+            back_weight(stage, 0)
         else:
-            stage.backward(0)
+            back(stage, 0)
         torch.rand(between)
         stage.step(0)
         states.append(copy.deepcopy(stage.module.state_dict()))
@@ -417,7 +431,7 @@ def test_a_share_weighs_what_is_derived_and_not_what_is_reported():
     for m, part in enumerate((slice(0, 1), slice(1, 4))):
         share = (0.25, 0.75)[m]
         losses.append(stage.forward(m, [value(x[part])], HYPER, value(y[part]), share))
-        stage.backward(m)
+        back(stage, m)
     stage.step(0)
 
     plain = nn.Sequential(nn.Linear(1, 1))
@@ -442,7 +456,7 @@ def test_or_ignored_if_the_user_says_so():
     stage = a_stage([nn.Linear(1, 1)], loss_fn=lambda x, y: x.sum() * y, on_nan="ignore")
     loss = stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.tensor(math.nan)))
     assert math.isnan(loss)
-    stage.backward(0)
+    back(stage, 0)
     stage.step(0)
 
 
@@ -456,13 +470,13 @@ def test_a_loss_that_is_no_scalar_is_refused(loss_fn, found, ask):
     inputs, target = [value(torch.ones(2, 3))], value(None)
     arguments = (0, inputs, target) if ask == "evaluate" else (0, inputs, HYPER, target)
     with pytest.raises(ConfigError, match=f"loss_fn.*{found}"):
-        getattr(stage, ask)(*arguments)
+        getattr(stage if ask == "forward" else stage.passes, ask)(*arguments)
 
 
 def test_a_loss_with_one_element_is_a_scalar():
     stage = a_stage([nn.Linear(1, 1)], loss_fn=lambda x, y: (x * y).sum(0))
     assert type(stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.ones(1)))) is float
-    stage.backward(0)
+    back(stage, 0)
 
 
 # -- backward ---------------------------------------------------------------------------------
@@ -484,9 +498,9 @@ def test_both_halves_of_a_backward_are_a_backward(index):
             caught = stage.backward_input(0, gradients)
             assert stage.ended == 0
             assert stage.version_of(0) == 0
-            stage.backward_weight(0)
+            back_weight(stage, 0)
         else:
-            caught = stage.backward(0, gradients)
+            caught = back(stage, 0, gradients)
         assert stage.ended == 1
         stage.step(0)
         found.append((caught, copy.deepcopy(stage.module.state_dict())))
@@ -527,9 +541,9 @@ def test_where_no_consumer_has_a_gradient_none_goes_back_and_nothing_is_learnt(h
     stage.forward(0, [value(torch.ones(1, 2), wanted=True)], HYPER)
     if halves:
         assert stage.backward_input(0, [[None]]) == [[None]]
-        stage.backward_weight(0)
+        back_weight(stage, 0)
     else:
-        assert stage.backward(0, [[None]]) == [[None]]
+        assert back(stage, 0, [[None]]) == [[None]]
     stage.step(0)
     assert_same(stage.module.state_dict(), before)
 
@@ -543,10 +557,10 @@ def test_what_the_caller_gave_is_not_changed():
     hyper = [{"lr": 0.5}]
     for m in range(2):
         stage.forward(m, [value(x)], hyper)
-        stage.backward(m, [[gradient]])
+        back(stage, m, [[gradient]])
         stage.step(m)
-    stage.evaluate(0, [value(x)], None)
-    stage.infer(0, [value(x)])
+    stage.passes.evaluate(0, [value(x)], None)
+    stage.passes.infer(0, [value(x)])
     assert torch.equal(x, kept[0])
     assert torch.equal(gradient, kept[1])
     assert not x.requires_grad
@@ -555,12 +569,12 @@ def test_what_the_caller_gave_is_not_changed():
     last = a_stage([nn.Linear(2, 2)], TWO, 1, loss_fn=F.mse_loss)
     kept = y.clone()
     last.forward(0, [value(x, wanted=True)], HYPER, value(y))
-    ((found,),) = last.backward(0)
+    ((found,),) = back(last, 0)
     assert torch.equal(y, kept)
     sent = found.clone()
     last.step(0)
     last.forward(1, [value(torch.randn(1, 2), wanted=True)], HYPER, value(y))
-    last.backward(1)
+    back(last, 1)
     assert torch.equal(found, sent)
 
 
@@ -579,14 +593,14 @@ def test_a_micro_batch_without_samples_changes_nothing(halves):
         )
         ((x, y),) = regression(1)
         stage.forward(0, [value(x)], HYPER, value(y))
-        stage.backward(0)
+        back(stage, 0)
         if empty:
             assert stage.forward(1, None, HYPER) is None
             if halves:
                 assert stage.backward_input(1) == []
-                stage.backward_weight(1)
+                back_weight(stage, 1)
             else:
-                assert stage.backward(1) == []
+                assert back(stage, 1) == []
             assert (stage.next_forward, stage.ended) == (2, 2)
         stage.step(0)
         states.append(copy.deepcopy(stage.module.state_dict()))
@@ -603,7 +617,7 @@ def test_an_update_takes_the_hyper_parameters_that_came_with_its_last_micro_batc
     for m, rate in enumerate((0.5, 0.25, 0.125)):
         stage.forward(m, [value(torch.ones(1, 1))], [{"lr": rate}])
     for m, weight in enumerate((-0.5, -0.75, -0.875)):
-        stage.backward(m, [[torch.ones(1, 1)]])
+        back(stage, m, [[torch.ones(1, 1)]])
         stage.step(m)
         assert stage.module[0].weight.item() == weight
 
@@ -611,7 +625,7 @@ def test_an_update_takes_the_hyper_parameters_that_came_with_its_last_micro_batc
 def test_a_step_needs_an_optimizer():
     stage = a_stage([nn.Linear(1, 1)], optimizer=None, loss_fn=F.mse_loss)
     stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.ones(1, 1)))
-    stage.backward(0)
+    back(stage, 0)
     with pytest.raises(ConfigError, match="optimizer"):
         stage.step(0)
 
@@ -621,7 +635,7 @@ def test_a_stage_without_weights_steps_all_the_same():
     stage = a_stage([nn.ReLU()], TWO, 0)
     for m in range(2):
         assert not stage.forward(m, [value(torch.ones(1))], HYPER)[0].requires_grad[0]
-        assert stage.backward(m, [[]]) == [[]]
+        assert back(stage, m, [[]]) == [[]]
         stage.step(m)
     assert stage.statistics()["updates"] == 2
 
@@ -651,9 +665,9 @@ def test_evaluate_leaves_every_module_its_mode(fail):
     modes = [module.training for module in stage.module.modules()]
     if fail:
         with pytest.raises(ZeroDivisionError):
-            stage.evaluate(0, [value(torch.ones(1))], None)
+            stage.passes.evaluate(0, [value(torch.ones(1))], None)
     else:
-        assert content(stage.evaluate(0, [value(torch.ones(1))], None)[0]).tolist() == [4]
+        assert content(stage.passes.evaluate(0, [value(torch.ones(1))], None)[0]).tolist() == [4]
     assert [module.seen for module in stage.module] == [[(False, False)]] * 2
     assert [module.training for module in stage.module.modules()] == modes
 
@@ -661,8 +675,8 @@ def test_evaluate_leaves_every_module_its_mode(fail):
 def test_evaluate_returns_the_loss_where_there_is_a_target():
     """Whatever it is: nothing is trained on it."""
     stage = a_stage([Modes()], loss_fn=lambda x, y: (x * y).sum())
-    assert stage.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == (6.0, [])
-    nan, _ = stage.evaluate(1, [value(torch.ones(1))], value(torch.tensor(math.nan)))
+    assert stage.passes.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == (6.0, [])
+    nan, _ = stage.passes.evaluate(1, [value(torch.ones(1))], value(torch.tensor(math.nan)))
     assert math.isnan(nan)
 
 
@@ -671,7 +685,7 @@ def test_evaluate_returns_the_loss_where_there_is_a_target():
 def test_infer_runs_in_eval_mode_unless_told_otherwise(mode, training):
     stage = a_stage([Modes()])
     stage.module.train(mode)
-    assert content(stage.infer(0, [value(torch.ones(1))], training=training)).tolist() == [2]
+    assert content(stage.passes.infer(0, [value(torch.ones(1))], training=training)).tolist() == [2]
     assert stage.module[0].seen == [(mode and training, False)]
     assert stage.module.training == mode
 
@@ -701,9 +715,9 @@ def test_modules_that_do_more_than_set_a_mode_are_called_and_put_back(run):
     stage.module[1].eval()  # a frozen one stays so
     before = {k: v.clone() for k, v in stage.module.state_dict().items()}
     if run == "evaluate":
-        made, _ = stage.evaluate(0, [value(x)], None)
+        made, _ = stage.passes.evaluate(0, [value(x)], None)
     else:
-        made = stage.infer(0, [value(x)])
+        made = stage.passes.infer(0, [value(x)])
     assert torch.equal(content(made), stage.module[1](x * (torch.ones(2) / 3 + torch.ones(2) / 7)))
     assert_same(stage.module.state_dict(), before)
     assert (stage.module[0].training, stage.module[0].merged) == (True, False)
@@ -715,9 +729,9 @@ def test_a_mode_that_changes_weights_is_refused_where_there_are_versions():
         stage = a_stage([Merges()], plan, 0)
         if refused:
             with pytest.raises(ConfigError, match=r"to set the mode changed the parameter '0.weig"):
-                stage.set_mode(False)
+                set_mode(stage, False)
         else:
-            stage.set_mode(False)
+            set_mode(stage, False)
             assert stage.module[0].merged
 
 
@@ -736,10 +750,10 @@ class CountsInEval(nn.Module):
 def test_an_evaluation_leaves_no_trace_in_buffers():
     stage = a_stage([CountsInEval()])
     for _ in range(2):
-        assert content(stage.infer(0, [value(torch.ones(1))])).tolist() == [2]
+        assert content(stage.passes.infer(0, [value(torch.ones(1))])).tolist() == [2]
     assert stage.module[0].calls.tolist() == [0]
     assert stage.module[0].table is None
-    stage.infer(0, [value(torch.ones(1))], training=True)
+    stage.passes.infer(0, [value(torch.ones(1))], training=True)
     assert stage.module[0].calls.tolist() == [1]
 
 
@@ -799,7 +813,7 @@ def test_an_optimizer_may_assign_data():
     stage.set_optimizer(cloudpickle.dumps(spec))
     for m in range(3):
         stage.forward(m, [value(torch.ones(1, 1))], HYPER)
-    stage.backward(0, [[torch.ones(1, 1)]])
+    back(stage, 0, [[torch.ones(1, 1)]])
     stage.step(0)
     assert torch.equal(stage.module[0].weight, plain[0].weight - 0.5)
     assert [stage.parameters.leaves(m)[0].item() for m in (1, 2)] == [plain[0].weight.item()] * 2
@@ -808,34 +822,36 @@ def test_an_optimizer_may_assign_data():
 def test_passes_take_the_tuple_of_two_producers_outputs_too():
     stage = a_stage([Both()], diamond.plan(), 3)
     inputs = [value(torch.ones(1)), value({"right": torch.ones(1)})]
-    assert content(stage.evaluate(0, inputs, None)[0]).tolist() == [0]
-    assert content(stage.infer(0, inputs)).tolist() == [0]
+    assert content(stage.passes.evaluate(0, inputs, None)[0]).tolist() == [0]
+    assert content(stage.passes.infer(0, inputs)).tolist() == [0]
 
 
 def test_passes_read_the_newest_weights_and_change_nothing_that_is_in_flight():
     stage = a_stage([nn.Linear(1, 1)], ASYNC, 0)
     for m in range(3):
         stage.forward(m, [value(torch.ones(1, 1))], HYPER)
-    stage.backward(0, [[torch.ones(1, 1)]])
+    back(stage, 0, [[torch.ones(1, 1)]])
     stage.step(0)
     newest = stage.module[0](torch.ones(1, 1))
-    assert torch.equal(content(stage.infer(0, [value(torch.ones(1, 1))])), newest)
-    assert torch.equal(content(stage.evaluate(0, [value(torch.ones(1, 1))], None)[0]), newest)
+    assert torch.equal(content(stage.passes.infer(0, [value(torch.ones(1, 1))])), newest)
+    assert torch.equal(
+        content(stage.passes.evaluate(0, [value(torch.ones(1, 1))], None)[0]), newest
+    )
     assert [stage.version_of(m) for m in (1, 2)] == [0, 0]
 
 
 def test_random_numbers_of_passes_depend_on_kind_number_and_layer():
     stage, x = a_stage([nn.Dropout(0.5)], first=3, seed=5), torch.ones(50)
     for number in range(2):
-        made = content(stage.infer(number, [value(x)], training=True))
+        made = content(stage.passes.infer(number, [value(x)], training=True))
         torch.manual_seed(layer_seed(5, f"infer {number}", "3"))
         assert torch.equal(made, F.dropout(x, 0.5))
 
 
 def test_the_output_of_a_pass_is_not_changed_by_the_next():
     stage = a_stage([MakesPair()])
-    first = stage.infer(0, [value(torch.ones(1, 2))])
-    stage.infer(1, [value(torch.ones(1, 2))])
+    first = stage.passes.infer(0, [value(torch.ones(1, 2))])
+    stage.passes.infer(1, [value(torch.ones(1, 2))])
     assert content(first).extra["calls"].tolist() == [1]
 
 
@@ -852,7 +868,7 @@ def with_versions():
             case Kind.FORWARD:
                 stage.forward(action.index, [value(x)], HYPER)
             case Kind.BACKWARD:
-                stage.backward(action.index, [[gradient]])
+                back(stage, action.index, [[gradient]])
             case Kind.STEP:
                 stage.step(action.index)
     assert stage.parameters.ledger.kept == {2, 3, 4}
@@ -867,7 +883,7 @@ def test_loading_a_state_forgets_the_versions_before():
         "0.bias": torch.tensor([7.0]),
         "9.x": torch.ones(1),
     }
-    stage.load_state(loaded)
+    snapshot.load_state(stage, loaded)
     loaded["0.weight"].zero_()  # a copy was taken
     assert stage.parameters.ledger.kept == {4}
     assert ASYNC.reads(0, 4) == 2
@@ -878,7 +894,7 @@ def test_loading_a_state_forgets_the_versions_before():
 def test_what_a_state_does_not_have_stays():
     stage = a_stage([nn.Linear(1, 1)])
     bias = stage.module[0].bias.item()
-    stage.load_state({"0.weight": torch.tensor([[5.0]])})
+    snapshot.load_state(stage, {"0.weight": torch.tensor([[5.0]])})
     assert (stage.module[0].weight.item(), stage.module[0].bias.item()) == (5, bias)
 
 
@@ -886,9 +902,9 @@ def test_weights_are_not_replaced_while_micro_batches_are_in_flight():
     stage = a_stage([nn.Linear(1, 1)])
     stage.forward(0, [value(torch.ones(1, 1))], HYPER)
     with pytest.raises(VersionError, match="in flight"):
-        stage.load_state({})
+        snapshot.load_state(stage, {})
     with pytest.raises(VersionError, match="in flight"):
-        stage.restore(0, {}, {}, {})
+        snapshot.restore(stage, 0, {}, {}, {})
 
 
 def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
@@ -905,7 +921,8 @@ def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
 
     plan = plan_named("async-1f1b", num_stages=3, per_update=2)
     stage = a_stage([Adds()], plan, 0)
-    stage.restore(
+    snapshot.restore(
+        stage,
         5,
         {"0.w": torch.tensor([50.0])},
         {4: {"0.w": torch.tensor([40.0])}},

@@ -5,7 +5,7 @@ gradients are divided by it before the update. If one of them is not finite then
 the update, and the scale falls; after many updates without that, it rises.
 
 Whether an update is skipped is known when all stages have measured their gradients, as the total
-norm for clipping is (`clipping.py`), and it travels with that. So scales are numbered like weight
+norm for clipping is, and it travels with that (`totals.py`). So scales are numbered like weight
 versions: the scale of version v is the one after v updates, and a micro-batch is scaled by that of
 the version which the first micro-batch of its update reads.
 """
@@ -13,7 +13,7 @@ the version which the first micro-batch of its update reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.rules.base import Context, MicroBatchRule, State, Update, UpdateRule
+from pipedream_rt.stage.rules.totals import KEY, NOT_FINITE, Norms, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,25 +55,27 @@ class LossScale:
             raise ConfigError("growth_factor must be more than 1, and backoff_factor less than 1")
 
 
-class Scaler:
+class Scaling(UpdateRule, MicroBatchRule):
     """The scales of one stage. All stages come to the same ones.
 
     Args:
         scale: How losses are scaled.
-        plan: The plan of the pipeline.
+        context: The stage.
+        totals: Says of each update whether the gradients of all stages are finite.
     """
 
-    def __init__(self, scale: LossScale, plan: Plan) -> None:
+    def __init__(self, scale: LossScale, context: Context, totals: Totals) -> None:
         """Begin with the first scale, as that of version 0."""
         self._given = scale
-        self._plan = plan
+        self._plan, self._totals = context.plan, totals
+        self._is_first = context.stage == 0
         # By version: the scale, the updates since it changed last, and those skipped so far.
         self._states: dict[int, tuple[float, int, int]] = {0: (_single(scale.init_scale), 0, 0)}
+        totals.measured_by(self._measure)
 
-    @property
-    def skipped(self) -> int:
-        """The number of updates that were skipped so far."""
-        return self._states[max(self._states)][2]
+    def statistics(self) -> dict[str, int]:
+        """Return the number of updates that were skipped so far."""
+        return {"updates_skipped": self._states[max(self._states)][2]}
 
     def of_update(self, update: int) -> float:
         """Return the scale of the losses of an update."""
@@ -82,12 +85,17 @@ class Scaler:
         known = min(self._states)
         return self._states[max(version, known)][0]
 
-    def scaled(self, loss: Tensor, update: int) -> Tensor:
+    def loss(self, update: int, loss: Tensor) -> Tensor:
         """Return a loss times the scale."""
         return loss * torch.full((), self.of_update(update))
 
+    def _measure(self, update: Update) -> Norms:
+        """Divide the gradients by the scale; return whether one of them is not finite."""
+        finite = self._unscale(update.gradients, update.number)
+        return {NOT_FINITE: torch.zeros(()) + (not finite)}
+
     @torch.no_grad()
-    def unscale(self, gradients: Iterable[Tensor | None], update: int) -> bool:
+    def _unscale(self, gradients: Iterable[Tensor | None], update: int) -> bool:
         """Divide the gradients of an update by its scale, in place.
 
         Returns:
@@ -104,7 +112,14 @@ class Scaler:
             torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
         return not found.item()
 
-    def learn(self, update: int, finite: bool) -> None:
+    def change(self, update: Update) -> None:
+        """Skip an update if a gradient of some stage is not finite; make the next scale."""
+        total, number = self._totals.of(update.number), update.number
+        assert total is not None
+        self._learn(number, math.isfinite(total))
+        update.skipped = self._states[number + 1][2] > self._states[number][2]
+
+    def _learn(self, update: int, finite: bool) -> None:
         """Note whether the gradients of an update were finite, which makes the next scale.
 
         Args:
@@ -128,21 +143,15 @@ class Scaler:
         for version in [v for v in self._states if v < oldest]:
             del self._states[version]
 
-    def skips(self, update: int) -> bool:
-        """Whether an update, of which `learn` was told, is skipped."""
-        return self._states[update + 1][2] > self._states[update][2]
+    def state(self) -> State:
+        """Return the scales; on stage 0, for all."""
+        if not self._is_first:
+            return {}
+        return {KEY: {"scales": [[version, *s] for version, s in sorted(self._states.items())]}}
 
-    def state(self) -> list[list[Any]]:
-        """Return what `load` takes, for a checkpoint."""
-        return [[version, *state] for version, state in sorted(self._states.items())]
-
-    def load(self, saved: list[list[Any]], step: int) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            saved: What `state` returned.
-            step: The number of updates after which the checkpoint was made.
-        """
+    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Go on with the scales of versions up to the checkpoint."""
+        saved = state.get(KEY, {}).get("scales", [])
         states = {v: (scale, since, skipped) for v, scale, since, skipped in saved if v <= step}
         if states:
             self._states = states

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedream_rt.corrections.base import Correction, Moment, Named, overrides
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.optimizer import Hyper, like
+from pipedream_rt.stage.parameters import Adjust, VersionedParameters
+from pipedream_rt.stage.rules.base import Context, MicroBatchRule, State, Update, UpdateRule
+from pipedream_rt.stage.values import Gifts
 
 _STATE = "(correction "
 """The beginning of the keys, beside the optimizer's state of a parameter, of corrections' state."""
+
+_VIEW = "(view of "
+"""The beginning of the keys, beside the optimizer's state of a parameter, of views of versions."""
 
 _FARTHEST = 1000
 """The most updates for which a version may be read, if corrections change what is read."""
 
 
-class StageCorrections:
+class Corrections(UpdateRule, MicroBatchRule):
     """The corrections of one stage.
 
     Attributes:
@@ -30,26 +37,17 @@ class StageCorrections:
 
     Args:
         corrections: The corrections, in the order in which they are applied.
-        plan: The plan of the pipeline.
-        stage: Index of the stage.
-        parameters: The trainable parameters that the stage owns, by name.
-        tied: The names of those that other stages use too.
+        context: The stage. Weights that other stages use too have copies there, so corrections of
+            what is read, and of single gradients, leave them alone.
     """
 
-    def __init__(
-        self,
-        corrections: Sequence[Correction],
-        plan: Plan,
-        stage: int,
-        parameters: Mapping[str, nn.Parameter],
-        tied: set[str],
-    ) -> None:
+    def __init__(self, corrections: Sequence[Correction], context: Context) -> None:
         """Give every correction an empty state."""
         self._all = list(corrections)
-        self._plan = plan
-        self._stage = stage
-        self._parameters = dict(parameters)
-        self.names = [name for name in parameters if name not in tied]
+        self._plan, self._stage = context.plan, context.stage
+        self._own = context.weights.own
+        self._parameters = parameters = context.named
+        self.names = [name for name in parameters if name not in context.weights.tied]
         for correction in self._all:
             correction.state = {}
             correction.parameters = {name: parameters[name] for name in self.names}
@@ -108,16 +106,14 @@ class StageCorrections:
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def adjusts(self, update: int, read: int) -> bool:
-        """Whether the gradient of a micro-batch is to be changed.
+    def adjust(self, micro_batch: int) -> Adjust | None:
+        """Return `Correction.after_backward` of all that have one, for a gradient that is stale."""
+        if not self._after_backward:
+            return None
+        update, read = micro_batch // self._plan.per_update, self._own.ledger.pinned(micro_batch)
+        return functools.partial(self._adjusted, update, read) if update > read else None
 
-        Args:
-            update: The update that it is a part of.
-            read: The version that it was computed on.
-        """
-        return bool(self._after_backward) and update > read
-
-    def adjust(self, update: int, read: int, gradients: Named, then: Named, now: Named) -> None:
+    def _adjusted(self, update: int, read: int, gradients: Named, then: Named, now: Named) -> None:
         """Change the gradient of a micro-batch in place; see `Correction.after_backward`."""
         at = self._moment(update, read)
         mine = {name: gradients[name] for name in self.names if name in gradients}
@@ -127,17 +123,14 @@ class StageCorrections:
     # -- steps ----------------------------------------------------------------------------------
 
     @contextmanager
-    def stepping(
-        self, update: int, read: float, optimizer: torch.optim.Optimizer
-    ) -> Iterator[None]:
+    def around(self, update: Update, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Call the hooks around a step, the body; then put the options back that they have changed.
 
         Args:
-            update: Number of the update.
-            read: The mean of the versions that its micro-batches have read.
+            update: The update.
             optimizer: The optimizer.
         """
-        at, groups = self._moment(update, read), optimizer.param_groups
+        at, groups = self._moment(update.number, update.mean_read), optimizer.param_groups
         kept = [_options(group) for group in groups]
         before: Named = {}
         with torch.no_grad():
@@ -188,7 +181,16 @@ class StageCorrections:
 
     # -- views ----------------------------------------------------------------------------------
 
-    def distances(self, version: int) -> list[int]:
+    @torch.no_grad()
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+        """Make the views of the version that an update has made, if it was skipped too."""
+        version = update.number + 1
+        for staleness in self._distances(version) if optimizer is not None else ():
+            assert optimizer is not None
+            self._look_ahead(version, staleness, self._own.add_view(staleness), optimizer)
+        return {}
+
+    def _distances(self, version: int) -> list[int]:
         """Return the stalenesses above 0 with which micro-batches will read a version.
 
         Raises:
@@ -210,7 +212,7 @@ class StageCorrections:
             "weights for each of them; leave it out, or change the policy"
         )
 
-    def look_ahead(
+    def _look_ahead(
         self, version: int, distance: int, weights: Named, optimizer: torch.optim.Optimizer
     ) -> None:
         """Change copies of a version's weights; see `Correction.before_forward`.
@@ -234,8 +236,8 @@ class StageCorrections:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of all corrections, by name of a parameter and then by a key of ours.
+    def state(self) -> State:
+        """Return the state of all corrections, and the views of versions.
 
         Raises:
             ConfigError: A correction keeps what cannot be kept.
@@ -246,6 +248,9 @@ class StageCorrections:
             for name, values in correction.state.items():
                 entries = {f"{_STATE}{number}) {key}": value for key, value in values.items()}
                 found.setdefault(name, {}).update(entries)
+        for (version, staleness), named in self._own.views().items():
+            for name, tensor in named.items():
+                found.setdefault(name, {})[f"{_VIEW}{version} at {staleness})"] = tensor
         return found
 
     def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
@@ -285,13 +290,14 @@ class StageCorrections:
                         )
                     seen.add(place)
 
-    def nbytes(self) -> int:
-        """Return the bytes of the tensors that corrections remember."""
-        values = (v for each in self._all for named in each.state.values() for v in named.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+    def statistics(self) -> dict[str, int]:
+        """Return the bytes of what corrections remember, and of the views of versions."""
+        kept = [v for each in self._all for named in each.state.values() for v in named.values()]
+        kept += [t for named in self._own.views().values() for t in named.values()]
+        return {"correction_bytes": sum(v.nbytes for v in kept if isinstance(v, Tensor))}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the state of all corrections by what `state` has returned."""
+    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Replace the state of all corrections, and the views of versions that are kept."""
         for number, correction in enumerate(self._all):
             correction.state = {}
             start = f"{_STATE}{number}) "
@@ -303,6 +309,25 @@ class StageCorrections:
                 }
                 if values:
                     correction.state[name] = values
+        self._own.restore_views(_views_in(state, self._own))
+
+
+def _views_in(
+    state: Mapping[str, Mapping[str, Any]], parameters: VersionedParameters
+) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """Return those views in a state that are whole, and of versions that are kept."""
+    found: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name, parameter in parameters.named.items():
+        for key, value in state.get(name, {}).items():
+            named = re.fullmatch(re.escape(_VIEW) + r"(\d{1,18}) at (\d{1,18})\)", key)
+            if named and isinstance(value, Tensor) and value.shape == parameter.shape:
+                version, staleness = map(int, named.groups())
+                found.setdefault((version, staleness), {})[name] = value
+    return {
+        (version, staleness): named
+        for (version, staleness), named in found.items()
+        if version in parameters.ledger.kept and len(named) == len(parameters.named)
+    }
 
 
 def _place(tensor: Tensor) -> int:

@@ -1,0 +1,123 @@
+"""Addresses, the edges between them, and what an action needs of an edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+Address: TypeAlias = int
+"""The place that a message goes to: the number of a stage's replica, or `COORDINATOR`."""
+
+COORDINATOR: Address = -1
+"""The address of the coordinator."""
+
+
+class Place(int):
+    """The address of one of several replicas, which knows what it is called.
+
+    Attributes:
+        title: Its name for people: ``stage 1, replica 0``.
+        stage: The stage that it has a replica of.
+    """
+
+    title: str
+    stage: int
+
+
+def name_of(address: Address) -> str:
+    """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
+    if isinstance(address, Place):
+        return address.title
+    return "the coordinator" if address == COORDINATOR else f"stage {address}"
+
+
+class EdgeKind(Enum):
+    """The kinds of messages, of which each edge carries one."""
+
+    ACTIVATION = "activation"  # the input of a forward, from the coordinator or another stage
+    TARGET = "target"
+    GRADIENT = "gradient"
+    LOSS = "loss"
+    WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
+    SHARE = "share"  # the receiver's share of the gradient of weights that both use
+    NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
+    TOTAL = "total"  # the total norm of all gradients of an update, from the first stage
+    PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
+    STEPPED = "stepped"  # the weights that the sender steps, of several replicas, for another one
+    START = "start"  # the specification of a stage
+    READY = "ready"
+    COMMAND = "command"
+    REPLY = "reply"
+    SAVED = "saved"
+    FAILED = "failed"
+
+    # Keys are hashed often, and the default, which hashes the name in Python, is slow.
+    __hash__ = object.__hash__
+
+
+class Edge(NamedTuple):
+    """A directed way for one kind of message.
+
+    Attributes:
+        kind: The kind of its messages.
+        source: The address of the sender.
+        target: The address of the receiver.
+    """
+
+    kind: EdgeKind
+    source: Address
+    target: Address
+
+    def __str__(self) -> str:
+        """Return the edge for people, as ``gradient from stage 2 to stage 1``."""
+        return f"{self.kind.value} from {name_of(self.source)} to {name_of(self.target)}"
+
+
+class By(Enum):
+    """What the messages of a channel are numbered by."""
+
+    MICRO_BATCH = "micro-batch"
+    UPDATE = "update"
+    VERSION = "weight version"
+    TURN = "turn of the feed"
+    POSITION = "position in the feed"
+    GENERATION = "generation"
+    NOTHING = "nothing: it comes once"
+
+
+class Need(NamedTuple):
+    """All messages of an edge up to a number, as far as they were not taken yet.
+
+    Attributes:
+        edge: The edge.
+        number: The number of the last of them.
+        peek: Whether the message must have come, and stays for a later action.
+    """
+
+    edge: Edge
+    number: int
+    peek: bool = False
+
+    def __str__(self) -> str:
+        """Return the need for people, as ``share 0 from stage 1``."""
+        return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
+
+
+class Row(NamedTuple):
+    """A need, or a gift, of the actions of one kind at an address.
+
+    Attributes:
+        edge: The edge.
+        number: The number of the last message, of the index of the action; None for the message
+            with the number of the index, which is then the only one.
+        peek: As in `Need`.
+    """
+
+    edge: Edge
+    number: Callable[[int], int] | None = None
+    peek: bool = False
+
+    def of(self, index: int) -> Need:
+        """Return the need of the action with an index."""
+        return Need(self.edge, index if self.number is None else self.number(index), self.peek)

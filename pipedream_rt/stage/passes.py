@@ -1,0 +1,117 @@
+"""Passes of evaluation and inference: forwards that train nothing, on the newest weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from pipedream_rt.messages.tree import Value, flatten, unflatten
+from pipedream_rt.planning.program import NONE_CARRIED
+from pipedream_rt.stage.evaluation import EvaluationBuffers, eval_mode, measured
+from pipedream_rt.stage.flight import outgoing
+from pipedream_rt.stage.runner import Runner
+from pipedream_rt.stage.spec import StageSpec
+from pipedream_rt.stage.weights import Weights
+
+
+class Passes:
+    """The passes of one stage.
+
+    Args:
+        spec: The specification of the stage.
+        runner: Does the steps.
+        weights: The weights of the stage.
+
+    Attributes:
+        modes: Which modules do not follow the mode of the model.
+        evaluations: By number, the buffers as evaluations that are under way have them.
+    """
+
+    def __init__(self, spec: StageSpec, runner: Runner, weights: Weights) -> None:
+        """Pass nothing yet."""
+        self._module, self._runner, self._weights = spec.layers, runner, weights
+        self.modes = spec.modes
+        self.evaluations = EvaluationBuffers(self._module)
+
+    def evaluate(
+        self,
+        number: int,
+        inputs: Sequence[Value],
+        target: Value | None,
+        program: int = 0,
+        *,
+        metrics: bytes = b"",
+        buffers: int = 0,
+        keep_buffers: bool = False,
+    ) -> tuple[list[Value] | float, list[float | str]]:
+        """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
+
+        It leaves the stage as it was, but for buffers that are to be kept.
+
+        Args:
+            number: Number of the micro-batch among those that are not trained on.
+            inputs: One value from each producer, or the model's input.
+            target: The target, on the stage that computes the loss; None on others.
+            program: Number of the program to follow.
+            metrics: What is computed beside the loss, pickled.
+            buffers: Number of the evaluation, whose buffers go on from pass to pass; 0 for none.
+            keep_buffers: Whether the stage's own buffers go on.
+
+        Returns:
+            The value for each consumer; on the stage that computes the loss, the loss. And what the
+            metrics say.
+
+        Raises:
+            ConfigError: The loss is no tensor with one element.
+        """
+        of_buffers = self.evaluations.of(buffers, keep_buffers)
+        mode = eval_mode(self._module, self._weights.own, self.modes, of_buffers)
+        with torch.no_grad(), mode, self._runner.casting():
+            made = self._pass(f"evaluate {number}", inputs, program)
+            if target is None:
+                return [outgoing(*flatten(value)) for value in made], []
+            loss = float(self._runner.loss(made[0], target).item())
+            given = unflatten(target.structure, target.tensors) if metrics else None
+            return loss, measured(metrics, made[0], given)
+
+    def infer(
+        self,
+        number: int,
+        inputs: Sequence[Value],
+        *,
+        training: bool = False,
+        program: int = 0,
+        cache: int = 0,
+    ) -> list[Value]:
+        """Run a forward for inference: newest weights, no gradient.
+
+        Args:
+            number: Number of the micro-batch among those that are not trained on.
+            inputs: One value from each producer, or the model's input.
+            training: Whether every module keeps the mode that it has in training, in which buffers
+                may change; else eval mode, which leaves the stage as it was.
+            program: Number of the program to follow.
+            cache: Number of the cache that the layers use and fill; 0 for none.
+
+        Returns:
+            The value for each consumer; on the last stage the output alone.
+        """
+        own = self._weights.own
+        mode = nullcontext() if training else eval_mode(self._module, own, self.modes)
+        carried = self._runner.cache(cache, program)
+        with torch.no_grad(), mode, self._runner.casting():
+            made = self._pass(f"infer {number}", inputs, program, carried)
+            return [outgoing(*flatten(value)) for value in made]
+
+    def _pass(
+        self,
+        number: str,
+        inputs: Sequence[Value],
+        program: int,
+        carried: Mapping[str, Any] = NONE_CARRIED,
+    ) -> list[Any]:
+        """Do the steps of a program without gradient."""
+        return self._runner.run(program, self._runner.entered(inputs, program), number, carried)

@@ -1,0 +1,184 @@
+"""The two protocols of rules, and the update that they change.
+
+A rule is what one feature does to the training of a stage: it takes tensors and returns what goes
+to other stages. There are two kinds, since some features act before an update exists. A rule has
+the methods that it needs, and a stage calls no others, so a rule that is not there costs nothing.
+
+The life of an update t on a stage, with the methods of `UpdateRule`::
+
+    B .. B      each micro-batch adds its gradients        MicroBatchRule.loss, roots, adjust, ended
+    S t         collect     complete and measure them
+    A t         change      the last change of gradients, or the update is skipped
+                around      around the step of the torch optimizer, unless it is skipped
+                after       the version is made, also by an update that was skipped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from pipedream_rt.schedules import EdgeKind, Plan
+from pipedream_rt.schedules.edges import Address
+from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.stage.parameters import Adjust
+from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.weights import Weights
+
+State = dict[str, dict[str, Any]]
+"""What a rule keeps in checkpoints: by name of a parameter, or a name that begins with a slash for
+what belongs to no parameter, and then by key."""
+
+
+@dataclass(slots=True)
+class Update:
+    """An update from its step until it is applied.
+
+    Attributes:
+        number: Number of the update, which makes version ``number + 1``.
+        gradients: The gradients of the stage's own weights, in their order.
+        hyper: The hyper-parameters, for each parameter group of the whole model.
+        read: The versions that its micro-batches with samples have read.
+        skipped: Whether no stage applies it.
+    """
+
+    number: int
+    gradients: list[Tensor | None]
+    hyper: list[Hyper]
+    read: list[int]
+    skipped: bool = False
+
+    @property
+    def mean_read(self) -> float:
+        """The mean of the versions that its micro-batches have read; its own number if none has."""
+        return sum(self.read) / len(self.read) if self.read else self.number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What rules know of the stage that they belong to.
+
+    Attributes:
+        plan: The plan of the pipeline.
+        stage: Index of the stage.
+        address: The address of the replica.
+        weights: The weights of the stage.
+        numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
+    """
+
+    plan: Plan
+    stage: int
+    address: Address
+    weights: Weights
+    numbers: Mapping[str, int]
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """The stage's own trainable parameters, by name in the unsplit model."""
+        return self.weights.own.named
+
+
+class Rule:
+    """What rules of both kinds may have.
+
+    Attributes:
+        channels: The kinds of messages that `receive` takes.
+    """
+
+    channels: ClassVar[tuple[EdgeKind, ...]] = ()
+
+    def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
+        """Take a message of one of its channels, which a later method will use.
+
+        Args:
+            kind: The kind of the message.
+            sender: The address that it comes from.
+            value: What it carries; see `stage/values.py`.
+        """
+
+    def state(self) -> State:
+        """Return what is to be kept in a checkpoint, as of the newest version.
+
+        Raises:
+            ConfigError: It cannot be kept.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Go on with what `state` has returned, on this stage or, after another split, on others.
+
+        Args:
+            state: All states of a checkpoint, those of other rules too.
+            step: The number of updates that are done.
+        """
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters for `Pipeline.statistics`."""
+        return {}
+
+
+class UpdateRule(Rule):
+    """What changes updates. The methods are called in the order of `RULES`, each for all rules."""
+
+    def collect(self, update: Update) -> Gifts:
+        """Complete or measure the gradients of an update, at its step.
+
+        Returns:
+            What goes to other stages and replicas.
+        """
+        return {}
+
+    def change(self, update: Update) -> None:
+        """Change the gradients once more, which are on the parameters now, or skip the update."""
+
+    def around(
+        self, update: Update, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[object]:
+        """Return a context in which the torch optimizer steps."""
+        raise NotImplementedError
+
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+        """Look at the version that the update has made.
+
+        Args:
+            update: The update, which may have been skipped.
+            optimizer: The torch optimizer; None if the stage has no weights.
+
+        Returns:
+            What goes to other stages and replicas.
+        """
+        return {}
+
+
+class MicroBatchRule(Rule):
+    """What acts within a micro-batch."""
+
+    def loss(self, update: int, loss: Tensor) -> Tensor:
+        """Change the loss of a micro-batch of an update, of which the backward begins."""
+        return loss
+
+    def roots(self, micro_batch: int) -> list[tuple[GradientEdge, Tensor]]:
+        """Return further roots of the backward of a micro-batch, with their gradients."""
+        return []
+
+    def adjust(self, micro_batch: int) -> Adjust | None:
+        """Return what changes the gradients of a micro-batch before they are added; None for none.
+
+        Args:
+            micro_batch: Number of the micro-batch, which is in flight.
+        """
+        return None
+
+    def ended(self, micro_batch: int) -> Gifts:
+        """Add to the pending update, or take something out of it, when a backward has ended.
+
+        Returns:
+            What goes to other stages.
+        """
+        return {}

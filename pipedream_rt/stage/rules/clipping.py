@@ -1,0 +1,102 @@
+"""Clipping gradients before an update: by value, by the norm of a stage, by that of the model.
+
+The norm of the model's gradients comes with the totals (`totals.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
+from pipedream_rt.stage.rules.totals import Norms, Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """How gradients are clipped before each update, as by `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        norm: The largest norm of gradients; they are scaled by one factor to have it.
+        value: The largest absolute value of an element of a gradient; give this or ``norm``.
+        over: Of what the norm is taken: all gradients of the ``"model"``, or those of each
+            ``"stage"`` by itself.
+        norm_type: The p of the p-norm; may be ``inf``.
+
+    Raises:
+        ConfigError: A value makes no sense, or both or neither of ``norm`` and ``value`` are given.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    over: Literal["model", "stage"] = "model"
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if (self.norm is None) == (self.value is None):
+            raise ConfigError("Clip needs norm= or value=, and not both")
+        for name in ("norm", "value", "norm_type"):
+            given = getattr(self, name)
+            number = isinstance(given, int | float) and not isinstance(given, bool)
+            if given is not None and not (number and given > 0):
+                raise ConfigError(f"{name} of Clip must be a positive number, not {given!r}")
+        if self.over not in ("model", "stage"):
+            raise ConfigError(f'over of Clip must be "model" or "stage", not {self.over!r}')
+
+    @property
+    def of_model(self) -> bool:
+        """Whether the norm of all gradients of the model is needed."""
+        return self.norm is not None and self.over == "model"
+
+
+class Clipping(UpdateRule):
+    """The clipping of the gradients of one stage.
+
+    Args:
+        clip: How gradients are clipped.
+        context: The stage.
+        totals: Gives the norms of all gradients; None if it is not needed.
+    """
+
+    def __init__(self, clip: Clip, context: Context, totals: Totals | None) -> None:
+        """Let the totals be made of the norms of this stage, if they are needed."""
+        self._clip = clip
+        self._named, self._numbers = context.named, context.numbers
+        self._totals = totals if clip.of_model and context.plan.num_stages > 1 else None
+        # Where an update cannot wait for its own total, it takes one of some updates before.
+        self._delay = context.plan.delay if context.plan.norms == "delayed" else 0
+        if self._totals is not None:
+            self._totals.measured_by(self._measure, clip.norm_type)
+
+    def _measure(self, update: Update) -> Norms:
+        """Return the norm of each gradient, by the place of its parameter in the model."""
+        return {
+            self._numbers[name]: torch.linalg.vector_norm(gradient, self._clip.norm_type)
+            for name, gradient in zip(self._named, update.gradients, strict=True)
+            if gradient is not None
+        }
+
+    def change(self, update: Update) -> None:
+        """Clip the gradients, which are on the parameters."""
+        found = [p for p in self._named.values() if p.grad is not None]
+        if update.skipped or not found:
+            return
+        if self._clip.value is not None:
+            nn.utils.clip_grad_value_(found, self._clip.value, foreach=False)
+            return
+        assert self._clip.norm is not None
+        known = None if self._totals is None else self._totals.of(update.number - self._delay)
+        total: Tensor
+        if known is None:
+            total = nn.utils.get_total_norm(
+                [p.grad for p in found if p.grad is not None], self._clip.norm_type, foreach=False
+            )
+        else:
+            assert found[0].grad is not None
+            total = torch.tensor(known, dtype=found[0].grad.real.dtype)
+        nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)

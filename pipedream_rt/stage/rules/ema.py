@@ -1,0 +1,52 @@
+"""Averages: an exponential moving average of the weights, as `torch.optim.swa_utils` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from pipedream_rt.stage.optimizer import AVERAGE, like
+from pipedream_rt.stage.rules.base import Context, State, Update, UpdateRule
+from pipedream_rt.stage.values import Gifts
+
+
+class Ema(UpdateRule):
+    """The average of the weights of one stage. It outlives the optimizer."""
+
+    def __init__(self, decay: float, context: Context) -> None:
+        """Begin without an average."""
+        self._decay = decay
+        self._parameters = context.named
+        self._average: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+        """Move the average towards the weights."""
+        if update.skipped or optimizer is None:
+            return {}
+        if not self._average:
+            self._average = {n: p.detach().clone() for n, p in self._parameters.items()}
+        else:
+            weights: Any = list(self._parameters.values())
+            get_ema_multi_avg_fn(self._decay)(list(self._average.values()), weights, None)
+        return {}
+
+    def average(self) -> dict[str, Tensor]:
+        """Return the average of the weights, by name; the weights themselves before any step."""
+        return self._average or {n: p.detach() for n, p in self._parameters.items()}
+
+    def state(self) -> State:
+        """Return the average of each parameter, beside its optimizer's state."""
+        return {name: {AVERAGE: tensor} for name, tensor in self._average.items()}
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Go on with the averages of a checkpoint."""
+        self._average = {
+            name: like(parameter, state[name][AVERAGE])
+            for name, parameter in self._parameters.items()
+            if AVERAGE in state.get(name, ())
+        }

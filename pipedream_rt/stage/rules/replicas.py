@@ -1,0 +1,67 @@
+"""Replicas: the gradients of an update are added up over them, in the order of their ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.schedules.edges import Address
+from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
+from pipedream_rt.stage.values import Gifts, Part
+
+
+class Replicas(UpdateRule):
+    """The sums of one of several replicas of a stage, and those of the others.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
+    """
+
+    channels = (EdgeKind.PARTIAL,)
+
+    def __init__(self, context: Context) -> None:
+        """Have handed over nothing."""
+        self._context = context
+        self._mine: dict[int, Part] = {}  # by update, what this replica has handed over
+        self._came: dict[Address, Part] = {}
+
+    def reduce(self, update: Update) -> Gifts:
+        """Hand over what this replica has summed for an update.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        for name, gradient in zip(self._context.named, update.gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"stage {self._context.stage}: the gradient of {name!r} is sparse, and "
+                    "replicas add up dense ones alone; make the layer with sparse=False"
+                )
+        part = Part(update.gradients, update.hyper, update.read)
+        self._mine[update.number] = part
+        return {EdgeKind.PARTIAL: part}
+
+    def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
+        """Take what another replica has summed for the update whose step is next."""
+        self._came[sender] = value
+
+    @torch.no_grad()
+    def collect(self, update: Update) -> Gifts:
+        """Add up the gradients of all replicas."""
+        parts, self._came = self._came, {}
+        if update.number in self._mine:
+            parts[self._context.address] = self._mine.pop(update.number)
+        ordered = [parts[address] for address in sorted(parts)]
+        total: list[Tensor | None] = [None] * len(self._context.named)
+        for part in ordered:
+            for i, gradient in enumerate(part.gradients):
+                before = total[i]
+                if gradient is not None:
+                    # The update may change it, and others still have what was handed over.
+                    total[i] = gradient.clone() if before is None else before.add_(gradient)
+        update.gradients, update.hyper = total, ordered[0].hyper
+        update.read = [version for part in ordered for version in part.read]
+        return {}

@@ -1,0 +1,64 @@
+"""Shards: each of several replicas steps its own part of the weights, and takes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.schedules.edges import Address
+from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
+from pipedream_rt.stage.values import Gifts
+
+
+class Shards(UpdateRule):
+    """The weights of a stage as they are dealt to its replicas.
+
+    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1, stage 1 (optimizer states).
+
+    Attributes:
+        taken: The number of updates of which this replica has all weights.
+    """
+
+    channels = (EdgeKind.STEPPED,)
+
+    def __init__(self, context: Context) -> None:
+        """Deal the largest weights first, each to the replica that has the least so far."""
+        self._named = named = context.named
+        self._address = context.address
+        held = dict.fromkeys(context.plan.addresses_of(context.stage), 0)
+        self._dealt: dict[Address, list[str]] = {address: [] for address in held}
+        for name in sorted(named, key=lambda each: -named[each].nbytes):
+            least = min(held, key=lambda address: held[address])
+            held[least] += named[name].nbytes
+            self._dealt[least].append(name)
+        self._came: dict[Address, Sequence[Tensor]] = {}
+        self.taken = 0
+
+    def mine(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this replica steps, by name, in the order of the module."""
+        mine = {*self._dealt[self._address]}
+        return {name: parameter for name, parameter in self._named.items() if name in mine}
+
+    @torch.no_grad()
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+        """Give copies of the newest weights that this replica steps to the others."""
+        named = self._named
+        mine = tuple(named[name].detach().clone() for name in self._dealt[self._address])
+        return {EdgeKind.STEPPED: mine}
+
+    def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
+        """Take the weights that another replica has stepped."""
+        self._came[sender] = value
+
+    @torch.no_grad()
+    def take(self, update: int) -> None:
+        """Put in the weights that others have stepped, which makes the newest version whole."""
+        came, self._came = self._came, {}
+        for address, tensors in came.items():
+            for name, tensor in zip(self._dealt[address], tensors, strict=True):
+                self._named[name].data.copy_(tensor)
+        self.taken = update + 1

@@ -1,0 +1,263 @@
+"""The runner of a stage: it does what a program says, with the seeds and casts of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import Value, unflatten
+from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.planning.program import (
+    NONE_CARRIED,
+    SEQUENCE,
+    Slot,
+    Step,
+    filled,
+    held_by,
+    put,
+    slots_in,
+)
+from pipedream_rt.schedules import COORDINATOR, Plan
+from pipedream_rt.schedules.layout import LOSS_LAYER
+from pipedream_rt.stage.buffers import ForwardBuffers
+from pipedream_rt.stage.seeds import layer_seed
+from pipedream_rt.stage.spec import StageSpec
+
+
+class _Call(NamedTuple):
+    """A step of a program, ready to be done.
+
+    Attributes:
+        step: The step.
+        call: What it calls.
+        only: The slot that is its only argument; -1 if it has others.
+        held: The names of the parameters and buffers that it takes.
+        unneeded: The slots that no later step needs.
+    """
+
+    step: Step
+    call: Any
+    only: int
+    held: list[str]
+    unneeded: tuple[int, ...]
+
+
+class Runner:
+    """What a forward of a stage does.
+
+    A program says it: which values the messages of producers hold, which steps follow, and which
+    values go to each consumer.
+
+    Args:
+        spec: The specification of the stage.
+
+    Attributes:
+        programs: The programs, by the number that micro-batches name.
+        buffers: Keeps what a backward needs of buffers that later forwards change.
+        caches: By number, the objects by name in which layers keep what the next micro-batch needs.
+        loss_fn: The loss function; None where no loss is computed.
+        sources: The stages from which values come; the coordinator is the first, if it gives some.
+        at: The step that is done now, with its input, for reports of errors; None if none is.
+    """
+
+    def __init__(self, spec: StageSpec) -> None:
+        """Take the programs of the specification."""
+        self._module = spec.layers
+        self._seed, self._autocast = spec.seed, spec.autocast
+        self._recomputes = spec.recompute
+        self.sources, self._targets = _neighbours(spec.plan, spec.stage)
+        self.programs: dict[int, StageProgram] = {}
+        self._calls: dict[int, list[_Call]] = {}
+        for number, program in enumerate(spec.programs or [_sequence(spec)]):
+            self.define(number, program)
+        # A loss that is a module has its weights and its mode among those of the stage.
+        loss_layer = self._module._modules.get(LOSS_LAYER)
+        self.loss_fn = spec.loss_fn if loss_layer is None else loss_layer
+        self.buffers = ForwardBuffers(self._module)
+        self.caches: dict[int, dict[str, Any]] = {}
+        self.at: tuple[Step, Any] | None = None
+
+    def define(self, number: int, program: StageProgram) -> None:
+        """Add a program, which micro-batches name by its number."""
+        needed = {
+            *slots_in(program.output),
+            *(s for given in program.gives.values() for s in given),
+        }
+        calls = []
+        for step in reversed(program.steps):
+            layer = step.layer
+            call = step.target if layer is None else self._module.get_submodule(layer)
+            taken = step.taken
+            last = [slot for slot in (*taken, *step.filled) if slot not in needed]
+            needed.update(taken)
+            alone = len(step.args) == 1 and not step.kwargs and isinstance(step.args[0], Slot)
+            plain = alone and step.around == SEQUENCE
+            only = taken[0] if plain else -1
+            calls.append(_Call(step, call, only, step.held, tuple(dict.fromkeys(last))))
+        self.programs[number], self._calls[number] = program, calls[::-1]
+
+    def entered(self, inputs: Sequence[Value], program: int) -> dict[int, Any]:
+        """Return the values that came, by slot."""
+        values: dict[int, Any] = {}
+        for source, (structure, tensors, _) in zip(self.sources, inputs, strict=True):
+            put_in(self.programs[program], source, unflatten(structure, tensors), values)
+        return values
+
+    def of_mini_batch(self, inputs: Sequence[Value]) -> Value | None:
+        """Return what came of the mini-batch itself, among the inputs of a forward."""
+        pairs = zip(self.sources, inputs, strict=True)
+        return next((value for source, value in pairs if source == COORDINATOR), None)
+
+    def run(
+        self,
+        program: int,
+        values: dict[int, Any],
+        number: int | str,
+        carried: Mapping[str, Any] = NONE_CARRIED,
+    ) -> list[Any]:
+        """Do the steps of a program, each with its own seed.
+
+        Args:
+            program: Number of the program.
+            values: The values that came, by slot.
+            number: Number of the micro-batch, for the seeds.
+            carried: The objects in which layers keep something, by name.
+
+        Returns:
+            What goes to each consumer; on the last stage the result of the forward.
+        """
+        for step, call, only, names, unneeded in self._calls[program]:
+            if step.random:
+                self.seed(number, step.name)
+            if only >= 0:
+                self.at = step, values[only]
+                result = call(values[only])
+            else:
+                held = {name: held_by(self._module, name) for name in names}
+                args, kwargs = filled((step.args, step.kwargs), values, held, carried)
+                self.at = step, args[0] if len(args) == 1 and not kwargs else (*args, kwargs)
+                with step.around.entered():
+                    result = call(*args, **kwargs)
+            put(step, result, values)
+            # A value that is kept longer than in a plain forward would be memory.
+            for slot in unneeded:
+                del values[slot]
+        self.at = None
+        ours = self.programs[program]
+        if not self._targets:
+            return [filled(ours.output, values, {n: held_by(self._module, n) for n in ours.held})]
+        return [_pack(ours.gives.get(target, ()), values) for target in self._targets]
+
+    def train(self, program: int, values: dict[int, Any], number: int) -> list[Any]:
+        """Do the steps of a program for a backward to follow.
+
+        If activations are recomputed, the backward does the steps once more, with the same result.
+        Between the two, autograd keeps the inputs of the stage alone. The second time reads the
+        same weights, since the backward reads those of the forward, draws the same random numbers,
+        since each step is seeded, finds the buffers as the first time found them, and leaves them
+        as they are.
+        """
+        if not self._recomputes:
+            return self.run(program, values, number)
+        buffers = self.buffers.copies()
+
+        def run(*given: Any) -> list[Any]:
+            # Copies, since a step may change its input in place, which the second time needs too.
+            copies = (g.clone() if isinstance(g, Tensor) else g for g in given)
+            return self.run(program, dict(zip(values, copies, strict=True)), number)
+
+        made: list[Any] = checkpoint(
+            run,
+            *values.values(),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), self.buffers.put_back_for_a_while(buffers)),
+        )
+        return made
+
+    def casting(self) -> Any:
+        """Return the context in which forwards and losses run."""
+        dtype = self._autocast
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+    def seed(self, number: int | str, name: str) -> None:
+        """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
+        torch.default_generator.manual_seed(layer_seed(self._seed, number, name))
+
+    def loss(self, output: Any, target: Value) -> Tensor:
+        """Compute the loss.
+
+        Raises:
+            ConfigError: It is no tensor with one element.
+        """
+        assert self.loss_fn is not None
+        loss = self.loss_fn(output, unflatten(target.structure, target.tensors))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"loss_fn must return a tensor with one element, it returned {found}; "
+                "reduce it, for instance with .mean()"
+            )
+        return loss
+
+    def cache(self, number: int, program: int) -> Mapping[str, Any]:
+        """Return the objects of a cache, which a program that carries some at first begins."""
+        if not number:
+            return NONE_CARRIED
+        if carries := self.programs[program].carries:
+            self.caches[number] = {name: cloudpickle.loads(data) for name, data in carries.items()}
+        return self.caches[number]
+
+
+def put_in(program: StageProgram, source: int, value: Any, values: dict[int, Any]) -> None:
+    """Put the value that came from a source into the slots that a program has for it."""
+    slots = program.takes.get(source, ())
+    values.update(zip(slots, (value,) if len(slots) == 1 else value))
+
+
+def _sequence(spec: StageSpec) -> StageProgram:
+    """Return the program of a stage whose layers are called one after another.
+
+    With several producers, the input of the first layer is the tuple of their outputs; all
+    consumers get the same output.
+    """
+    sources, targets = _neighbours(spec.plan, spec.stage)
+    count = len(sources)
+    # named_children would leave out a layer that stands in the sequence a second time.
+    layers = spec.layers._modules.items()
+    names = [name for name, layer in layers if layer is not None and name != LOSS_LAYER]
+    entered = Slot(0) if count == 1 else tuple(map(Slot, range(count)))
+    steps = tuple(
+        Step(
+            name=name,
+            target=name,
+            args=(entered if i == 0 else Slot(count + i - 1),),
+            slots=count + i,
+        )
+        for i, name in enumerate(names)
+    )
+    last = count + len(names) - 1
+    return StageProgram(
+        takes={source: (slot,) for slot, source in enumerate(sources)},
+        steps=steps,
+        gives=dict.fromkeys(targets, (last,)),
+        output=None if targets else Slot(last),
+    )
+
+
+def _neighbours(plan: Plan, stage: int) -> tuple[list[int], list[int]]:
+    """Return the stages from which a stage takes values, and those to which it gives some."""
+    inputs = [COORDINATOR] if stage in plan.entries else []
+    return [*inputs, *plan.producers(stage)], list(plan.consumers(stage))
+
+
+def _pack(slots: Sequence[int], values: dict[int, Any]) -> Any:
+    """Return the values of slots as one value: itself if there is one, else their tuple."""
+    return values[slots[0]] if len(slots) == 1 else tuple(values[slot] for slot in slots)

@@ -1,0 +1,216 @@
+"""The state of a stage: what is read of it, and put into it, between two actions.
+
+Checkpoints, state dicts, kept versions, fingerprints and recoveries go through these functions.
+Names are those of the unsplit model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.stage.buffers import load_buffers, names_of_buffers
+from pipedream_rt.stage.buffers import load_state as load_module_state
+from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
+from pipedream_rt.stage.optimizer import packed_extra
+from pipedream_rt.stage.rules.base import State
+from pipedream_rt.stage.rules.ema import Ema
+from pipedream_rt.stage.rules.scaling import Scaling
+from pipedream_rt.stage.rules.totals import Totals
+from pipedream_rt.stage.stage import Stage
+
+_NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
+
+# -- weights and buffers ------------------------------------------------------------------------
+
+
+def state_dict(stage: Stage, version: int = 0) -> dict[str, Any]:
+    """Return the state dict of a stage, with the weights that it owns under all their keys.
+
+    Weights that others own are left out.
+
+    Args:
+        stage: The stage.
+        version: Number of the kept version to return; 0 for the newest weights.
+    """
+    copies = stage.kept.copies(version)
+    borrowed = stage.weights.borrowed.values()
+    foreign = {id(p) for weights in borrowed for p in weights.named.values()}
+    state = {
+        key: copies.get(key, value).detach() if isinstance(value, Tensor) else value
+        for key, value in stage.module.state_dict(keep_vars=True).items()
+        if id(value) not in foreign
+    }
+    for name, others in stage.spec.aliases.items():
+        state.update(dict.fromkeys(others, state[name]))
+    return state
+
+
+@torch.no_grad()
+def load_state(stage: Stage, state: dict[str, Tensor]) -> None:
+    """Load weights and buffers, and forget the versions before the newest.
+
+    Args:
+        stage: The stage.
+        state: A state dict with the keys of the unsplit model.
+
+    Raises:
+        VersionError: A micro-batch is in flight.
+    """
+    stage.parameters.reset(lambda: load_module_state(stage.module, state))
+    for weights in stage.weights.borrowed.values():
+        weights.reset(lambda: None)
+
+
+@torch.no_grad()
+def restore(
+    stage: Stage,
+    step: int,
+    weights: dict[str, Tensor],
+    older: dict[int, dict[str, Tensor]],
+    buffers: dict[str, Tensor],
+    borrowed: Mapping[int, dict[int, dict[str, Tensor]]] = _NONE_BORROWED,
+) -> None:
+    """Let a stage go on with the state after an update, while nothing is in flight.
+
+    Args:
+        stage: The stage.
+        step: Number of updates done.
+        weights: The newest version, under the keys of the unsplit model.
+        older: The versions before it: by version, the tensor of every trainable parameter that
+            the stage owns.
+        buffers: The buffers of the stage, by name.
+        borrowed: The same of weights that other stages own, by owner.
+
+    Raises:
+        VersionError: A micro-batch is in flight.
+    """
+    load_buffers(stage.module, buffers)
+    stage.parameters.restore(step, older, lambda: load_module_state(stage.module, weights))
+    for owner, of_owner in stage.weights.borrowed.items():
+        of_owner.restore(step, borrowed[owner], lambda: None)
+    stage.restored(step)
+
+
+def owned(stage: Stage, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values of the parameters that a stage owns, frozen ones too, by their names.
+
+    Args:
+        stage: The stage.
+        by_key: Values by the keys of the stage's module, in which some may be missing.
+    """
+    foreign = {name for weights in stage.weights.borrowed.values() for name in weights.named}
+    names = stage.weights.names
+    keys = ((key, names.get(key, key)) for key, _ in stage.module.named_parameters())
+    return {n: by_key[key] for key, n in keys if key in by_key and n not in foreign}
+
+
+def emptied(stage: Stage) -> list[str]:
+    """Return the names of the buffers in whose places a forward has put None."""
+    return sorted(stage.guards.filled - names_of_buffers(stage.module))
+
+
+def keep(stage: Stage, number: int, average: bool, borrowed: Mapping[str, Tensor]) -> None:
+    """Keep a copy of the newest weights and of the buffers, or of the average of the weights.
+
+    Args:
+        stage: The stage.
+        number: Number of the kept version.
+        average: Whether to copy the average in the place of weights.
+        borrowed: Averages of tied weights, by name in the unsplit model, of which those that
+            other stages own are taken.
+    """
+    values: dict[int, Tensor] = {}
+    if average:
+        ema, own = stage.rule(Ema), stage.parameters.named
+        assert ema is not None
+        values = {id(own[n]): t for n, t in ema.average().items()}
+        for weights in stage.weights.borrowed.values():
+            values |= {id(p): borrowed[n] for n, p in weights.named.items() if n in borrowed}
+    stage.kept.keep(number, values)
+
+
+# -- the optimizer and the rules ----------------------------------------------------------------
+
+
+def optimizer_state(stage: Stage) -> State:
+    """Return the state of the optimizer, and averages; see `StageOptimizer.state`.
+
+    Raises:
+        ConfigError: It cannot be kept.
+    """
+    if stage.optimizer is None:
+        return {}
+    ema = stage.rule(Ema)
+    return _merged(stage.optimizer.state(), {} if ema is None else ema.state())
+
+
+def step_state(stage: Stage) -> State:
+    """Return the state of the optimizer and of all rules.
+
+    Raises:
+        ConfigError: It cannot be kept.
+    """
+    if stage.optimizer is None:
+        return {}
+    return _merged(stage.optimizer.state(), *(rule.state() for rule in stage.rules))
+
+
+def _merged(*states: State) -> State:
+    """Return several states as one."""
+    found: State = {}
+    for state in states:
+        for name, values in state.items():
+            found.setdefault(name, {}).update(values)
+    return found
+
+
+def load_step_state(stage: Stage, state: State, step: int) -> None:
+    """Let a stage go on with what `step_state` has returned, after `restore`."""
+    if stage.optimizer is not None:
+        stage.optimizer.load_state(state)
+    for rule in stage.rules:
+        rule.load_state(state, step)
+
+
+def load_totals(stage: Stage, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    """Let a stage go on with what all stages agree on, and leave its optimizer as it is."""
+    for rule in stage.rules:
+        if isinstance(rule, Totals | Scaling):
+            rule.load_state(state, step)
+
+
+# -- fingerprints -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fingerprints(stage: Stage) -> dict[str, Any]:
+    """Return the fingerprints of a stage; see `fingerprints_of`."""
+    parameters = stage.parameters
+    return fingerprints_of(
+        owned(stage, dict(stage.module.named_parameters())),
+        dict(stage.module.named_buffers()),
+        step_state(stage),
+        parameters.older(),
+        parameters.ledger.newest,
+        packed_extra({**stage.module.state_dict(), **dict.fromkeys(emptied(stage))}),
+    )
+
+
+@torch.no_grad()
+def fingerprint_of(stage: Stage, micro_batch: int) -> str:
+    """Return the fingerprint of the trainable weights that a micro-batch reads, and of buffers.
+
+    Neither depends on timing or on a flush: the plan says which version is read, and buffers
+    advance in the order of the forwards.
+
+    Args:
+        stage: The stage.
+        micro_batch: Number of the micro-batch, which is in flight.
+    """
+    leaves = stage.parameters.leaves(micro_batch)
+    weights = dict(zip(stage.parameters.named, leaves, strict=True))
+    return fingerprint({**weights, **dict(stage.module.named_buffers())})
