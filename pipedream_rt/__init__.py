@@ -35,12 +35,12 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from pipedream_rt.link_costs import LinkCosts, measure_links
+    from pipedream_rt.models.layer_spec import LayerSpec
+    from pipedream_rt.models.pretrained import without_values
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.partitioning.profile import LayerCosts, Profile
     from pipedream_rt.pipeline import Pipeline
-    from pipedream_rt.planning.layer_spec import LayerSpec
-    from pipedream_rt.planning.pretrained import without_values
     from pipedream_rt.profiling import profile
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
@@ -106,7 +106,7 @@ _HOMES = {
     "Kind": "pipedream_rt.schedules",
     "KeptVersion": "pipedream_rt.coordinator.kept",
     "LayerCosts": "pipedream_rt.partitioning.profile",
-    "LayerSpec": "pipedream_rt.planning.layer_spec",
+    "LayerSpec": "pipedream_rt.models.layer_spec",
     "LinkCosts": "pipedream_rt.link_costs",
     "LossScale": "pipedream_rt.stage.rules.scaling",
     "PendingStep": "pipedream_rt.coordinator.results",
@@ -125,7 +125,7 @@ _HOMES = {
     "plan_for": "pipedream_rt.schedules",
     "profile": "pipedream_rt.profiling",
     "simulate": "pipedream_rt.simulation",
-    "without_values": "pipedream_rt.planning.pretrained",
+    "without_values": "pipedream_rt.models.pretrained",
 }
 
 

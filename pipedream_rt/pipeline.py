@@ -105,9 +105,9 @@ from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.models import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.planning import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.profiling import profile_and_end
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.checker import prove

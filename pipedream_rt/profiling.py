@@ -30,11 +30,9 @@ from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import batch_size, flat_copy, micro_batch_sizes
-from pipedream_rt.partitioning import files
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
-from pipedream_rt.planning import find_layers
-from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.program import (
+from pipedream_rt.models import find_layers
+from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.program import (
     Slot,
     Step,
     filled,
@@ -43,6 +41,8 @@ from pipedream_rt.planning.program import (
     put,
     replaced,
 )
+from pipedream_rt.partitioning import files
+from pipedream_rt.partitioning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
 from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss

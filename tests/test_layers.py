@@ -23,7 +23,7 @@ LAYERS = [
     {"pipedream_rt.simulation"},
     {"pipedream_rt.partitioning"},
     {"pipedream_rt.messages"},
-    {"pipedream_rt.planning", "pipedream_rt.checkpoint"},
+    {"pipedream_rt.models", "pipedream_rt.checkpoint"},
     {"pipedream_rt.corrections", "pipedream_rt.optimizers", "pipedream_rt.dynamo"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},

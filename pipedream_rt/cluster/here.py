@@ -12,8 +12,8 @@ import torch
 
 from pipedream_rt.cluster.base import Fail, Reference
 from pipedream_rt.errors import PipelineError
+from pipedream_rt.models.settings import refuse_global_hooks, refuse_other_settings, settings_now
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.planning.settings import refuse_global_hooks, refuse_other_settings, settings_now
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.base import Lost, Receive, Transport, sender

@@ -24,7 +24,7 @@ from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Reason, Steps, Wanted
 from pipedream_rt.messages.message import Message
-from pipedream_rt.planning.settings import refuse_contexts
+from pipedream_rt.models.settings import refuse_contexts
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipedream_rt.cluster.base import Reference
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.planning.code import code_of
+from pipedream_rt.models.code import code_of
 from pipedream_rt.schedules.layout import EVERY_STAGE
 from pipedream_rt.stage.optimizer import (
     GroupSpec,

@@ -26,14 +26,14 @@ from pipedream_rt.coordinator.weighing import WeighedMean, Weighing, samples_of
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
-from pipedream_rt.observe.spans import NOBODY, Recorder
-from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
-from pipedream_rt.planning.settings import (
+from pipedream_rt.models.settings import (
     refuse_contexts,
     refuse_no_grad,
     refuse_other_settings,
     settings_now,
 )
+from pipedream_rt.observe.spans import NOBODY, Recorder
+from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.stage.evaluation import Metric, packed_metrics, refuse_bad_metrics
 from pipedream_rt.stage.fingerprint import total as combined

@@ -1,7 +1,7 @@
 """What the forwards of a model do, and what of their inputs goes to which stage.
 
 There are two ways to cut a model. A *sequence* of layers is cut between two of them; what passes is
-what a layer returns. Of any other model, forwards are recorded (`planning/record.py`): one for each
+what a layer returns. Of any other model, forwards are recorded (`models/record.py`): one for each
 signature of the inputs, which are their shapes and what is no tensor in them, and for each mode. A
 recorded forward is a program, which gets a number; a stage is told of a program together with the
 first micro-batch that follows it.
@@ -24,12 +24,12 @@ from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import MicroBatch, Mode
 from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
-from pipedream_rt.planning import dumps
-from pipedream_rt.planning.counted import Counting, counting
-from pipedream_rt.planning.cut import Cut, StageProgram, Ways, cut
-from pipedream_rt.planning.modes import Modes
-from pipedream_rt.planning.program import NONE_CARRIED, Program, Slot
-from pipedream_rt.planning.record import record
+from pipedream_rt.models import dumps
+from pipedream_rt.models.counted import Counting, counting
+from pipedream_rt.models.cut import Cut, StageProgram, Ways, cut
+from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.program import NONE_CARRIED, Program, Slot
+from pipedream_rt.models.record import record
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.edges import Address, name_of
 from pipedream_rt.stage.spec import has_own_loss, own_loss
@@ -282,7 +282,7 @@ class RecordedForwards:
         training: bool | None = None,
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> Program:
-        """Record a forward; see `planning.record.record`.
+        """Record a forward; see `models.record.record`.
 
         Raises:
             ConfigError: The forward cannot be followed, or has no loss.

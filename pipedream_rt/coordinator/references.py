@@ -18,7 +18,7 @@ from pipedream_rt.coordinator.stage_reference import StageReference, refuse_left
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
-from pipedream_rt.planning import dumps
+from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec
 from pipedream_rt.transport.rpc import LEFT_OUT

@@ -18,7 +18,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import advised
 from pipedream_rt.corrections.base import overrides, refuse_nonsense
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import (
+from pipedream_rt.models import (
     alias,
     dumps,
     foreign,
@@ -27,12 +27,12 @@ from pipedream_rt.planning import (
     tensors_of,
     why_unpicklable,
 )
-from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.modes import Modes
-from pipedream_rt.planning.pretrained import Pretrained
-from pipedream_rt.planning.record import MANUAL
-from pipedream_rt.planning.settings import refuse_global_hooks, settings_now
-from pipedream_rt.planning.shipping import Range
+from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.pretrained import Pretrained
+from pipedream_rt.models.record import MANUAL
+from pipedream_rt.models.settings import refuse_global_hooks, settings_now
+from pipedream_rt.models.shipping import Range
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.layout import LOSS_LAYER
 from pipedream_rt.stage.parameters import GradientHook

@@ -20,16 +20,16 @@ from pipedream_rt.coordinator.forwards import (
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.planning import (
+from pipedream_rt.models import (
     balanced,
     find_layers,
     first_layer,
     listed_points,
     split_points,
 )
-from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.modes import Modes
-from pipedream_rt.planning.record import MANUAL, refuse_changing
+from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.record import MANUAL, refuse_changing
 
 Stages: TypeAlias = int | Sequence[int | str]
 """The number of stages; or the first layer of every stage but the first, by index or by name."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import (
+from pipedream_rt.models import (
     Layers,
     LayerSpec,
     dumps,
@@ -21,9 +21,9 @@ from pipedream_rt.planning import (
     layers_of,
     refuse_unfit_layers,
 )
-from pipedream_rt.planning.layer_spec import Blueprint
-from pipedream_rt.planning.modes import Modes, modes_of
-from pipedream_rt.planning.pretrained import (
+from pipedream_rt.models.layer_spec import Blueprint
+from pipedream_rt.models.modes import Modes, modes_of
+from pipedream_rt.models.pretrained import (
     Pretrained,
     find_pretrained,
     give_values,

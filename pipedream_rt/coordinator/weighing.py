@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import batch_size
-from pipedream_rt.planning.counted import CROSS_ENTROPIES, IGNORED, is_mean
+from pipedream_rt.models.counted import CROSS_ENTROPIES, IGNORED, is_mean
 
 Weigh: TypeAlias = Callable[..., Any]
 """It is called with what a loader yields: ``x, y``, a dict, or ``args, kwargs, y``."""

@@ -18,8 +18,8 @@ import cloudpickle
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import dumps
-from pipedream_rt.planning.modes import Modes
+from pipedream_rt.models import dumps
+from pipedream_rt.models.modes import Modes
 from pipedream_rt.stage.parameters import VersionedParameters
 
 Metric: TypeAlias = Callable[[Any, Any], Any]

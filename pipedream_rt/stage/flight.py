@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
-from pipedream_rt.planning.cut import StageProgram
+from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.stage.optimizer import Hyper
 from pipedream_rt.stage.runner import put_in
 from pipedream_rt.stage.split_backward import SplitBackward

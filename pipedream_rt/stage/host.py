@@ -16,9 +16,9 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import CheckpointError, PipelineClosed, PipelineError, TransportError
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
+from pipedream_rt.models.code import refuse_other_code
+from pipedream_rt.models.settings import apply_settings
 from pipedream_rt.observe.spans import Recorder
-from pipedream_rt.planning.code import refuse_other_code
-from pipedream_rt.planning.settings import apply_settings
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.edges import name_of
 from pipedream_rt.schedules.layout import name_of_worker

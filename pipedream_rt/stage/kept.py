@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.tensors import in_place_of, named_tensors
+from pipedream_rt.models.tensors import in_place_of, named_tensors
 
 
 class KeptVersions:

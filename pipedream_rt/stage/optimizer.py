@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.code import Code
+from pipedream_rt.models.code import Code
 from pipedream_rt.schedules.layout import EVERY_STAGE
 
 Hyper = dict[str, Any]

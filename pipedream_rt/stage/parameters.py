@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError, VersionError
-from pipedream_rt.planning.tensors import in_place_of
+from pipedream_rt.models.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
 
 Adjust: TypeAlias = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]

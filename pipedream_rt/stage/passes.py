@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipedream_rt.messages.tree import Value, flatten, unflatten
-from pipedream_rt.planning.program import NONE_CARRIED
+from pipedream_rt.models.program import NONE_CARRIED
 from pipedream_rt.stage.evaluation import EvaluationBuffers, eval_mode, measured
 from pipedream_rt.stage.flight import outgoing
 from pipedream_rt.stage.runner import Runner

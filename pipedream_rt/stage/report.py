@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.planning.program import Step
+from pipedream_rt.models.program import Step
 
 _NOT_THE_USERS = (
     str(Path(__file__).resolve().parent.parent),

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, unflatten
-from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.program import (
+from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.program import (
     NONE_CARRIED,
     SEQUENCE,
     Slot,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.corrections import Correction
-from pipedream_rt.planning.code import Code, code_of
-from pipedream_rt.planning.cut import StageProgram
-from pipedream_rt.planning.layer_spec import Blueprint
-from pipedream_rt.planning.modes import Modes
-from pipedream_rt.planning.pretrained import Pretrained
-from pipedream_rt.planning.settings import Settings, settings_now
+from pipedream_rt.models.code import Code, code_of
+from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.layer_spec import Blueprint
+from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.pretrained import Pretrained
+from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.parameters import GradientHook

@@ -24,7 +24,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, unflatten
-from pipedream_rt.planning.code import code_of, refuse_other_code
+from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.flight import Flight

@@ -24,7 +24,7 @@ from pipedream_rt.messages.message import (
     digest_of,
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
-from pipedream_rt.planning.settings import apply_settings, settings_now
+from pipedream_rt.models.settings import apply_settings, settings_now
 from pipedream_rt.schedules import COORDINATOR, plan_named
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec

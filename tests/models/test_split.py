@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.split import (
+from pipedream_rt.models.split import (
     balanced,
     is_sequence,
     layers_of,

@@ -14,7 +14,7 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import ConfigError, StageFailed
-from pipedream_rt.planning.code import Code, changed, code_of, refuse_other_code, replaced
+from pipedream_rt.models.code import Code, changed, code_of, refuse_other_code, replaced
 
 SOURCE = """
     import functools
@@ -123,7 +123,7 @@ def test_equal_code_is_equal_in_another_process(module):
     """Whatever the order of sets there."""
     code = (
         f"import sys, pickle, {module.__name__} as m\n"
-        "from pipedream_rt.planning.code import code_of\n"
+        "from pipedream_rt.models.code import code_of\n"
         "sys.stdout.buffer.write(pickle.dumps(code_of([m.Layer(), m.loss])))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
@@ -240,7 +240,7 @@ def test_what_torch_wraps_anew_when_it_is_called(module, monkeypatch):
 
 def test_a_tool_that_wraps_what_is_imported_changes_nothing(module, monkeypatch):
     """As a checker of types does."""
-    monkeypatch.setattr("pipedream_rt.planning.code._BEGAN", 2e9)
+    monkeypatch.setattr("pipedream_rt.models.code._BEGAN", 2e9)
     before = code_of([module.Layer()])
     tool = {"__name__": "typeguard._decorators"}
     exec(

@@ -37,8 +37,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.modes import Modes
-from pipedream_rt.planning.program import (
+from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.program import (
     NONE_CARRIED,
     Around,
     Carried,
@@ -51,9 +51,9 @@ from pipedream_rt.planning.program import (
     replaced,
     slots_in,
 )
-from pipedream_rt.planning.shipping import dumps
-from pipedream_rt.planning.surroundings import Surroundings, difference, surroundings_now
-from pipedream_rt.planning.tensors import named_tensors
+from pipedream_rt.models.shipping import dumps
+from pipedream_rt.models.surroundings import Surroundings, difference, surroundings_now
+from pipedream_rt.models.tensors import named_tensors
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
 """What a value depends on: the inputs, layers or weights, random numbers; and whether its shape

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.program import Held, Program, Step, found, slots_in
+from pipedream_rt.models.program import Held, Program, Step, found, slots_in
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.edges import Address
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.utils import rnn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.cut import cut, find_layers, first_layer
-from pipedream_rt.planning.record import record, refuse_changing
+from pipedream_rt.models.cut import cut, find_layers, first_layer
+from pipedream_rt.models.record import record, refuse_changing
 
 
 class Base(nn.Module):

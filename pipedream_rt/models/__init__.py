@@ -1,16 +1,16 @@
 """The split of a model into stages, and what of a model cannot be split or shipped."""
 
-from pipedream_rt.planning.cut import find_layers, first_layer
-from pipedream_rt.planning.layer_spec import LayerSpec
-from pipedream_rt.planning.refusals import (
+from pipedream_rt.models.cut import find_layers, first_layer
+from pipedream_rt.models.layer_spec import LayerSpec
+from pipedream_rt.models.refusals import (
     refuse_loss,
     refuse_unfit_layers,
     refuse_unfit_plan,
     shared_buffers,
     tensors_of,
 )
-from pipedream_rt.planning.shipping import alias, dumps, foreign, range_of, why_unpicklable
-from pipedream_rt.planning.split import (
+from pipedream_rt.models.shipping import alias, dumps, foreign, range_of, why_unpicklable
+from pipedream_rt.models.split import (
     Layers,
     balanced,
     is_sequence,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.modes import own_methods
+from pipedream_rt.models.modes import own_methods
 from pipedream_rt.schedules.layout import Tie
 
 Layers: TypeAlias = dict[str, nn.Module]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint.layout import INDEX
 from pipedream_rt.errors import CheckpointError, ConfigError
-from pipedream_rt.planning.tensors import in_place_of, named_tensors
+from pipedream_rt.models.tensors import in_place_of, named_tensors
 from pipedream_rt.schema import printable
 
 _log = logging.getLogger(__name__)

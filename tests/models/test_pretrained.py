@@ -12,7 +12,7 @@ from torch import nn
 
 from pipedream_rt import StageFailed, without_values
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.planning.pretrained import find_pretrained
+from pipedream_rt.models.pretrained import find_pretrained
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 

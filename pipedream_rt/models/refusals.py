@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.shipping import range_of
-from pipedream_rt.planning.split import Layers
+from pipedream_rt.models.shipping import range_of
+from pipedream_rt.models.split import Layers
 from pipedream_rt.schedules import Plan
 
 

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.cut import find_layers
-from pipedream_rt.planning.record import record
+from pipedream_rt.models.cut import find_layers
+from pipedream_rt.models.record import record
 
 X = torch.randn(3, 4)
 

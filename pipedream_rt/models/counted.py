@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedream_rt.planning.program import Program, Slot, Step, filled, put
+from pipedream_rt.models.program import Program, Slot, Step, filled, put
 
 CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
 """Losses that are means over labels, of which some may not count."""

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from pipedream_rt.planning.settings import settings_in_forward
+from pipedream_rt.models.settings import settings_in_forward
 
 Surroundings: TypeAlias = dict[str, Any]
 """What is on, by what a user would call it."""
