@@ -32,12 +32,12 @@ from workload import EmulatedLayer
 
 from pipedream_rt import Pipeline, profile
 from pipedream_rt.observe import summarize
-from pipedream_rt.partitioning.costing import Costing
-from pipedream_rt.partitioning.cuts import Cuts, cuts_of
-from pipedream_rt.partitioning.machines import Machines, Worker
-from pipedream_rt.partitioning.partition import SLOWDOWNS, Partition, partition_of
-from pipedream_rt.partitioning.planner import partitions
-from pipedream_rt.partitioning.search import Stage
+from pipedream_rt.planning.costing import Costing
+from pipedream_rt.planning.cuts import Cuts, cuts_of
+from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.partition import SLOWDOWNS, Partition, partition_of
+from pipedream_rt.planning.planner import partitions
+from pipedream_rt.planning.search import Stage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_charlm import Corpus, build_model, loss_fn

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
         VersionError,
         WorkerLost,
     )
-    from pipedream_rt.link_costs import LinkCosts, measure_links
     from pipedream_rt.models.layer_spec import LayerSpec
     from pipedream_rt.models.pretrained import without_values
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
-    from pipedream_rt.partitioning.profile import LayerCosts, Profile
     from pipedream_rt.pipeline import Pipeline
-    from pipedream_rt.profiling import profile
+    from pipedream_rt.planning.link_costs import LinkCosts, measure_links
+    from pipedream_rt.planning.profile import LayerCosts, Profile
+    from pipedream_rt.planning.profiling import profile
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
     from pipedream_rt.simulation import Costs, simulate
     from pipedream_rt.stage.rules.clipping import Clip
@@ -105,14 +105,14 @@ _HOMES = {
     "Fingerprint": "pipedream_rt.coordinator.fingerprints",
     "Kind": "pipedream_rt.schedules",
     "KeptVersion": "pipedream_rt.coordinator.kept",
-    "LayerCosts": "pipedream_rt.partitioning.profile",
+    "LayerCosts": "pipedream_rt.planning.profile",
     "LayerSpec": "pipedream_rt.models.layer_spec",
-    "LinkCosts": "pipedream_rt.link_costs",
+    "LinkCosts": "pipedream_rt.planning.link_costs",
     "LossScale": "pipedream_rt.stage.rules.scaling",
     "PendingStep": "pipedream_rt.coordinator.results",
     "Pipeline": "pipedream_rt.pipeline",
     "Plan": "pipedream_rt.schedules",
-    "Profile": "pipedream_rt.partitioning.profile",
+    "Profile": "pipedream_rt.planning.profile",
     "Replay": "pipedream_rt.observe.replay",
     "Restart": "pipedream_rt.coordinator.recovery",
     "ScheduleOptions": "pipedream_rt.coordinator.options",
@@ -121,9 +121,9 @@ _HOMES = {
     "Timeouts": "pipedream_rt.coordinator.options",
     "Trace": "pipedream_rt.observe.trace",
     "check": "pipedream_rt.schedules",
-    "measure_links": "pipedream_rt.link_costs",
+    "measure_links": "pipedream_rt.planning.link_costs",
     "plan_for": "pipedream_rt.schedules",
-    "profile": "pipedream_rt.profiling",
+    "profile": "pipedream_rt.planning.profiling",
     "simulate": "pipedream_rt.simulation",
     "without_values": "pipedream_rt.models.pretrained",
 }

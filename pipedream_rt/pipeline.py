@@ -17,7 +17,6 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.auto_split import choose_stages
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Cluster, Fail, Reference
 from pipedream_rt.cluster.fork_server import ForkServer, fork_server, installed_modules
@@ -108,7 +107,8 @@ from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps, refuse_loss, refuse_unfit_plan, ties_of
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.profiling import profile_and_end
+from pipedream_rt.planning.auto_split import choose_stages
+from pipedream_rt.planning.profiling import profile_and_end
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.edges import name_of

@@ -16,7 +16,7 @@ from support.written import RisingSteps
 from torch import nn
 
 from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale, ScheduleOptions
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, ScheduleError
 
 SGD = (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9})
 ADAMW = (torch.optim.AdamW, {"lr": 0.01})

@@ -13,19 +13,19 @@ import click
 from pipedream_rt.cli.timeline import write_drawing
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe import timeline
-from pipedream_rt.partitioning import files
-from pipedream_rt.partitioning.cuts import Cuts, cuts_of
-from pipedream_rt.partitioning.explanation import (
+from pipedream_rt.planning import files
+from pipedream_rt.planning.cuts import Cuts, cuts_of
+from pipedream_rt.planning.explanation import (
     choices_text,
     explained,
     partition_text,
     published_stages,
     published_text,
 )
-from pipedream_rt.partitioning.machines import Machines, Worker
-from pipedream_rt.partitioning.partition import SLOWDOWNS, Slowdown
-from pipedream_rt.partitioning.planner import CHOICES, partitions
-from pipedream_rt.partitioning.published import MODELS, Published, solve
+from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.partition import SLOWDOWNS, Slowdown
+from pipedream_rt.planning.planner import CHOICES, partitions
+from pipedream_rt.planning.published import MODELS, Published, solve
 from pipedream_rt.simulation.costs import rate, seconds, size
 
 

@@ -15,7 +15,7 @@ from pipedream_rt.cluster.environment import PROFILE
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning import files
+from pipedream_rt.planning import files
 
 _END_TIMEOUT = timedelta(seconds=10)
 """For the script to end when it is told to; then it is killed."""

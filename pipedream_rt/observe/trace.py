@@ -150,7 +150,7 @@ class Trace:
         return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
     def actions(self, worker: int) -> Iterator[Action]:
-        """Yield the actions that a worker did, in the order of time, without the ends of flushes."""
+        """Yield the actions that a worker did, in order of time, without the ends of flushes."""
         stages = self.plan.stages_of(worker)
         wanted = np.isin(self.spans["kind"], COMPUTES)
         mine = self.spans[wanted & np.isin(self.spans["stage"], stages)]

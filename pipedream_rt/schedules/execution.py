@@ -214,13 +214,14 @@ class Execution:
 
 
 _HINTS = {
-    EdgeKind.NORM: "where gradients are clipped by the norm of the model, or losses are scaled, a step "
-    "waits for that of the next stage: a worker must do the steps of an update from its last stage "
-    "to its first",
-    EdgeKind.SHARE: "stages that use one weight wait for each other's gradients of it at the end of "
-    "an update: let the later stage end its backwards earlier, or put the layers that use the "
+    EdgeKind.NORM: "where gradients are clipped by the norm of the model, or losses are scaled, a "
+    "step waits for that of the next stage: a worker must do the steps of an update from its last "
+    "stage to its first",
+    EdgeKind.SHARE: "stages that use one weight wait for each other's gradients of it at the end "
+    "of an update: let the later stage end its backwards earlier, or put the layers that use the "
     "weight into one stage",
 }
+"""What to do about a deadlock, by the kind of message that is waited for."""
 
 
 def deadlock_of(waiting: Sequence[Waiting]) -> str:

@@ -5,10 +5,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipedream_rt.cli import main
-from pipedream_rt.partitioning import files
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning import files
+from pipedream_rt.planning.profile import LayerCosts, Profile
 
-GRAPHS = Path(__file__).parent.parent / "partitioning" / "graphs"
+GRAPHS = Path(__file__).parent.parent / "planning" / "graphs"
 CLASSIFIER = str(GRAPHS / "classifier.txt")
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.deadlines import LATEST_S
 
-from pipedream_rt.partitioning import files
+from pipedream_rt.planning import files
 
 SCRIPT = """
 import sys

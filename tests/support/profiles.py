@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import strategies as st
 
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning.profile import LayerCosts, Profile
 
 TIMES = st.integers(0, 1000).map(lambda x: x / 1000)
 SIZES = st.integers(0, 1000).map(float)

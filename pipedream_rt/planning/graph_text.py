@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schema import printable
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.machines import Machines, Worker
+from pipedream_rt.planning.machines import Machines, Worker
 
 
 def test_the_slowest_link_among_workers_counts():

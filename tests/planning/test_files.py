@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from support.profiles import profiles
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning import files
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning import files
+from pipedream_rt.planning.profile import LayerCosts, Profile
 
 GRAPHS = Path(__file__).parent / "graphs"
 

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.cuts import Cuts, Floats, spans
+from pipedream_rt.planning.cuts import Cuts, Floats, spans
 
 MODELS = ("pipedream", "paper")
 """The names of the cost models."""

@@ -24,8 +24,8 @@ import numpy as np
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import bytes_text
-from pipedream_rt.partitioning.costing import EVERY, Costing
-from pipedream_rt.partitioning.cuts import Floats
+from pipedream_rt.planning.costing import EVERY, Costing
+from pipedream_rt.planning.cuts import Floats
 
 _EQUAL = 1 + 1e-12
 """Periods of which one is larger by less are equal, so that rounding does not choose the plan."""

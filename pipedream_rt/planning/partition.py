@@ -19,8 +19,8 @@ import numpy as np
 
 from pipedream_rt.observe.summary import summarize
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.partitioning.costing import Costing
-from pipedream_rt.partitioning.search import Stage
+from pipedream_rt.planning.costing import Costing
+from pipedream_rt.planning.search import Stage
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.simulation import Costs, simulate
 

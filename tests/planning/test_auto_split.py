@@ -14,9 +14,9 @@ from torch import nn
 
 import pipedream_rt.cluster.launch
 from pipedream_rt import Checkpoints, Clip, ConfigError
-from pipedream_rt.auto_split import PLAN_FILE
 from pipedream_rt.cluster.launch import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation
+from pipedream_rt.planning.auto_split import PLAN_FILE
 
 BATCH = torch.ones(6, 4), torch.zeros(6, 4)
 
@@ -115,7 +115,8 @@ def test_a_model_that_is_no_sequence_is_cut_too():
 def test_the_number_of_threads_is_that_of_a_worker_for_a_while(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "pipedream_rt.auto_split.profile", lambda *a, **k: seen.append(torch.get_num_threads())
+        "pipedream_rt.planning.auto_split.profile",
+        lambda *a, **k: seen.append(torch.get_num_threads()),
     )
     before = torch.get_num_threads()
     with pytest.raises(AttributeError):  # the profile is None here

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import bytes_text, seconds_text, table
-from pipedream_rt.partitioning.cuts import Cuts
-from pipedream_rt.partitioning.machines import MOST_WORKERS, Machines, Worker
-from pipedream_rt.partitioning.partition import Partition, PlannedStage
-from pipedream_rt.partitioning.published import Answer, Published
+from pipedream_rt.planning.cuts import Cuts
+from pipedream_rt.planning.machines import MOST_WORKERS, Machines, Worker
+from pipedream_rt.planning.partition import Partition, PlannedStage
+from pipedream_rt.planning.published import Answer, Published
 from pipedream_rt.schema import printable
 
 Plan = Callable[[Machines, int | None], list[Partition]]

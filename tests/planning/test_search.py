@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from support.profiles import chain, chains, compositions, passing, profiles, total
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.costing import Costing
-from pipedream_rt.partitioning.cuts import cuts_of
-from pipedream_rt.partitioning.machines import Machines, Worker
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
-from pipedream_rt.partitioning.search import Limits, best_stages
+from pipedream_rt.planning.costing import Costing
+from pipedream_rt.planning.cuts import cuts_of
+from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.profile import LayerCosts, Profile
+from pipedream_rt.planning.search import Limits, best_stages
 
 
 def placements(workers, stages, replicas):

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning import graph_text
-from pipedream_rt.partitioning.profile import NUMBERS, LayerCosts, Profile
+from pipedream_rt.planning import graph_text
+from pipedream_rt.planning.profile import NUMBERS, LayerCosts, Profile
 from pipedream_rt.schema import printable, read_file, seconds, write_file
 
 FORMAT = 1

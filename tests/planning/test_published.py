@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from support.profiles import chains, compositions, passing, profiles, total
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.cuts import cuts_of
-from pipedream_rt.partitioning.files import load
-from pipedream_rt.partitioning.graph_text import parse
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
-from pipedream_rt.partitioning.published import Piece, Published, solve
+from pipedream_rt.planning.cuts import cuts_of
+from pipedream_rt.planning.files import load
+from pipedream_rt.planning.graph_text import parse
+from pipedream_rt.planning.profile import LayerCosts, Profile
+from pipedream_rt.planning.published import Piece, Published, solve
 
 COMPUTE = ("forward", "backward_input", "backward_weight")
 

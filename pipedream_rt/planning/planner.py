@@ -8,17 +8,17 @@ from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import bytes_text
-from pipedream_rt.partitioning.costing import SCHEDULES, Costing
-from pipedream_rt.partitioning.cuts import Cuts
-from pipedream_rt.partitioning.machines import Machines
-from pipedream_rt.partitioning.partition import (
+from pipedream_rt.planning.costing import SCHEDULES, Costing
+from pipedream_rt.planning.cuts import Cuts
+from pipedream_rt.planning.machines import Machines
+from pipedream_rt.planning.partition import (
     DATA_PARALLEL,
     SLOWDOWNS,
     Partition,
     Slowdown,
     partition_of,
 )
-from pipedream_rt.partitioning.search import Limits, Stage, best_stages, stages_by_workers
+from pipedream_rt.planning.search import Limits, Stage, best_stages, stages_by_workers
 
 CHOICES = (*SCHEDULES, DATA_PARALLEL)
 """What is compared."""

@@ -41,8 +41,8 @@ from pipedream_rt.models.program import (
     put,
     replaced,
 )
-from pipedream_rt.partitioning import files
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning import files
+from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
 from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from support.ticking import Clock, Layer
 from torch import nn
 
-import pipedream_rt.profiling
+import pipedream_rt.planning.profiling
 from pipedream_rt import ConfigError, LayerSpec, profile
 from pipedream_rt.coordinator.batches import batch_of
-from pipedream_rt.partitioning.cuts import cuts_of
-from pipedream_rt.partitioning.profile import LayerCosts
-from pipedream_rt.profiling import (
+from pipedream_rt.planning.cuts import cuts_of
+from pipedream_rt.planning.profile import LayerCosts
+from pipedream_rt.planning.profiling import (
     hash_of,
     optimizer_choice,
     refuse_unsettled,
@@ -223,7 +223,7 @@ def test_the_optimizer_of_a_script_is_made_again():
 
 
 def test_a_worker_without_a_stage_takes_some_memory():
-    assert 5e7 < pipedream_rt.profiling._process_bytes() < 2e9
+    assert 5e7 < pipedream_rt.planning.profiling._process_bytes() < 2e9
 
 
 class Bare(nn.Module):

@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from support.profiles import ideals_of, passing, profiles
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.cuts import MOST_CUTS, cuts_of, spans
-from pipedream_rt.partitioning.profile import LayerCosts, Profile
+from pipedream_rt.planning.cuts import MOST_CUTS, cuts_of, spans
+from pipedream_rt.planning.profile import LayerCosts, Profile
 
 
 def layers(count):

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.cuts import Cuts, Floats, spans
-from pipedream_rt.partitioning.machines import Machines
+from pipedream_rt.planning.cuts import Cuts, Floats, spans
+from pipedream_rt.planning.machines import Machines
 
 EVERY: Any = np.s_[:, :]
 """Every span; the methods that compute for spans take an index of some, as a row or one element."""

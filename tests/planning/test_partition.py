@@ -7,13 +7,13 @@ from support.profiles import chain
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe.summary import summarize
-from pipedream_rt.partitioning.costing import Costing
-from pipedream_rt.partitioning.cuts import cuts_of
-from pipedream_rt.partitioning.explanation import choices_text, explained, partition_text
-from pipedream_rt.partitioning.machines import Machines, Worker
-from pipedream_rt.partitioning.partition import SLOWDOWNS, partition_of
-from pipedream_rt.partitioning.planner import DATA_PARALLEL, partitions
-from pipedream_rt.partitioning.search import Stage
+from pipedream_rt.planning.costing import Costing
+from pipedream_rt.planning.cuts import cuts_of
+from pipedream_rt.planning.explanation import choices_text, explained, partition_text
+from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.partition import SLOWDOWNS, partition_of
+from pipedream_rt.planning.planner import DATA_PARALLEL, partitions
+from pipedream_rt.planning.search import Stage
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import Costs, simulate
 

@@ -16,11 +16,11 @@ from torch import nn
 from pipedream_rt.coordinator.batches import example_of
 from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.cuts import cuts_of
-from pipedream_rt.partitioning.explanation import partition_text
-from pipedream_rt.partitioning.machines import Machines, Worker
-from pipedream_rt.partitioning.planner import partitions
-from pipedream_rt.profiling import first_micro_batch, hash_of, optimizer_choice, profile
+from pipedream_rt.planning.cuts import cuts_of
+from pipedream_rt.planning.explanation import partition_text
+from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.planner import partitions
+from pipedream_rt.planning.profiling import first_micro_batch, hash_of, optimizer_choice, profile
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.schema import list_of, problem_of, read_file, text, whole, write_file
 from pipedream_rt.stage.spec import LossFunction

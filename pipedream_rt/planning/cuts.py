@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.partitioning.profile import Profile
+from pipedream_rt.planning.profile import Profile
 
 Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
