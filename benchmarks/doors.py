@@ -4,8 +4,8 @@ A pipeline on local worker processes is opened several times. In the coordinator
 the only one that calls by torch RPC, and in each worker, this measures
 
 - the window: from before torch's RPC agent begins to listen until its guard stands. Where the
-  kernel holds torch up at ``listen`` (see `pipedream_rt.transport.listening`), nobody can connect
-  in it; elsewhere it bounds the time for which somebody can (and is cut off);
+  kernel holds torch up at ``listen`` (see `transport/rpc/listening.py`), nobody can connect in
+  it; elsewhere it bounds the time for which somebody can (and is cut off);
 - the time for which the agent, and in the coordinator the gates to it, listen at all.
 
     python benchmarks/doors.py --json
@@ -27,8 +27,8 @@ from rich.table import Table
 from torch import nn
 
 from pipedream_rt import Pipeline
-from pipedream_rt.transport import rpc
-from pipedream_rt.transport.tunnel import Tunnel
+from pipedream_rt.transport.rpc import endpoint as rpc
+from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 _times: dict[str, float] = {}
 

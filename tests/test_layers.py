@@ -125,7 +125,7 @@ def test_what_needs_no_process_and_no_clock_is_pure(package):
 
 def test_the_transport_alone_imports_torch_rpc():
     users = [module_of(p) for p in FILES if any("distributed.rpc" in m for m in imports_of(p))]
-    assert users == ["pipedream_rt.transport.pickling", "pipedream_rt.transport.rpc"]
+    assert users == ["pipedream_rt.transport.rpc.pickling", "pipedream_rt.transport.rpc.endpoint"]
 
 
 def test_the_environment_is_read_at_the_face_alone():
@@ -137,7 +137,7 @@ def test_the_environment_is_read_at_the_face_alone():
             for node in ast.walk(ast.parse(p.read_text()))
         )
     }
-    # rpc.py writes two variables, for torch alone understands them; the fork server and the
+    # endpoint.py writes two variables, for torch alone understands them; the fork server and the
     # processes that it makes hand the whole environment on.
     assert readers == {
         "pipedream_rt.cli.profile",
@@ -147,7 +147,7 @@ def test_the_environment_is_read_at_the_face_alone():
         "pipedream_rt.cluster.launch",
         "pipedream_rt.cluster.torchrun",
         "pipedream_rt.coordinator.options",
-        "pipedream_rt.transport.rpc",
+        "pipedream_rt.transport.rpc.endpoint",
         "pipedream_rt.workers.command",
         "pipedream_rt.workers.forkserver",
     }

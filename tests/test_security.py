@@ -30,8 +30,8 @@ from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.pickling import SignedPickler
-from pipedream_rt.transport.rpc import Endpoint, _part
+from pipedream_rt.transport.rpc.endpoint import Endpoint, _part
+from pipedream_rt.transport.rpc.pickling import SignedPickler
 from pipedream_rt.transport.sockets import SocketTransport
 
 KEY = b"k" * 32

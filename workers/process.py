@@ -37,7 +37,7 @@ from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
 from pipedream_rt.transport.room import make_room
-from pipedream_rt.transport.rpc import Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 

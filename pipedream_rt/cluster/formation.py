@@ -22,7 +22,7 @@ from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
-from pipedream_rt.transport.rpc import Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 

@@ -25,7 +25,7 @@ from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.transport.base import Receive, Transport
 from pipedream_rt.transport.room import make_room
-from pipedream_rt.transport.rpc import Endpoint, NoEndpoint, refuse_second
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 

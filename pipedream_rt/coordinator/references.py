@@ -21,7 +21,7 @@ from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec
-from pipedream_rt.transport.rpc import LEFT_OUT
+from pipedream_rt.transport.rpc.endpoint import LEFT_OUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage.methods import METHODS
-from pipedream_rt.transport.rpc import LEFT_OUT
+from pipedream_rt.transport.rpc.endpoint import LEFT_OUT
 
 REACHED = (*METHODS, "train", "eval")
 """The methods that a reference reaches."""

@@ -50,7 +50,7 @@ from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
 Optimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """The class of an optimizer, and its arguments."""
 
-_IMPORTS = "import pipedream_rt.transport.rpc, pipedream_rt.stage.host"
+_IMPORTS = "import pipedream_rt.transport.rpc.endpoint, pipedream_rt.stage.host"
 _PRINTS = "from pipedream_rt.stage.memory import peak_memory_bytes; print(peak_memory_bytes())"
 _START_S = 120.0
 

@@ -22,7 +22,7 @@ from pipedream_rt.messages.wire import decode, encode, sendable
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, Frame, Links
-from pipedream_rt.transport.tunnel import Tunnel
+from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 _log = logging.getLogger(__name__)
 

@@ -247,7 +247,7 @@ def test_torch_rpc_can_be_left_out(monkeypatch):
     def nothing(*arguments, **options):
         raise AssertionError("torch RPC was used")
 
-    monkeypatch.setattr("pipedream_rt.transport.rpc.Endpoint.__init__", nothing)
+    monkeypatch.setattr("pipedream_rt.transport.rpc.endpoint.Endpoint.__init__", nothing)
     monkeypatch.setattr("pipedream_rt.transport.room._try_loopback", nothing)
     with open_pipe(workers="local") as first, open_pipe(workers="local") as second:
         for pipe in (first, second):

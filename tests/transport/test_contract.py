@@ -14,7 +14,7 @@ from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import link_key
 from pipedream_rt.transport.memory import MemoryTransport
-from pipedream_rt.transport.rpc import Endpoint
+from pipedream_rt.transport.rpc.endpoint import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
 
 

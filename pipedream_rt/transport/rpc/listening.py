@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from pipedream_rt.transport.descriptors import IF_EQUAL, LOAD_WORD, RETURN, for_kernel
+from pipedream_rt.transport.rpc.descriptors import IF_EQUAL, LOAD_WORD, RETURN, for_kernel
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 from support.deadlines import LATEST_S
 
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.tunnel import _PART, Tunnel
+from pipedream_rt.transport.rpc.tunnel import _PART, Tunnel
 
 pytestmark = pytest.mark.threads
 NAMES = ("coordinator", "w0")

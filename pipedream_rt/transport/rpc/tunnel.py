@@ -33,7 +33,8 @@ from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
 from pipedream_rt.threads import name_this_thread
 from pipedream_rt.transport.alarm import Alarm
-from pipedream_rt.transport.descriptors import (
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.rpc.descriptors import (
     OwnSocket,
     accept_only,
     cut_off,
@@ -41,7 +42,6 @@ from pipedream_rt.transport.descriptors import (
     stop_listening,
     waiting_at,
 )
-from pipedream_rt.transport.group import Group
 
 _log = logging.getLogger(__name__)
 

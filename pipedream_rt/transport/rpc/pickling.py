@@ -8,7 +8,7 @@ byte. A *request*, which calls a function, may name only the functions that `all
 only a member of the group can have signed it.
 
 This is the second wall. The first one is that nobody but a member can send torch RPC anything: see
-`pipedream_rt.transport.tunnel`, whose links say who sends to whom, and in which order.
+`pipedream_rt.transport.rpc.tunnel`, whose links say who sends to whom, and in which order.
 """
 
 from __future__ import annotations

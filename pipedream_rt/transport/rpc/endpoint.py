@@ -36,11 +36,11 @@ from torch import nn
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, RendezvousTimeout
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.transport import listening
-from pipedream_rt.transport.descriptors import accept_only
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.pickling import allow, install
-from pipedream_rt.transport.tunnel import Tunnel
+from pipedream_rt.transport.rpc import listening
+from pipedream_rt.transport.rpc.descriptors import accept_only
+from pipedream_rt.transport.rpc.pickling import allow, install
+from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 _THREADS = 2
 """Number of threads of the RPC pool. Handlers do not wait, so few are enough."""
