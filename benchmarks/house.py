@@ -6,6 +6,7 @@ of a function of the library is noted, in the coordinator and the stages togethe
 
     python benchmarks/house.py            # of this checkout
     python benchmarks/house.py ../old     # of another one, which has an environment in .venv
+    python benchmarks/house.py --map      # the drawing in docs/design/index.md
 
 Prints one line for each figure.
 """
@@ -16,6 +17,7 @@ import ast
 import io
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -25,10 +27,57 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-WITHIN = ("stage.py", "loop.py", "hosted.py", "feed.py", "values.py")
+WITHIN = ("stage.py", "loop.py", "hosted.py", "exchange.py", "values.py")
 """The files between a message and a stage, whose conditions are counted together."""
 
 MICRO_BATCHES = 40
+
+
+MAP = (
+    (("schedules", "integers only"),),
+    (("observe", "recorded runs"), ("simulation", "without workers")),
+    (("messages", "what travels"),),
+    (("models", "a model to stages"), ("checkpoint", "checkpoints on disk")),
+    (("corrections", "stale gradients"), ("optimizers", "that bear them")),
+    (("stage", "one stage"), ("stage/rules", "what features do")),
+    (("transport", "to the next inbox"), ("transport/rpc", "references")),
+    (("cluster", "where stages run"),),
+    (("coordinator", "one job each"),),
+    (("planning", "which layers where"), ("pipeline.py", "the face")),
+    (("cli", "the command"),),
+)
+"""The rooms of the library: a file imports only from its own row and from rows above it."""
+
+WAY = {
+    "pipeline.py": 1, "coordinator/feeder": 2, "coordinator/group": 3, "transport/sockets": 4,
+    "messages/inbox": 5, "stage/loop": 6, "schedules/plan": 7, "stage/stage": 8,
+    "stage/parameters": 9, "coordinator/reception": 10,
+}  # fmt: skip
+"""The way of one micro-batch, as the reading order follows it."""
+
+
+def drawn_map(root: Path = ROOT) -> str:
+    """The map of the library: every folder with its files."""
+    width, found = 102, []
+    base = root / "pipedream_rt"
+    above = sorted(
+        p.name for p in base.glob("*.py") if p.name not in ("__init__.py", "pipeline.py")
+    )
+    found.append("pipedream_rt/")
+    found += textwrap.wrap(", ".join(above), width, initial_indent="  ", subsequent_indent="  ")
+    for number, row in enumerate(MAP):
+        found.append(("  ┌" if not number else "  ├") + "─" * width + ("┐" if not number else "┤"))
+        for room, what in row:
+            names = sorted(p.stem for p in (base / room).glob("*.py") if p.stem != "__init__")
+            steps = {n: WAY.get(f"{room}/{n}", WAY.get(room)) for n in names or [room]}
+            marked = [f"{n} [{step}]" if step else n for n, step in steps.items()]
+            title = f"{room}/" if names else marked[0]
+            listed = textwrap.wrap(", ".join(marked), 62) if names else [""]
+            for i, part in enumerate(listed):
+                cells = f"{title if not i else '':<17}{part:<64}{what if not i else '':<19}"
+                found.append(f"  │ {cells} │")
+    found.append("  └" + "─" * width + "┘")
+    return "\n".join(found)
 
 
 def sources(root: Path) -> dict[str, str]:
@@ -157,9 +206,13 @@ def walk() -> dict[str, object]:
 
 @click.command()
 @click.argument("root", type=click.Path(exists=True, path_type=Path), default=ROOT)
+@click.option("--map", "only_map", is_flag=True, help="Draw the map of the library.")
 @click.option("--walk", "only_walk", is_flag=True, hidden=True)
-def main(root: Path, only_walk: bool) -> None:
+def main(root: Path, only_map: bool, only_walk: bool) -> None:
     """Print the figures of the checkout ROOT."""
+    if only_map:
+        click.echo(drawn_map(root))
+        return
     if only_walk:
         for name, value in walk().items():
             print(f"{name}: {value}")
