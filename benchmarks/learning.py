@@ -431,8 +431,6 @@ NARROW = {"task": "narrow", "batch": 64}
 FORWARD_S, BACKWARD_S, HOP_S = 0.020, 0.040, 0.001
 """What a stage and a hop take for a micro-batch, if an update has as many as there are stages."""
 
-CURRENT = (("versions", "current"),)
-
 GRID = tuple(1.5e-3 * 2.0**power for power in range(-3, 5))
 """The rates that may be tried; tuning begins in the middle, and goes on while it gets better."""
 
@@ -513,7 +511,6 @@ def all_sets() -> dict[str, list[Run]]:
                 {"method": "muon+ef+extrapolation", "rate": 0.006},
                 {"method": "muon+ef+extrapolation", "rate": 0.012},
                 {"method": "muon+ef+extrapolation", "rate": 0.006, "synchronous": 120},
-                {"method": "muon+ef+extrapolation", "rate": 0.006, "options": CURRENT},
                 {"method": "muon+ef+extrapolation15", "rate": 0.006},
                 {"method": "muon+velocity80", "rate": 0.006},
                 {"method": "muon+ef+velocity80", "rate": 0.006},

@@ -90,7 +90,6 @@ from pipedream_rt.coordinator.specs import (
     recomputing,
     refuse_autocast,
     refuse_sharding,
-    refuse_ties,
     scaling,
     with_norms,
 )
@@ -332,7 +331,6 @@ class Pipeline:
         )
         parts = [self._model.part(names) for names in self.plan.layers]
         self.plan = dataclasses.replace(self.plan, ties=ties_of(parts, self._model.names))
-        refuse_ties(self.plan)
         again = recomputing(recompute, self.plan)
         compiled = compiling(compile, self._model.modules.values())
         scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
@@ -1097,7 +1095,6 @@ def _plan_of(
         per_update=micro_batches,
         stages_per_worker=options.stages_per_worker,
         vertical_sync=options.vertical_sync,
-        versions=options.versions,
         synchronous=options.synchronous_updates,
         slack=slack,
         replicas=replicas,

@@ -18,7 +18,6 @@ from pipedream_rt import (
     Checkpoints,
     ConfigError,
     LossScale,
-    ScheduleOptions,
     StageFailed,
 )
 from pipedream_rt.corrections import (
@@ -370,41 +369,6 @@ def test_sparse_gradients():
 
 
 # -- complex weights ----------------------------------------------------------------------------
-
-
-class Conjugated(nn.Module):
-    """A matrix that is used as its conjugate, in several ways."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way = way
-        self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) * 0.5)
-
-    def forward(self, x):
-        if self.way == "mH":
-            return x @ self.w.mH
-        return x @ self.w.conj() if self.way == "conj" else x * self.w.conj()
-
-
-def squared(output, target):
-    return (output - target).abs().pow(2).mean()
-
-
-@pytest.mark.parametrize("way", ["mH", "conj", "product"])
-def test_backwards_on_the_newest_weights_find_conjugates(way):
-    """With one stage, the newest weights are those of the forward."""
-    generator = torch.Generator().manual_seed(3)
-    pairs = torch.randn(6, 2, 4, 4, dtype=torch.complex64, generator=generator)
-    states = []
-    for versions in ("stashed", "current"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Conjugated(way) for _ in range(3)))
-        pipe = open_pipe(
-            [], model, stages=1, loss_fn=squared, optimizer=(torch.optim.SGD, {"lr": 0.05}),
-            schedule_options=ScheduleOptions(versions=versions),
-        )  # fmt: skip
-        states.append(trained(pipe, [tuple(pair) for pair in pairs]))
-    assert_same(*states)
 
 
 def test_the_expected_step_of_complex_weights_is_that_of_their_parts():

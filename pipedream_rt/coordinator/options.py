@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from pipedream_rt.cluster.environment import (
     MAX_RESTARTS,
@@ -111,9 +111,6 @@ class ScheduleOptions:
     Attributes:
         vertical_sync: With ``async-1f1b``, whether every stage reads the weight version that the
             first stage reads.
-        versions: With ``async-1f1b``, ``"current"`` lets backwards use the newest weights in the
-            place of those of their forward: a baseline to compare with, whose gradients are wrong.
-            Else ``"stashed"``.
         synchronous_updates: With ``async-1f1b`` and ``2bw``, the number of updates at the start of
             a run of which each flushes the pipe, as in ``1f1b``: no gradient is stale while weights
             move fast.
@@ -128,7 +125,6 @@ class ScheduleOptions:
     """
 
     vertical_sync: bool = False
-    versions: Literal["stashed", "current"] = "stashed"
     synchronous_updates: int = 0
     stages_per_worker: int | None = None
     credits: int | None = None
@@ -136,7 +132,6 @@ class ScheduleOptions:
     def __post_init__(self) -> None:
         """Check the credits; `Shape` checks the stages on each worker."""
         require_choice("vertical_sync", self.vertical_sync, (True, False))
-        require_choice("versions", self.versions, ("stashed", "current"))
         if self.credits is not None:
             require_count("credits", self.credits)
 

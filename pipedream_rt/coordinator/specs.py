@@ -81,20 +81,6 @@ def scaling(
     return scale  # type: ignore[no-any-return]
 
 
-def refuse_ties(plan: Plan) -> None:
-    """Refuse tied weights in a schedule whose backwards use the newest weights.
-
-    Raises:
-        ConfigError: There are some: each stage has another newest version of them.
-    """
-    if plan.backward_on_newest and plan.ties:
-        tie = plan.ties[0]
-        raise ConfigError(
-            f"{plan.name} has no rule for weights that several stages use, as {tie.name} on the "
-            f"stages {list(tie.stages)}; put their layers into one stage, or use async-1f1b"
-        )
-
-
 def with_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> Plan:
     """Return a plan with the norm of all gradients, if gradients are clipped or scaled by it.
 
@@ -186,7 +172,7 @@ def correcting(
         stalest = max(map(plan.staleness, range(plan.num_stages)))
         by_default = corrections is None
         corrections = []
-        alone = plan.backward_on_newest or (plan.shape.shard_optimizer and plan.replicated)
+        alone = plan.shape.shard_optimizer and plan.replicated
         if optimizer is not None and not (by_default and alone):
             groups = [{**optimizer.kwargs, **options} for _, options in optimizer.groups]
             corrections = advised(optimizer.optimizer_class, groups, stalest)
@@ -259,11 +245,6 @@ def recomputing(recompute: Any, plan: Plan) -> frozenset[int]:
         raise ConfigError(
             f"recompute must be True, False or a list of stages from 0 to {stages[-1]}, not "
             f"{recompute!r}"
-        )
-    if chosen and plan.backward_on_newest:
-        raise ConfigError(
-            f"{plan.name} keeps what forwards have computed on older weights, and recompute would "
-            "compute it on others; leave one of the two out"
         )
     if chosen and plan.cuts_backward:
         raise ConfigError(

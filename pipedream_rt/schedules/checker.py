@@ -305,7 +305,6 @@ def plan_for(
     per_update: int | None = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
-    versions: str = "stashed",
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     replicas: int | Sequence[int] = (),
@@ -325,7 +324,6 @@ def plan_for(
         stages_per_worker: Number of stages on each worker; None for what the schedule says.
         vertical_sync: Whether every stage reads the version that the first one reads, which is an
             option of async-1f1b.
-        versions: ``"current"`` for backwards on the newest weights, an option of async-1f1b.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
@@ -348,16 +346,15 @@ def plan_for(
             per_update=per_update,
             stages_per_worker=stages_per_worker,
             vertical_sync=vertical_sync,
-            versions=versions,
             synchronous=synchronous,
             slack=slack,
             replicas=replicas,
             shard_optimizer=shard_optimizer,
         )
-    if vertical_sync or versions != "stashed" or synchronous:
+    if vertical_sync or synchronous:
         raise ConfigError(
-            "vertical_sync, versions and synchronous_updates are options of built-in schedules; a "
-            "written schedule says these things itself"
+            "vertical_sync and synchronous_updates are options of built-in schedules; a written "
+            "schedule says these things itself"
         )
     if replicas_of(replicas, num_stages):
         raise ConfigError(

@@ -375,11 +375,6 @@ class Layout:
         return self._known.flushes
 
     @property
-    def backward_on_newest(self) -> bool:
-        """Whether backwards use the newest weights rather than those of their forward."""
-        return getattr(self._known.versions, "backward_on_newest", False)
-
-    @property
     def title(self) -> str:
         """The name of the schedule, with its synchronous updates and the replicas of stages."""
         count, replicas = self.shape.synchronous, "-".join(map(str, self.shape.replicas))

@@ -27,7 +27,6 @@ from pipedream_rt.schedules.channels import FROM_STAGES, OF_ACTIONS, TO_STAGES
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Need, Row
 from pipedream_rt.schedules.layout import Layout, Tie
 from pipedream_rt.schedules.recipes import (
-    CURRENT,
     RECIPES,
     VERTICAL_SYNC,
     Recipe,
@@ -232,7 +231,6 @@ def plan_named(
     per_update: int | None = 1,
     stages_per_worker: int | None = None,
     vertical_sync: bool = False,
-    versions: str = "stashed",
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     replicas: int | Sequence[int] = (),
@@ -247,8 +245,6 @@ def plan_named(
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
         vertical_sync: Whether every stage reads the version that the first one reads, which is the
             schedule ``async-1f1b+vertical-sync``.
-        versions: ``"current"`` for backwards on the newest weights, which is the schedule
-            ``async-1f1b+current``; else ``"stashed"``.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
@@ -263,15 +259,10 @@ def plan_named(
     """
     if name not in RECIPES:
         raise ConfigError(f"unknown schedule {name!r}; the schedules are\n{describe_schedules()}")
-    wanted = [
-        ("vertical_sync", vertical_sync, VERTICAL_SYNC),
-        ('versions="current"', versions == "current", CURRENT),
-    ]
-    for option, is_given, end in wanted:
-        if is_given and not name.endswith(end):
-            if name + end not in RECIPES:
-                raise ConfigError(f"{option} is an option of async-1f1b, not of {name}")
-            name += end
+    if vertical_sync and not name.endswith(VERTICAL_SYNC):
+        if name + VERTICAL_SYNC not in RECIPES:
+            raise ConfigError(f"vertical_sync is an option of async-1f1b, not of {name}")
+        name += VERTICAL_SYNC
     return chain(
         name,
         RECIPES[name],

@@ -71,20 +71,6 @@ class WeightStashing(_AnyShape):
 
 
 @dataclass(frozen=True, slots=True)
-class CurrentWeights(WeightStashing):
-    """Forwards as with `WeightStashing`; backwards on the newest weights, whatever those are.
-
-    A backward then computes with other weights than its forward, and what it gives is the gradient
-    of neither. It is what a runtime gives that keeps no versions, and is here to compare with: the
-    versions are kept all the same, so that runs can be repeated, and survive the death of a worker.
-
-    Source: PACI (arXiv 2606.07881, 2026), whose backwards use current weights.
-    """
-
-    backward_on_newest = True
-
-
-@dataclass(frozen=True, slots=True)
 class VerticalSync(_AnyShape):
     """The version that the first stage reads, at every stage, so that one model sees a micro-batch.
 

@@ -14,7 +14,6 @@ from pipedream_rt.schedules.orders import (
     ZeroBubbleH1,
 )
 from pipedream_rt.schedules.policies import (
-    CurrentWeights,
     Flushed,
     TwoVersions,
     VersionPolicy,
@@ -61,12 +60,8 @@ class Recipe:
 VERTICAL_SYNC = "+vertical-sync"
 """The end of a name whose schedule lets every stage read the version that the first one reads."""
 
-CURRENT = "+current"
-"""The end of a name whose schedule computes backwards on the newest weights."""
-
 ScheduleName: TypeAlias = Literal[
     "async-1f1b",
-    "async-1f1b+current",
     "async-1f1b+vertical-sync",
     "2bw",
     "1f1b",
@@ -94,15 +89,6 @@ RECIPES: dict[str, Recipe] = {
         kept_text="ceil(w(0)/k)+1",
         bubble_text="0",
         staleness_text="ceil(w(0)/k)",
-    ),
-    "async-1f1b" + CURRENT: Recipe(
-        order=Async1F1B(),
-        versions=CurrentWeights(),
-        flushes=False,
-        summary="the same, backwards on the newest weights: a baseline, whose gradients are wrong",
-        kept_text="ceil(w/k)+1",
-        bubble_text="0",
-        staleness_text="up to ceil(w/k)",
     ),
     "2bw": Recipe(
         order=Async1F1B(),

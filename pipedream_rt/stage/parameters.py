@@ -168,37 +168,6 @@ class VersionedParameters:
         """
         return _Reading(self, self.leaves(micro_batch))
 
-    def followed(self, micro_batch: int) -> AbstractContextManager[object]:
-        """Return a context for a forward whose backward uses the newest weights at its time.
-
-        Autograd saves, in the place of a weight or a view of one, where it lies; its backward finds
-        the newest weight there. What a layer has computed of weights is saved as it is.
-        """
-        read = self._read_by(micro_batch)
-        lie: dict[int, list[int]] = {}
-        for i, buffer in enumerate(read.buffers):
-            if buffer.numel():
-                lie.setdefault(buffer.untyped_storage().data_ptr(), []).append(i)
-
-        def pack(saved: Tensor) -> Any:
-            for i in lie.get(saved.untyped_storage().data_ptr(), ()):
-                place = saved.storage_offset() - read.buffers[i].storage_offset()
-                if 0 <= place < _span(read.buffers[i]) and saved.dtype is read.buffers[i].dtype:
-                    flags = saved.is_conj(), saved.is_neg()
-                    return i, saved.size(), saved.stride(), place, flags
-            return saved
-
-        def unpack(packed: Any) -> Any:
-            if isinstance(packed, Tensor):
-                return packed
-            i, size, stride, place, (conjugated, negated) = packed
-            newest = self._versions[self.ledger.newest].buffers[i]
-            found = newest.as_strided(size, stride, newest.storage_offset() + place)
-            found = found.conj() if conjugated else found
-            return torch._neg_view(found) if negated else found
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
     def copies(self, micro_batch: int, names: Collection[str] | None) -> list[Tensor | None]:
         """Return copies of the weights that a micro-batch reads, for `require_unchanged`.
 
@@ -530,11 +499,6 @@ class _Reading(AbstractContextManager[None]):
                 f"parameter {replaced!r} in forward or backward, which would be lost; change "
                 "parameters by the optimizer alone"
             )
-
-
-def _span(tensor: Tensor) -> int:
-    """Return the number of elements of memory from the first of a tensor to its last."""
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def same(one: Tensor, other: Tensor) -> bool:

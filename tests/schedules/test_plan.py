@@ -281,7 +281,6 @@ def test_a_plan_is_looked_up_by_name():
     assert set(RECIPES) == {
         "async-1f1b",
         "async-1f1b+vertical-sync",
-        "async-1f1b+current",
         "2bw",
         "1f1b",
         "gpipe",

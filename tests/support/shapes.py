@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from pipedream_rt.schedules import RECIPES, plan_named
 
-NEVER_FLUSHES = ("async-1f1b", "async-1f1b+vertical-sync", "async-1f1b+current", "2bw")
+NEVER_FLUSHES = ("async-1f1b", "async-1f1b+vertical-sync", "2bw")
 TAKES_SLACK = (*NEVER_FLUSHES, "1f1b")
 
 
