@@ -276,7 +276,7 @@ def test_a_rogue_cannot_join(environment):
     command = [sys.executable, "-m", "pipedream_rt.workers", f"127.0.0.1:{port}", "--timeout", "60"]
     rogue = subprocess.Popen(
         [*command, "--name", "rogue"], stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PIPEDREAM_RT_SECRET": "not the secret of these tests"},
+        env={**os.environ, "PIPEDREAM_RT_SECRET": "not-the-token-of-these-tests-5b1a"},
     )  # fmt: skip
     errors, before = [], dict(os.environ)  # the secret is in it no more when it was read
 

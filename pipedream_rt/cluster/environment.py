@@ -5,11 +5,9 @@ Imports no torch: the command line and a worker that waits use this module too.
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
+import re
 import socket
-import string
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,26 +54,11 @@ with the certificate and the key with which to encrypt all of it."""
 RPC = "PIPEDREAM_RT_RPC"
 """The user sets it for the script: ``off`` to leave torch RPC out."""
 
-_SHORTEST_SECRET = 16
-"""Characters that a secret of the user's must have at least."""
+_TOKEN = re.compile(r"[0-9A-Za-z+/=_-]{32,}")
+"""A secret of the user's: what programs make that draw random texts, in hexadecimal or base64."""
 
-_LEAST_BITS = 128
-"""Bits that a secret of the user's must have at least, by what can be told from its characters."""
-
-_ALPHABETS = (
-    string.digits,
-    string.digits + "abcdef",
-    string.digits + "ABCDEF",
-    string.ascii_lowercase,
-    string.ascii_uppercase,
-    string.ascii_lowercase + " -_.,'",
-    string.ascii_lowercase + string.digits,
-    string.ascii_letters,
-    string.ascii_letters + string.digits,
-    string.ascii_letters + string.digits + "+/=-_",
-    string.printable,
-)
-"""Sets of characters that secrets are made of, small ones first."""
+_FEWEST = 8
+"""Different characters that a secret of the user's must have at least."""
 
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
@@ -167,7 +150,7 @@ def read_secret(fd: int | None) -> Secret | None:
         The secret; None if the environment has none.
 
     Raises:
-        ConfigError: The secret is too short, or can be guessed.
+        ConfigError: The secret is no token that a program has drawn.
     """
     if fd is not None:
         try:
@@ -179,15 +162,10 @@ def read_secret(fd: int | None) -> Secret | None:
         text = os.environ.get(SECRET, "").strip() or (_taken[0] if _taken else "")
         if not text:
             return None
-    if len(text) < _SHORTEST_SECRET:
+    if not is_token(text):
         raise ConfigError(
-            f"the secret of the job has {len(text)} characters, at least {_SHORTEST_SECRET} are "
-            f"needed; make one with: {_MAKE_ONE}"
-        )
-    if (bits := bits_of(text)) < _LEAST_BITS:
-        raise ConfigError(
-            f"the secret of the job can be guessed: its {len(text)} characters have {bits:.0f} "
-            f"bits at the most, and {_LEAST_BITS} are needed; make one with: {_MAKE_ONE}"
+            f"the secret of the job must be a random token of at least 32 characters, found "
+            f"{len(text)} characters that are none; make one with: {_MAKE_ONE}"
         )
     if fd is None:
         _taken[:] = [text]
@@ -195,24 +173,10 @@ def read_secret(fd: int | None) -> Secret | None:
     return Secret(text)
 
 
-def bits_of(text: str) -> float:
-    """Return how many bits a secret has at the most, as far as its characters tell.
-
-    Every character counts the logarithm of the size of the smallest alphabet that has all of them
-    (hexadecimal digits, letters, ...). One that goes on as the four before it did, as in ``12345``
-    or ``aaaaa``, or that repeats with the five before it what stood earlier, counts nothing. That a
-    text is a line of a song cannot be told.
-    """
-    used = set(text)
-    size = next((len(a) for a in _ALPHABETS if used <= set(a)), 256)
-    counted = 0
-    for place in range(len(text)):
-        last = [ord(c) for c in text[max(0, place - 4) : place + 1]]
-        steps = {b - a for a, b in itertools.pairwise(last)}
-        goes_on = len(last) == 5 and len(steps) == 1 and abs(steps.pop()) <= 1
-        repeats = place >= 6 and text[place - 5 : place + 1] in text[:place]
-        counted += not (goes_on or repeats)
-    return counted * math.log2(size)
+def is_token(text: str) -> bool:
+    """Whether a secret looks like one that a program has drawn, and not a person chosen."""
+    repeats = any(text[n:] == text[:-n] for n in range(1, len(text) // 2 + 1))
+    return bool(_TOKEN.fullmatch(text)) and len(set(text)) >= _FEWEST and not repeats
 
 
 def rpc_of_environment() -> bool:
