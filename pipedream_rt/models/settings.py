@@ -7,6 +7,7 @@ depend on timing which of them a new setting meets.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,7 +62,10 @@ def _set_matmul_precision(value: str | None) -> None:
 
 def _attribute(owner: Any, name: str) -> _Setting:
     """Return a setting that is an attribute of a module of torch."""
-    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+    # Not a function of ours, since all settings are read for every mini-batch.
+    return _Setting(
+        functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+    )
 
 
 _cuda = torch.backends.cuda
@@ -167,7 +171,7 @@ def refuse_contexts() -> None:
         ConfigError: The calling thread is in one of them.
     """
     where = "; it acts on this thread alone, and the layers compute on workers: "
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ConfigError(
             f"torch.autocast is on around the pipeline{where}use it inside the layers' forward and "
             "in loss_fn"

@@ -168,7 +168,7 @@ class Exchange:
             gifts: What it gives, by kind of edge.
         """
         index = action.index
-        for row in self._plan.rows(action, self.address)[1]:
+        for row in self._plan.rows(action, self.address)[1] if gifts else ():
             if row.edge.kind in gifts:
                 for number in self._up_to(row, index, self._given):
                     packed = PACK[row.edge.kind](self._plan, row.edge, gifts[row.edge.kind])
@@ -253,7 +253,8 @@ class Exchange:
         self, edge: Edge, position: int, payload: Payload, tensors: tuple[Tensor, ...]
     ) -> None:
         """Hand a message to the transport, and count the bytes of its tensors."""
-        self.sent_bytes += sum(t.nbytes for t in tensors)
+        for tensor in tensors:
+            self.sent_bytes += tensor.nbytes
         self._transport_send(edge.target, position, payload, tensors)
 
 

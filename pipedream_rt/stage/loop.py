@@ -232,6 +232,8 @@ class Loop:
         Returns:
             The command to flush, if it came; else None.
         """
+        if action.kind is not Kind.STEP or not self._plan.replicated:
+            return None
         for row in self._plan.rows(action, hosted.address)[0]:
             if row.peek and not hosted.has_peeked(row, action.index):
                 item = yield from self._next_item(hosted)

@@ -114,7 +114,8 @@ class VersionedParameters:
         self._versions = {0: self._version_over([p.data for p in self._parameters])}
         self._free: list[_Version] = []
         self._gradients: list[Tensor | None] = [None] * len(self._parameters)
-        self._staleness: dict[int, int] = {}
+        # What each micro-batch reads that has begun.
+        self._reading: dict[int, _Version] = {}
         self.allocated = 1
 
     def _version_over(self, buffers: list[Tensor]) -> _Version:
@@ -156,8 +157,8 @@ class VersionedParameters:
 
     def _read_by(self, micro_batch: int) -> _Version:
         """Return what a micro-batch in flight reads: a version, or a view of it."""
-        version = self._versions[self.ledger.pinned(micro_batch)]
-        return version.views.get(self._staleness.get(micro_batch, 0), version)
+        read = self._reading.get(micro_batch)
+        return self._versions[self.ledger.pinned(micro_batch)] if read is None else read
 
     def reading(self, micro_batch: int) -> AbstractContextManager[None]:
         """Let the module's weights be the version that a micro-batch reads, while the body runs.
@@ -340,11 +341,13 @@ class VersionedParameters:
             VersionError: The version is not kept, or the micro-batch is in flight already.
         """
         self._recycle(self.ledger.read(micro_batch, version))
-        self._staleness[micro_batch] = update - self.ledger.pinned(micro_batch)
+        pinned = self.ledger.pinned(micro_batch)
+        read = self._versions[pinned]
+        self._reading[micro_batch] = read.views.get(update - pinned, read)
 
     def end(self, micro_batch: int) -> int:
         """End the flight of a micro-batch; return the version that it has read."""
-        del self._staleness[micro_batch]
+        del self._reading[micro_batch]
         return self.ledger.unpin(micro_batch)
 
     @torch.no_grad()

@@ -305,8 +305,10 @@ class Stage:
 
     def _adjust(self, micro_batch: int) -> Adjust | None:
         """Return what a rule does to the gradients of a micro-batch; None for nothing."""
-        found = (adjust(micro_batch) for adjust in self._adjusts)
-        return next((adjust for adjust in found if adjust is not None), None)
+        for adjust in self._adjusts:
+            if (found := adjust(micro_batch)) is not None:
+                return found  # type: ignore[no-any-return]
+        return None
 
     def end(self, micro_batch: int) -> Gifts:
         """End the flight of a micro-batch whose gradients are in the pending update.
