@@ -36,7 +36,10 @@ from pipedream_rt.models.shipping import Range
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.layout import LOSS_LAYER
 from pipedream_rt.stage.parameters import GradientHook
+from pipedream_rt.stage.rules.base import RuleOption
 from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.corrections import Correcting
+from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan, StageSpec
 
@@ -108,6 +111,21 @@ def with_norms(plan: Plan, clip: Clip | None, scale: LossScale | None) -> Plan:
             "too late; give at least as many micro-batches per update as a stage has replicas"
         )
     return plan.with_norms()
+
+
+def rule_options(
+    scale: LossScale | None,
+    clip: Clip | None,
+    corrections: tuple[Correction, ...],
+    ema: float | None,
+) -> tuple[RuleOption, ...]:
+    """Return the options of which stages make rules; a new one gets its line here."""
+    return (
+        *([] if scale is None else [scale]),
+        *([] if clip is None else [clip]),
+        *([Correcting(corrections)] if corrections else []),
+        *([] if ema is None else [Averaging(ema)]),
+    )
 
 
 def may_replicate(
@@ -266,10 +284,7 @@ def pickled_specs(
     autocast: torch.dtype | None,
     recompute: Collection[int],
     compile: dict[str, Any] | None,
-    clip: Clip | None,
-    scale: LossScale | None,
-    corrections: tuple[Correction, ...],
-    ema: float | None,
+    rules: tuple[RuleOption, ...],
     pretrained: Pretrained | None,
     programs: Sequence[tuple[StageProgram, ...]],
     modes: Modes,
@@ -288,10 +303,7 @@ def pickled_specs(
         autocast: As in `StageSpec`.
         recompute: The stages that compute activations again.
         compile: The arguments with which layers are compiled; None to compile none.
-        clip: How gradients are clipped.
-        scale: How losses are scaled.
-        corrections: The corrections for staleness.
-        ema: The decay of the average of weights; None for no average.
+        rules: The options of which stages make rules for their updates.
         pretrained: Where the workers read weights; None for nowhere.
         programs: By stage, what a forward does, as in `StageSpec`.
         modes: As in `StageSpec`.
@@ -308,6 +320,7 @@ def pickled_specs(
     pickled = []
     shared, owners = shared_buffers(parts), _owners(parts)
     weights = _weights(model)
+    corrections = [c for rule in rules if isinstance(rule, Correcting) for c in rule.corrections]
     refuse_global_hooks()
     settings = settings_now()
     for stage, names in enumerate(plan.layers):
@@ -329,10 +342,7 @@ def pickled_specs(
             autocast=autocast,
             recompute=stage in recompute,
             compile=compile,
-            clip=clip,
-            scale=scale,
-            corrections=corrections,
-            ema=ema,
+            rules=rules,
             pretrained=pretrained,
             names={n: model.names[id(p)] for n, p in part.named_parameters() if p.requires_grad},
             numbers=_numbers(model, part),

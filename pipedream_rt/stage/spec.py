@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.corrections import Correction
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.layer_spec import Blueprint
@@ -19,8 +18,7 @@ from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.parameters import GradientHook
-from pipedream_rt.stage.rules.clipping import Clip
-from pipedream_rt.stage.rules.scaling import LossScale
+from pipedream_rt.stage.rules.base import RuleOption
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element."""
@@ -60,10 +58,7 @@ class StageSpec:
         pretrained: Where the worker reads weights; None if it reads none.
         on_nan: What the stage does about a training loss that is NaN or infinite.
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
-        clip: How gradients are clipped; None for not at all.
-        scale: How losses are scaled; None for not at all.
-        corrections: The corrections for staleness, in the order in which they are applied.
-        ema: The decay of the average of weights that is kept; None for no average.
+        rules: The options of which the stage makes rules for its updates.
         names: The name in the unsplit model of each trainable parameter of the stage, by its name
             in ``layers``. They differ for a weight that an earlier stage uses under another name.
         numbers: The place of each of them among the parameters of the unsplit model, by its name
@@ -90,10 +85,7 @@ class StageSpec:
     blueprint: Blueprint = field(default_factory=Blueprint)
     pretrained: Pretrained | None = None
     autocast: torch.dtype | None = None
-    clip: Clip | None = None
-    scale: LossScale | None = None
-    corrections: tuple[Correction, ...] = ()
-    ema: float | None = None
+    rules: tuple[RuleOption, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     compile: dict[str, Any] | None = None
@@ -110,7 +102,8 @@ class StageSpec:
         """Return the code of the layers and of all functions, as this process has it."""
         steps = (step.target for program in self.programs for step in program.steps)
         hooks = (hook.call for hook in self.hooks)
-        things = (self.layers, self.loss_fn, *self.corrections, *hooks, *steps)
+        of_rules = (thing for rule in self.rules for thing in rule.things())
+        things = (self.layers, self.loss_fn, *of_rules, *hooks, *steps)
         built = bool(self.blueprint.specs)
         return code_of((thing for thing in things if thing is not None), built=built)
 

@@ -102,7 +102,7 @@ class Stage:
             weights=self.weights,
             numbers=spec.numbers,
         )
-        self.rules = tuple(rules_of(spec, context))
+        self.rules = tuple(rules_of(spec.rules, context))
         self._takers = {kind: rule for rule in self.rules for kind in rule.channels}
         self._replicas, self._shards = self.rule(Replicas), self.rule(Shards)
         # By phase, the methods of those rules that have one: an absent rule costs nothing.

@@ -15,7 +15,7 @@ The life of an update t on a stage, with the methods of `UpdateRule`::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -70,6 +70,7 @@ class Context:
         address: The address of the replica.
         weights: The weights of the stage.
         numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
+        totals: The rule that makes the norm of all gradients (`totals.py`), if a rule needs it.
     """
 
     plan: Plan
@@ -77,6 +78,7 @@ class Context:
     address: Address
     weights: Weights
     numbers: Mapping[str, int]
+    totals: Rule | None = None
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
@@ -121,6 +123,24 @@ class Rule:
     def statistics(self) -> dict[str, int]:
         """Return counters for `Pipeline.statistics`."""
         return {}
+
+
+class RuleOption:
+    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers."""
+
+    __slots__ = ()
+
+    def rule(self, context: Context) -> Rule:
+        """Return the rule of a stage."""
+        raise NotImplementedError
+
+    def needs_totals(self, num_stages: int) -> bool:
+        """Whether its rule needs the norm of all gradients; see `totals.py`."""
+        return False
+
+    def things(self) -> Sequence[object]:
+        """Return objects of the user's in it, whose code workers compare with the script's."""
+        return ()
 
 
 class UpdateRule(Rule):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
+from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
 from pipedream_rt.stage.rules.totals import Norms, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clip:
+class Clip(RuleOption):
     """How gradients are clipped before each update, as by `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
@@ -48,6 +48,14 @@ class Clip:
         if self.over not in ("model", "stage"):
             raise ConfigError(f'over of Clip must be "model" or "stage", not {self.over!r}')
 
+    def rule(self, context: Context) -> Clipping:
+        """Return the rule of a stage."""
+        return Clipping(self, context)
+
+    def needs_totals(self, num_stages: int) -> bool:
+        """Whether it clips by the norm of several stages."""
+        return self.of_model and num_stages > 1
+
     @property
     def of_model(self) -> bool:
         """Whether the norm of all gradients of the model is needed."""
@@ -60,17 +68,18 @@ class Clipping(UpdateRule):
     Args:
         clip: How gradients are clipped.
         context: The stage.
-        totals: Gives the norms of all gradients; None if it is not needed.
     """
 
-    def __init__(self, clip: Clip, context: Context, totals: Totals | None) -> None:
+    def __init__(self, clip: Clip, context: Context) -> None:
         """Let the totals be made of the norms of this stage, if they are needed."""
         self._clip = clip
         self._named, self._numbers = context.named, context.numbers
-        self._totals = totals if clip.of_model and context.plan.num_stages > 1 else None
+        self._totals: Totals | None = None
         # Where an update cannot wait for its own total, it takes one of some updates before.
         self._delay = context.plan.delay if context.plan.norms == "delayed" else 0
-        if self._totals is not None:
+        if clip.needs_totals(context.plan.num_stages):
+            assert isinstance(context.totals, Totals)
+            self._totals = context.totals
             self._totals.measured_by(self._measure, clip.norm_type)
 
     def _measure(self, update: Update) -> Norms:

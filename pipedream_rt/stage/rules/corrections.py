@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from pipedream_rt.corrections.base import Correction, Moment, Named, overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.optimizer import Hyper, like
 from pipedream_rt.stage.parameters import Adjust, VersionedParameters
-from pipedream_rt.stage.rules.base import Context, MicroBatchRule, State, Update, UpdateRule
+from pipedream_rt.stage.rules.base import (
+    Context,
+    MicroBatchRule,
+    RuleOption,
+    State,
+    Update,
+    UpdateRule,
+)
 from pipedream_rt.stage.values import Gifts
 
 _STATE = "(correction "
@@ -27,6 +35,25 @@ _VIEW = "(view of "
 
 _FARTHEST = 1000
 """The most updates for which a version may be read, if corrections change what is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correcting(RuleOption):
+    """The corrections that every stage makes.
+
+    Attributes:
+        corrections: The corrections, in the order in which they are applied.
+    """
+
+    corrections: tuple[Correction, ...]
+
+    def rule(self, context: Context) -> Corrections:
+        """Return the rule of a stage."""
+        return Corrections(self.corrections, context)
+
+    def things(self) -> Sequence[object]:
+        """Return the corrections."""
+        return self.corrections
 
 
 class Corrections(UpdateRule, MicroBatchRule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,23 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipedream_rt.stage.optimizer import AVERAGE, like
-from pipedream_rt.stage.rules.base import Context, State, Update, UpdateRule
+from pipedream_rt.stage.rules.base import Context, RuleOption, State, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging(RuleOption):
+    """The average that every stage makes of its weights.
+
+    Attributes:
+        decay: The decay of the average, as 0.999.
+    """
+
+    decay: float
+
+    def rule(self, context: Context) -> Ema:
+        """Return the rule of a stage."""
+        return Ema(self.decay, context)
 
 
 class Ema(UpdateRule):

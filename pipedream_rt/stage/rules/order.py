@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from pipedream_rt.stage.rules.base import Context, Rule
-from pipedream_rt.stage.rules.clipping import Clipping
-from pipedream_rt.stage.rules.corrections import Corrections
-from pipedream_rt.stage.rules.ema import Ema
+from pipedream_rt.stage.rules.base import Context, Rule, RuleOption
+from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.corrections import Correcting
+from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.replicas import Replicas
-from pipedream_rt.stage.rules.scaling import Scaling
+from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.rules.shards import Shards
 from pipedream_rt.stage.rules.ties import Ties
 from pipedream_rt.stage.rules.totals import Totals
-from pipedream_rt.stage.spec import StageSpec
+
+ORDER: tuple[type[RuleOption], ...] = (LossScale, Clip, Correcting, Averaging)
+"""The options, in the order of their rules. Gradients are scaled back before they are clipped, and
+the average is taken of what a step has made. A new rule gets its place here."""
 
 
-def rules_of(spec: StageSpec, context: Context) -> Iterator[Rule]:
+def rules_of(options: Sequence[RuleOption], context: Context) -> Iterator[Rule]:
     """Yield the rules of a stage in the order in which they act.
 
-    Replicas come first, since all others look at the sum over them. Gradients are scaled back
-    before they are measured, and measured before they are clipped. The average is taken of what a
-    step has made, and what goes to other replicas comes last.
+    Replicas come first, since all others look at the sum over them. What goes to other replicas
+    comes last.
 
     Args:
-        spec: The specification of the stage.
+        options: The options of the pipeline.
         context: What the rules know of the stage.
     """
     plan, stage = context.plan, context.stage
@@ -32,18 +35,10 @@ def rules_of(spec: StageSpec, context: Context) -> Iterator[Rule]:
         yield Replicas(context)
     if context.weights.tied:
         yield Ties(context)
-    totals = None
-    clips_all = spec.clip is not None and spec.clip.of_model and plan.num_stages > 1
-    if spec.scale is not None or clips_all:
+    if any(option.needs_totals(plan.num_stages) for option in options):
         yield (totals := Totals(context))
-    if spec.scale is not None:
-        assert totals is not None
-        yield Scaling(spec.scale, context, totals)
-    if spec.clip is not None:
-        yield Clipping(spec.clip, context, totals)
-    if spec.corrections:
-        yield Corrections(spec.corrections, context)
-    if spec.ema is not None:
-        yield Ema(spec.ema, context)
+        context = replace(context, totals=totals)
+    for option in sorted(options, key=lambda each: ORDER.index(type(each))):
+        yield option.rule(context)
     if plan.shape.shards(stage):
         yield Shards(context)

@@ -21,12 +21,19 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.stage.rules.base import Context, MicroBatchRule, State, Update, UpdateRule
+from pipedream_rt.stage.rules.base import (
+    Context,
+    MicroBatchRule,
+    RuleOption,
+    State,
+    Update,
+    UpdateRule,
+)
 from pipedream_rt.stage.rules.totals import KEY, NOT_FINITE, Norms, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
+class LossScale(RuleOption):
     """How losses are scaled, with the arguments of `torch.amp.GradScaler`.
 
     Attributes:
@@ -54,6 +61,14 @@ class LossScale:
         if self.growth_factor <= 1 or self.backoff_factor >= 1:
             raise ConfigError("growth_factor must be more than 1, and backoff_factor less than 1")
 
+    def rule(self, context: Context) -> Scaling:
+        """Return the rule of a stage."""
+        return Scaling(self, context)
+
+    def needs_totals(self, num_stages: int) -> bool:
+        """Return True: whether an update is skipped comes with the totals."""
+        return True
+
 
 class Scaling(UpdateRule, MicroBatchRule):
     """The scales of one stage. All stages come to the same ones.
@@ -61,17 +76,17 @@ class Scaling(UpdateRule, MicroBatchRule):
     Args:
         scale: How losses are scaled.
         context: The stage.
-        totals: Says of each update whether the gradients of all stages are finite.
     """
 
-    def __init__(self, scale: LossScale, context: Context, totals: Totals) -> None:
+    def __init__(self, scale: LossScale, context: Context) -> None:
         """Begin with the first scale, as that of version 0."""
         self._given = scale
-        self._plan, self._totals = context.plan, totals
+        assert isinstance(context.totals, Totals)
+        self._plan, self._totals = context.plan, context.totals
         self._is_first = context.stage == 0
         # By version: the scale, the updates since it changed last, and those skipped so far.
         self._states: dict[int, tuple[float, int, int]] = {0: (_single(scale.init_scale), 0, 0)}
-        totals.measured_by(self._measure)
+        self._totals.measured_by(self._measure)
 
     def statistics(self) -> dict[str, int]:
         """Return the number of updates that were skipped so far."""

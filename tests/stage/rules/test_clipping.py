@@ -1,5 +1,7 @@
 """Gradients are clipped as torch clips them, by the norm of the stage or of all stages."""
 
+import dataclasses
+
 import pytest
 import torch
 from support.rules import context
@@ -9,7 +11,6 @@ from pipedream_rt import Clip
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import EdgeKind, plan_named
 from pipedream_rt.stage.rules.base import Update
-from pipedream_rt.stage.rules.clipping import Clipping
 from pipedream_rt.stage.rules.totals import Totals
 
 SYNC = plan_named("async-1f1b", num_stages=2, vertical_sync=True).with_norms()
@@ -26,12 +27,9 @@ def stages(clip, plan):
     for index in range(2):
         module = whole[index]
         at = context(module, plan, index)
-        at = type(at)(
-            plan=plan, stage=index, address=index, weights=at.weights,
-            numbers={name: 2 * index + i for i, name in enumerate(at.named)},
-        )  # fmt: skip
+        numbers = {name: 2 * index + i for i, name in enumerate(at.named)}
         totals = Totals(at)
-        rule = Clipping(clip, at, totals)
+        rule = clip.rule(dataclasses.replace(at, numbers=numbers, totals=totals))
         made.append((module, totals, rule, [p.grad.clone() for p in module.parameters()]))
     return whole, made
 

@@ -9,22 +9,19 @@ from pipedream_rt import Clip, LossScale
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.schedules import plan_named
 from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.stage.rules.corrections import Correcting
+from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.order import rules_of
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 
 
-def names(plan, stage=0, **options):
+def names(plan, *options, stage=0):
     module = nn.ParameterDict({"w": nn.Parameter(nn.Linear(1, 1).weight.data)})
-    spec = StageSpec(
-        stage=stage, layers=module, loss_fn=None, plan=plan, seed=0, on_nan="raise", **options
-    )
-    return [type(rule).__name__ for rule in rules_of(spec, context(module, plan, stage))]
+    return [type(rule).__name__ for rule in rules_of(options, context(module, plan, stage))]
 
 
-EVERYTHING = {
-    "clip": Clip(norm=1.0), "scale": LossScale(), "ema": 0.9, "corrections": (DelayCompensation(),)
-}  # fmt: skip
+EVERYTHING = (Averaging(0.9), Clip(norm=1.0), Correcting((DelayCompensation(),)), LossScale())
 
 
 def test_a_plain_stage_has_none():
@@ -39,19 +36,19 @@ def test_a_plain_stage_has_none():
 
 def test_they_act_in_this_order():
     plan = plan_named("1f1b", num_stages=2, replicas=[2, 1], per_update=2, shard_optimizer=True)
-    assert names(plan, **EVERYTHING) == [
+    assert names(plan, *EVERYTHING) == [
         "Replicas", "Totals", "Scaling", "Clipping", "Corrections", "Ema", "Shards"
     ]  # fmt: skip
     tied = plan_named("1f1b", num_stages=2)
     tied = dataclasses.replace(tied, ties=(Tie("w", (0, 1)),))
     for stage in range(2):
-        assert names(tied, stage, ema=0.9) == ["Ties", "Ema"]
+        assert names(tied, Averaging(0.9), stage=stage) == ["Ties", "Ema"]
 
 
 def test_totals_are_there_for_those_who_need_them():
     one, two = (plan_named("1f1b", num_stages=n) for n in (1, 2))
-    assert names(one, clip=Clip(norm=1.0)) == ["Clipping"]
-    assert names(one, scale=LossScale()) == ["Totals", "Scaling"]
-    assert names(two, clip=Clip(norm=1.0)) == ["Totals", "Clipping"]
-    assert names(two, clip=Clip(norm=1.0, over="stage")) == ["Clipping"]
-    assert names(two, clip=Clip(value=1.0)) == ["Clipping"]
+    assert names(one, Clip(norm=1.0)) == ["Clipping"]
+    assert names(one, LossScale()) == ["Totals", "Scaling"]
+    assert names(two, Clip(norm=1.0)) == ["Totals", "Clipping"]
+    assert names(two, Clip(norm=1.0, over="stage")) == ["Clipping"]
+    assert names(two, Clip(value=1.0)) == ["Clipping"]

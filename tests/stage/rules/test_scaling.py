@@ -1,5 +1,6 @@
 """The scales of losses, as torch.amp.GradScaler has them."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from pipedream_rt.schedules import EdgeKind, plan_named
 from pipedream_rt.stage.rules.base import Update
-from pipedream_rt.stage.rules.scaling import LossScale, Scaling
+from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.rules.totals import Totals
 
 FOUND = [False, False, True, False, False, False, True, True, False, False, False, False]
@@ -22,7 +23,7 @@ class Scaler:
     def __init__(self, given):
         at = context(nn.Linear(1, 1), PLAN)
         self.totals = Totals(at)
-        self.rule = Scaling(given, at, self.totals)
+        self.rule = given.rule(dataclasses.replace(at, totals=self.totals))
 
     def learn(self, number, skipped):
         self.totals.receive(EdgeKind.TOTAL, 1, (number, math.inf if skipped else 0.0))
