@@ -12,13 +12,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from workload import EmulatedLayer
 
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.here import ClusterHere
+from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.message import Message
 from pipedream_rt.transport.memory import MemoryTransport
 
@@ -100,14 +103,53 @@ class SlowLinks(MemoryTransport):
         self._carrier.join()
 
 
-def slow_links(transport: Callable[[], SlowLinks]) -> Callable[..., InProcessCluster]:
+class Threads(ClusterHere):
+    """Every worker is a thread, and all compute side by side: stages that draw no random numbers.
+
+    Args:
+        plan: Which workers there are, and which stages each hosts.
+        transport: Carries the messages.
+        **options: What `Cluster` is told.
+    """
+
+    def __init__(self, plan: Any, transport: MemoryTransport, **options: Any) -> None:
+        self._life = Lifecycle("the cluster")
+        super().__init__(plan, transport, options.pop("receive"), options.pop("fail"), **options)
+        self._threads = []
+        for host, name in zip(self._hosts, self.names, strict=True):
+            self._open(host, host.inbox.put, host.inbox.close)
+            self._threads.append(threading.Thread(target=host.serve, name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def waiting(self) -> Any:
+        """See `Cluster.waiting`."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """See `Cluster.close`."""
+        if not self._life.begin_closing():
+            return
+        for host in self._hosts:
+            host.inbox.close(PipelineClosed("the pipeline was closed"))
+        for thread in self._threads:
+            thread.join(10)
+        self.transport.close()
+        self._life.close()
+
+    def kill(self) -> None:
+        """See `Cluster.kill`."""
+        self.close()
+
+
+def slow_links(transport: Callable[[], SlowLinks]) -> Callable[..., Threads]:
     """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with slow links.
 
     Args:
         transport: Makes the transport of a cluster.
     """
 
-    def start(plan: Any, **options: Any) -> InProcessCluster:
-        return InProcessCluster(plan, transport=transport(), exclusive=False, **options)
+    def start(plan: Any, **options: Any) -> Threads:
+        return Threads(plan, transport(), **options)
 
     return start

@@ -6,7 +6,7 @@ The main job of this project: four stages on four local worker processes, asynch
     python examples/train_charlm.py --compare
     python examples/train_charlm.py --stages auto
     python examples/train_charlm.py --schedule 1f1b --micro-batches 4 --optimizer adamw --lr 2e-3
-    python examples/train_charlm.py --stages 2 --workers in-process
+    python examples/train_charlm.py --stages 2 --workers serial
     pipedream-rt run --nproc-per-node 4 examples/train_charlm.py
     pipedream-rt run --nproc-per-node 4 --resume examples/train_charlm.py --checkpoint out/run
     torchrun --nproc-per-node 4 examples/train_charlm.py
@@ -205,7 +205,7 @@ def number_or_auto(_: Any, option: click.Parameter, value: str) -> int | str:
               help="A number; or auto, which measures the layers, and plans.")  # fmt: skip
 @click.option("--replicas", default=None, type=click.Choice(["auto"]),
               help="With --stages auto: whether the plan may have replicas.")  # fmt: skip
-@click.option("--workers", default=None, help="serial, in-process, local or HOST:PORT.")
+@click.option("--workers", default=None, help="serial, local or HOST:PORT.")
 @click.option("--micro-batches", default=4, show_default=True, help="Per mini-batch.")
 @click.option("--steps", default=1200, show_default=True)
 @click.option("--batch", default=8, show_default=True)

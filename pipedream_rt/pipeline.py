@@ -182,9 +182,9 @@ class Pipeline:
             each replica steps its part of the weights, and takes the rest from the others. The
             bits are the same for optimizers that step each parameter by itself.
         schedule_options: The options that only some schedules have.
-        workers: ``"local"`` starts worker processes; ``"in-process"`` uses threads; ``"HOST:PORT"``
-            listens there for `pipedream-rt worker`. None: what the environment says
-            (`pipedream-rt run`, torchrun), else ``"local"``.
+        workers: ``"local"`` starts worker processes; ``"serial"`` does everything in the thread of
+            the script; ``"HOST:PORT"`` listens there for `pipedream-rt worker`. None: what the
+            environment says (`pipedream-rt run`, torchrun), else ``"local"``.
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
@@ -386,7 +386,7 @@ class Pipeline:
             pretrained=pretrained,
             programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
             modes=split.modes,
-            compared=workers not in ("serial", "in-process"),
+            compared=workers != "serial",
         )
         for text in said:
             _log.warning("%s", text)

@@ -38,7 +38,7 @@ class Case:
         return cls(parameters, **kwargs)
 
     def pipeline(self, **kwargs):
-        kwargs = {"example": self.data(1)[0], "workers": "in-process", **kwargs}
+        kwargs = {"example": self.data(1)[0], "workers": "serial", **kwargs}
         return Pipeline(self.model(), loss_fn=self.loss, optimizer=self.optimizer, **kwargs)
 
 
@@ -112,7 +112,7 @@ def test_without_dropout_it_is_the_plain_loop(case, stages):
     weights, losses = whole.plainly(model, data, case.loss, case.make_optimizer)
     with Pipeline(
         model, stages=stages, example=data[0], loss_fn=case.loss, optimizer=case.optimizer,
-        schedule="1f1b", workers="in-process",
+        schedule="1f1b", workers="serial",
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(data)] == losses
         assert_same(pipe.state_dict(), weights)
@@ -295,7 +295,7 @@ def test_clipping_is_that_of_the_plain_loop(case, how, schedule):
     for stages in (1, 3):
         with Pipeline(
             without_dropout(case.model()), stages=stages, example=data[0], loss_fn=case.loss,
-            optimizer=case.optimizer, schedule=schedule, workers="in-process", clip=clip,
+            optimizer=case.optimizer, schedule=schedule, workers="serial", clip=clip,
         ) as pipe:  # fmt: skip
             found = [r.loss for r in pipe.train_epoch(data[:2])]
             pipe.evaluate(data[:1])
@@ -392,7 +392,7 @@ def test_clipping_goes_on_from_a_checkpoint_that_did_not_stop_the_pipe(
     case = CASES["unet"]
     data = case.data(10)
     options = {
-        "stages": 3, "clip": Clip(norm=0.05), "workers": "in-process",
+        "stages": 3, "clip": Clip(norm=0.05), "workers": "serial",
         "schedule_options": ScheduleOptions(vertical_sync=vertical_sync),
     }  # fmt: skip
     with case.pipeline(**options) as pipe:
@@ -454,7 +454,7 @@ def test_parameter_groups_by_pattern_and_by_function():
         {"params": up, "lr": 0.001}, {"params": rest},
     ]  # fmt: skip
     own = torch.optim.AdamW(groups, lr=0.01)
-    options = {"example": data[0], "loss_fn": case.loss, "workers": "in-process", "stages": 3}
+    options = {"example": data[0], "loss_fn": case.loss, "workers": "serial", "stages": 3}
     found = []
     for optimizer in ((torch.optim.AdamW, {"lr": 0.01}, rules), own):
         with Pipeline(model, optimizer=optimizer, **options) as pipe:
@@ -519,9 +519,7 @@ def test_layers_are_compiled_on_their_workers_once_for_all_versions(name):
     layers = [torch.compile(layer, backend=eagerly) for layer in three_layers()]
     losses = []
     for each in (layers, three_layers()):
-        with Pipeline(
-            each, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="in-process"
-        ) as pipe:
+        with Pipeline(each, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial") as pipe:
             losses.append([r.loss for r in pipe.train_epoch(whole.points(4))])
     assert losses[0] == losses[1]
     torch._dynamo.reset()
@@ -558,7 +556,7 @@ def test_autocast_is_that_of_the_plain_loop(name):
     for stages in (1, 3):
         with Pipeline(
             model, stages=stages, example=data[0], loss_fn=case.loss, optimizer=case.optimizer,
-            schedule="1f1b", workers="in-process", autocast=torch.bfloat16,
+            schedule="1f1b", workers="serial", autocast=torch.bfloat16,
         ) as pipe:  # fmt: skip
             assert [r.loss for r in pipe.train_epoch(data)] == losses
             assert_same(pipe.state_dict(), weights)
@@ -688,7 +686,7 @@ def test_an_odd_forward_is_followed(forward, stages):
     weights, losses = whole.plainly(model, copy.deepcopy(data), squares, case.make_optimizer)
     with Pipeline(
         model, stages=stages, example=copy.deepcopy(data[0]), loss_fn=squares,
-        optimizer=case.optimizer, schedule="1f1b", workers="in-process",
+        optimizer=case.optimizer, schedule="1f1b", workers="serial",
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(copy.deepcopy(data))] == losses
         assert_same(pipe.state_dict(), weights)
@@ -824,7 +822,7 @@ def test_activations_are_computed_again_where_the_first_layer_works_in_place():
     found = []
     for recompute in (False, True):
         with Pipeline(
-            layers, stages=[1], loss_fn=F.mse_loss, optimizer=SGD, workers="in-process",
+            layers, stages=[1], loss_fn=F.mse_loss, optimizer=SGD, workers="serial",
             recompute=recompute,
         ) as pipe:  # fmt: skip
             found.append(([r.loss for r in pipe.train_epoch(vectors(4))], pipe.state_dict()))
@@ -856,16 +854,14 @@ def built():
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize(
-    "workers", ["in-process", pytest.param("local", marks=pytest.mark.processes)]
-)
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
 def test_layers_that_workers_build_have_the_weights_of_the_whole(workers):
     data = whole.sentences(4, words=20)
     options = {
         "loss_fn": whole.words_loss, "optimizer": ADAMW, "schedule": "1f1b", "seed": 3,
         "workers": workers,
     }  # fmt: skip
-    with Pipeline(built(), stages=1, **{**options, "workers": "in-process"}) as pipe:
+    with Pipeline(built(), stages=1, **{**options, "workers": "serial"}) as pipe:
         losses = [r.loss for r in pipe.train_epoch(data)]
         weights = pipe.state_dict()
     for stages in (3,) if workers == "local" else (1, 3):
@@ -963,7 +959,7 @@ def test_a_kept_version_has_buffers_and_frozen_weights_of_its_own(schedule, k, r
     data = whole.points(6)
     with Pipeline(
         layers, stages=2, loss_fn=F.mse_loss, optimizer=SGD, schedule=schedule, micro_batches=k,
-        workers="in-process",
+        workers="serial",
     ) as pipe:  # fmt: skip
         list(pipe.train_epoch(data[:3]))
         weights, loss = pipe.state_dict(), pipe.evaluate(data)
@@ -1208,7 +1204,7 @@ def test_of_a_model_with_adapters_only_these_have_versions(tmp_path):
     torch.set_num_threads(1)
     weights, losses = whole.plainly(with_adapters(), data, case.loss, case.make_optimizer)
     options = {"example": data[0], "loss_fn": case.loss, "optimizer": case.optimizer,
-               "stages": 3, "workers": "in-process", "ema": 0.9}  # fmt: skip
+               "stages": 3, "workers": "serial", "ema": 0.9}  # fmt: skip
     with Pipeline(with_adapters(), schedule="1f1b", **options) as pipe:
         assert [r.loss for r in pipe.train_epoch(data)] == losses
         assert_same(pipe.state_dict(), weights)

@@ -23,7 +23,7 @@ from pipedream_rt import (
     StageFailed,
     Timeouts,
 )
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 
 pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
 
@@ -31,7 +31,7 @@ SGD = (torch.optim.SGD, {"lr": 0.1})
 
 
 def make(model=None, **kwargs):
-    defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": SGD, "workers": "in-process"}
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": SGD, "workers": "serial"}
     return Pipeline(model or mlp(), **{**defaults, **kwargs})
 
 
@@ -85,7 +85,7 @@ def make(model=None, **kwargs):
         ({"optimizer": (torch.optim.LBFGS, {})}, "LBFGS"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "not one of the model's"),
         ({"workers": "somewhere"}, "write HOST:PORT"),
-        ({"workers": 4}, 'workers must be "local", "in-process", "serial" or "HOST:PORT"'),
+        ({"workers": 4}, 'workers must be "local", "serial" or "HOST:PORT"'),
         ({"workers": "192.0.2.1:29500"}, "cannot listen at 192.0.2.1:29500"),
         ({"checkpoint": 5}, "folder of the checkpoints must be a path, not 5"),
         ({"checkpoint": lambda: Checkpoints("run", every=0)}, "every, .* must be an integer of at"),
@@ -113,7 +113,7 @@ def test_wrong_arguments(kwargs, words):
 @pytest.mark.parametrize("model", [None, 3, torch.ones(2)])
 def test_what_is_no_model(model):
     with pytest.raises(ConfigError, match=r"is a Tensor|give an nn.Sequential or a list"):
-        Pipeline(model, stages=1, workers="in-process")
+        Pipeline(model, stages=1, workers="serial")
 
 
 def test_a_model_that_does_not_pickle_is_named():
@@ -319,7 +319,7 @@ def test_a_failed_submit_sends_nothing(wrong):
     assert losses[0] == losses[1]
 
 
-class LosingCluster(InProcessCluster):
+class LosingCluster(SerialCluster):
     """Loses what stage 0 sends on of the second mini-batch; its stages are patient."""
 
     def __init__(self, *args, timeout, **kwargs):
@@ -375,7 +375,7 @@ def test_a_batch_on_another_device_is_refused_and_the_run_goes_on():
         assert pending.result().step == 0
 
 
-@pytest.mark.parametrize("workers", ["serial", "in-process"])
+@pytest.mark.parametrize("workers", ["serial"])
 def test_a_sparse_state_is_refused_where_it_is_asked_for_and_the_run_goes_on(workers, tmp_path):
     """SGD keeps the gradients of a sparse embedding in its momentum as they are."""
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
@@ -407,7 +407,7 @@ def test_what_is_no_state_dict_is_refused(state):
         assert pending.result().step == 0
 
 
-@pytest.mark.parametrize("workers", ["serial", "in-process"])
+@pytest.mark.parametrize("workers", ["serial"])
 @pytest.mark.parametrize(
     "wait",
     [

@@ -15,7 +15,7 @@ from support.oracle import assert_same, oracle
 from support.pinned import Pipeline
 
 from pipedream_rt import Checkpoints, ScheduleOptions, Timeouts
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 
 PLANS = [
     (4, {"schedule": "async-1f1b"}, "async-1f1b"),
@@ -75,7 +75,7 @@ def disturbed(folder, plan_of, number, every, workers, heartbeat=timedelta(secon
 
 
 def in_process(seed):
-    return functools.partial(InProcessCluster, shuffle_seed=seed)
+    return functools.partial(SerialCluster, shuffle_seed=seed)
 
 
 @pytest.mark.threads

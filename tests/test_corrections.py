@@ -134,7 +134,7 @@ def test_the_rule_of_a_prediction_is_that_of_the_optimizer(optimizer):
 @pytest.mark.parametrize("names", [("prediction",), TOGETHER[1]], ids="+".join)
 def test_threads_give_the_same_bits(names):
     data = batches(9)
-    assert_equal(trained(data, names, workers="in-process"), judged(data, names))
+    assert_equal(trained(data, names, workers="serial"), judged(data, names))
 
 
 @pytest.mark.processes

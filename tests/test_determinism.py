@@ -23,7 +23,7 @@ from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import ScheduleOptions, StageFailed
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 
 pytestmark = pytest.mark.threads
 
@@ -34,7 +34,7 @@ def make(optimizer):
 
 
 def train(n, data, *, optimizer="adamw", shuffle=None, epochs=1, **kwargs):
-    workers = functools.partial(InProcessCluster, shuffle_seed=shuffle)
+    workers = functools.partial(SerialCluster, shuffle_seed=shuffle)
     with Pipeline(
         kitchen_sink(),
         stages=POINTS[n][1:] or 1,
@@ -193,7 +193,7 @@ def test_interleaved_equals_plain_accumulation(stages, v, k):
         schedule="interleaved-1f1b",
         schedule_options=ScheduleOptions(stages_per_worker=v),
         micro_batches=k,
-        workers=functools.partial(InProcessCluster, shuffle_seed=stages),
+        workers=functools.partial(SerialCluster, shuffle_seed=stages),
     ) as pipe:
         assert len({stage.worker for stage in pipe.stages}) == stages // v
         results = list(pipe.train_epoch(data[:4]))
@@ -253,7 +253,7 @@ def test_watching_a_run_does_not_change_it():
         stages=POINTS[4][1:],
         loss_fn=F.cross_entropy,
         optimizer=OPTIMIZERS["adamw"],
-        workers="in-process",
+        workers="serial",
     ) as pipe:
         found_losses = []
         for part in (data[:2], data[2:7], data[7:8], data[8:]):
@@ -301,7 +301,7 @@ def test_hyper_parameters_apply_to_the_mini_batch_they_were_set_for():
         stages=POINTS[4][1:],
         loss_fn=F.cross_entropy,
         optimizer=OPTIMIZERS["sgd"],
-        workers=functools.partial(InProcessCluster, shuffle_seed=1),
+        workers=functools.partial(SerialCluster, shuffle_seed=1),
     ) as pipe:
         for rate, (x, y) in zip(rates, data):
             pipe.optimizer.param_groups[0]["lr"] = rate
@@ -323,7 +323,7 @@ def test_in_a_flushing_schedule_a_scheduler_works_as_in_a_plain_loop():
         optimizer=OPTIMIZERS["sgd"],
         schedule="1f1b",
         micro_batches=2,
-        workers="in-process",
+        workers="serial",
     ) as pipe:
         scheduler = torch.optim.lr_scheduler.LambdaLR(pipe.optimizer, lambda t: 0.8**t)
         for _ in pipe.train_epoch(data):
@@ -356,7 +356,7 @@ def test_the_layout_of_a_tensor_survives_the_boundary():
             loss_fn=F.mse_loss,
             optimizer=OPTIMIZERS["sgd"],
             schedule="1f1b",
-            workers="in-process",
+            workers="serial",
         ) as pipe:
             list(pipe.train_epoch(data))
             assert_same(pipe.state_dict(), expected)
@@ -481,9 +481,9 @@ def test_a_split_backward_gives_the_bits_of_a_whole_one(layer):
     )
     states = []
     for schedule, workers in (
-        ("1f1b", "in-process"),
-        ("zero-bubble", "in-process"),
-        ("zero-bubble", functools.partial(InProcessCluster, shuffle_seed=2)),
+        ("1f1b", "serial"),
+        ("zero-bubble", "serial"),
+        ("zero-bubble", functools.partial(SerialCluster, shuffle_seed=2)),
     ):
         with Pipeline(
             model,
@@ -512,7 +512,7 @@ def test_a_stage_without_weights_and_one_without_gradients():
             optimizer=OPTIMIZERS["adam"],
             schedule=schedule,
             micro_batches=2,
-            workers="in-process",
+            workers="serial",
         ) as pipe:
             list(pipe.train_epoch(regression(4)))
             found.append(pipe.state_dict())
@@ -558,7 +558,7 @@ def test_random_numbers_in_both_halves_are_refused():
             loss_fn=F.mse_loss,
             optimizer=OPTIMIZERS["sgd"],
             schedule="zero-bubble",
-            workers="in-process",
+            workers="serial",
         ) as pipe,
         pytest.raises(StageFailed, match="draws random numbers both for its input and for its"),
     ):
@@ -585,7 +585,7 @@ def test_a_weight_read_past_its_module_is_an_error(schedule):
             loss_fn=F.mse_loss,
             optimizer=OPTIMIZERS["sgd"],
             schedule=schedule,
-            workers="in-process",
+            workers="serial",
         ) as pipe,
         pytest.raises(StageFailed, match="through a reference kept elsewhere"),
     ):
@@ -604,7 +604,7 @@ def test_weights_that_get_no_gradient_are_left_alone_wherever_the_cut_is(schedul
             loss_fn=F.mse_loss,
             optimizer=OPTIMIZERS["adamw"],
             schedule=schedule,
-            workers="in-process",
+            workers="serial",
         ) as pipe:
             list(pipe.train_epoch(regression(3)))
             state = pipe.state_dict()

@@ -13,7 +13,7 @@ from support.oracle import assert_same
 from support.pinned import Pipeline
 
 from pipedream_rt import Checkpoints
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.observe import describe, timeline
 from pipedream_rt.schedules import Kind, check
 from pipedream_rt.simulation import simulate
@@ -85,7 +85,7 @@ def test_it_equals_its_oracle_on_threads(pipeline, k, shuffle):
     """Whatever the order of delivery; with a flush, an evaluation and inference on the way."""
     data = regression(12)
     weights, losses = expected(data, k)
-    workers = functools.partial(InProcessCluster, shuffle_seed=shuffle)
+    workers = functools.partial(SerialCluster, shuffle_seed=shuffle)
     with pipeline(k, workers=workers, trace=True) as pipe:
         found = [loss for r in pipe.train_epoch(data[:5]) for loss in r.losses]
         pipe.evaluate(data[:2])
@@ -124,10 +124,10 @@ def test_it_equals_its_oracle_on_processes_through_the_death_of_a_worker(pipelin
 def test_it_goes_on_from_a_checkpoint(pipeline, tmp_path):
     data = regression(10)
     weights, losses = expected(data, 1)
-    with pipeline(workers="in-process") as pipe:
+    with pipeline(workers="serial") as pipe:
         found = [r.loss for r in pipe.train_epoch(data[:6])]
         pipe.save(tmp_path)
-    with pipeline(workers="in-process") as pipe:
+    with pipeline(workers="serial") as pipe:
         pipe.load(tmp_path)
         found += [r.loss for r in pipe.train_epoch(data[6:])]
         assert_same(pipe.state_dict(), weights)

@@ -244,7 +244,7 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
             for _ in range(24)
         ]
         with Pipeline(
-            model, stages=[2, 4], optimizer=optimizer, workers="in-process",
+            model, stages=[2, 4], optimizer=optimizer, workers="serial",
             loss_fn=Moving() if "loss" in name else F.cross_entropy,
             checkpoint=Checkpoints(folder, every=5, resume=resume, attempts=None),
             max_restarts=1,
@@ -331,7 +331,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path, kind, between, stop):
         loaders.append(loader)
         with Pipeline(
             model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            workers="in-process", max_restarts=0,
+            workers="serial", max_restarts=0,
             checkpoint=Checkpoints(folder, every=None if between else 4, resume=resume),
         ) as pipe:  # fmt: skip
             for _ in range(pipe.epoch, epochs):

@@ -139,7 +139,7 @@ def made(name, **kwargs):
 
 
 def opened(model, data, **kwargs):
-    kwargs = {"workers": "in-process", "schedule": "1f1b", "example": data[0], **kwargs}
+    kwargs = {"workers": "serial", "schedule": "1f1b", "example": data[0], **kwargs}
     return Pipeline(model, optimizer=ADAMW, **kwargs)
 
 
@@ -360,7 +360,7 @@ def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path):
     script = Path(__file__).parent.parent / "examples" / "finetune_transformers.py"
     small = ["--stages=3", "--layers=3", "--width=32", "--steps=4", "--micro-batches=2"]
     for more in ([], ["--weights", tmp_path / "one"]):
-        out = ["--workers=in-process", "--out", tmp_path / "one"]
+        out = ["--workers=serial", "--out", tmp_path / "one"]
         command = [sys.executable, script, *small, *out, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
         assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 DATA = batches(12)
 
 
-@pytest.fixture(params=["in-process", "local"])
+@pytest.fixture(params=["serial", "local"])
 def workers(request):
     return request.param
 
@@ -212,7 +212,7 @@ def test_prepare_makes_pairs_of_anything(workers):
         return item["x"], item["labels"][0]
 
     dicts = [{"x": x, "labels": (y, None)} for x, y in regression(4)]
-    with small(workers) as pipe, small("in-process") as plain:
+    with small(workers) as pipe, small("serial") as plain:
         found = [r.loss for r in pipe.train_epoch(dicts, prepare=pair)]
         assert found == losses(plain, regression(4))
         assert pipe.evaluate(dicts, prepare=pair) == plain.evaluate(regression(4))
@@ -249,7 +249,7 @@ def test_an_optimizer_with_attributes_and_with_hooks(workers):
     given.share = 0.5
     with (
         open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given) as pipe,
-        small("in-process", optimizer=(torch.optim.SGD, {"lr": 0.05})) as plain,
+        small("serial", optimizer=(torch.optim.SGD, {"lr": 0.05})) as plain,
     ):
         losses(pipe, regression(4))
         losses(plain, regression(4))
@@ -321,7 +321,7 @@ TOLD = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    with open_pipe("in-process") as pipe:
+    with open_pipe("serial") as pipe:
         losses(pipe, DATA[:6])
         pipe.save(folder)
     return folder
@@ -333,7 +333,7 @@ def other_script(changes, **more):
         parameters = list(model.parameters())
         groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
         changes = {"optimizer": torch.optim.AdamW(groups, **OPTIMIZERS["adamw"][1])}
-    return open_pipe("in-process", model, **changes, **more)
+    return open_pipe("serial", model, **changes, **more)
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), DIFFERENT, ids=[d[0] for d in DIFFERENT])
@@ -452,8 +452,8 @@ def test_equal_runs_have_equal_fingerprints_whatever_the_split_and_the_place(wor
     marks, mark = train([3, 8], workers)
     assert [each is None for each in marks] == [True, False] * 3
     assert len({*marks}) == 4
-    assert (marks, mark) == train([3, 8], "in-process")
-    other_marks, other = train([6], "in-process")
+    assert (marks, mark) == train([3, 8], "serial")
+    other_marks, other = train([6], "serial")
     assert other_marks == marks
     assert (other.digest, other.weights, other.buffers, other.optimizer) == (
         mark.digest, mark.weights, mark.buffers, mark.optimizer,
@@ -613,7 +613,7 @@ def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
     options = {
         "stages": 2, "loss_fn": F.mse_loss, "optimizer": (torch.optim.Adam, {}),
-        "workers": "in-process",
+        "workers": "serial",
     }  # fmt: skip
     with Pipeline(model, **options) as pipe:
         whole = losses(pipe, data)
@@ -638,7 +638,7 @@ def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
 def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
     """As a data loader's worker does; its parent takes no notice."""
     options = Checkpoints(tmp_path, every=1000)
-    with small("in-process", checkpoint=options) as pipe:
+    with small("serial", checkpoint=options) as pipe:
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         reading, writing = os.pipe()
         pid = os.fork()

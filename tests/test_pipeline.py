@@ -1,4 +1,4 @@
-"""The face of the pipeline, in-process."""
+"""The face of the pipeline, in one thread."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ from pipedream_rt import (
     PipelineError,
     Timeouts,
 )
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 
 pytestmark = pytest.mark.threads
 
@@ -39,7 +39,7 @@ def open_pipe(model=None, **kwargs):
         "stages": 3,
         "loss_fn": F.mse_loss,
         "optimizer": (torch.optim.SGD, {"lr": 0.1}),
-        "workers": functools.partial(InProcessCluster, shuffle_seed=0),
+        "workers": functools.partial(SerialCluster, shuffle_seed=0),
     }
     return Pipeline(model or mlp(), **{**defaults, **kwargs})
 
@@ -111,7 +111,7 @@ def test_a_tensor_that_crosses_twice_has_its_gradients_summed_as_in_the_unsplit_
 
 def test_losses_that_come_late_are_not_lost_to_an_inference_between_them():
     for seed in range(10):
-        workers = functools.partial(InProcessCluster, shuffle_seed=seed)
+        workers = functools.partial(SerialCluster, shuffle_seed=seed)
         with open_pipe(workers=workers, timeouts=Timeouts(answer=timedelta(seconds=20))) as pipe:
             pending = [pipe.submit(x, y) for x, y in regression(3)]
             pipe(torch.ones(1, 8))

@@ -116,7 +116,7 @@ def mlp(n=4):
 
 def opened(model=None, optimizer=(torch.optim.SGD, {"lr": 0.1}), **kwargs):
     defaults = {
-        "stages": 2, "loss_fn": F.mse_loss, "schedule": "1f1b", "workers": "in-process",
+        "stages": 2, "loss_fn": F.mse_loss, "schedule": "1f1b", "workers": "serial",
         "max_restarts": 3,
     }  # fmt: skip
     return Pipeline(model or mlp(), optimizer=optimizer, **{**defaults, **kwargs})

@@ -12,7 +12,7 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import Checkpoints, Clip, LossScale
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.corrections import (
     DelayCompensation,
     ErrorFeedback,
@@ -96,7 +96,7 @@ def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
     found = train(points, replicas, data, schedule=schedule, k=k)
     assert found[1] == losses
     assert_same(found[0], weights)
-    shuffled = functools.partial(InProcessCluster, shuffle_seed=k)
+    shuffled = functools.partial(SerialCluster, shuffle_seed=k)
     again = train(points, replicas, data, schedule=schedule, k=k, workers=shuffled)
     assert again[1] == losses
     assert_same(again[0], weights)
@@ -112,7 +112,7 @@ def test_a_divided_optimizer_gives_the_same_bits(points, replicas, schedule, rea
             train(points, replicas, data, **options)
         return
     weights, losses = expected(points, replicas, data, k, reads)
-    for workers in ("serial", functools.partial(InProcessCluster, shuffle_seed=k)):
+    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=k)):
         found = train(points, replicas, data, workers=workers, **options)
         assert found[1] == losses
         assert_same(found[0], weights)
@@ -215,7 +215,7 @@ def test_a_run_goes_on_from_a_checkpoint(
     data = batches(10)
     weights, losses = expected(points, replicas, data, k, reads)
     options = {
-        "schedule": schedule, "k": k, "workers": "in-process", "shard_optimizer": divided,
+        "schedule": schedule, "k": k, "workers": "serial", "shard_optimizer": divided,
     }  # fmt: skip
     with open_pipe(points, replicas, checkpoint=Checkpoints(tmp_path, every=2), **options) as pipe:
         for number, _ in enumerate(pipe.train_epoch(data)):
@@ -363,7 +363,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(points, replicas, 
         points, replicas, data, k, "flushed",
         before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     )  # fmt: skip
-    for workers in ("serial", functools.partial(InProcessCluster, shuffle_seed=k)):
+    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=k)):
         found = train(
             points, replicas, data, k=k, schedule="1f1b", clip=Clip(norm=0.1), workers=workers
         )
@@ -401,7 +401,7 @@ def test_corrections_do_the_same_on_all_replicas(tmp_path, corrections):
     """`save` refuses replicas that have parted."""
     data = batches()
     found = []
-    for workers in ("serial", functools.partial(InProcessCluster, shuffle_seed=3)):
+    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=3)):
         with open_pipe((0, 4), (3, 2), k=2, corrections=corrections, workers=workers) as pipe:
             losses = [r.loss for r in pipe.train_epoch(data)]
             pipe.save(tmp_path / str(len(found)))
@@ -507,7 +507,7 @@ def test_each_replica_learns_the_programs_that_it_follows(replicas):
     torch.manual_seed(0)
     model, data = Skip(), batches(6, 48, 34)
     losses = []
-    for counts, workers in (((1, 1, 1), "serial"), (replicas, "serial"), (replicas, "in-process")):
+    for counts, workers in (((1, 1, 1), "serial"), (replicas, "serial"), (replicas, "serial")):
         with Pipeline(
             model, stages=["b", "c"], example=data[0], replicas=counts, micro_batches=4,
             schedule="1f1b", loss_fn=F.mse_loss, optimizer=ADAM, workers=workers,
@@ -530,9 +530,7 @@ def test_a_pipeline_goes_back_to_a_checkpoint(tmp_path, points, replicas, schedu
     if options.get("shard_optimizer") and schedule == "1f1b" and k < max(replicas):
         return  # refused
     data = batches(8)
-    with open_pipe(
-        points, replicas, k=k, schedule=schedule, workers="in-process", **options
-    ) as pipe:
+    with open_pipe(points, replicas, k=k, schedule=schedule, workers="serial", **options) as pipe:
         list(pipe.train_epoch(data[:3]))
         pipe.save(tmp_path)
         first = [pipe.submit(*item).result().losses for item in data[3:]]
@@ -551,7 +549,7 @@ def test_a_pipeline_with_tied_weights_goes_back_to_a_checkpoint(tmp_path, k):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
     with Pipeline(
         tied(), stages=[1], loss_fn=F.mse_loss, optimizer=ADAM, micro_batches=k,
-        workers="in-process",
+        workers="serial",
     ) as pipe:  # fmt: skip
         list(pipe.train_epoch(data[:3]))
         pipe.save(tmp_path)

@@ -171,7 +171,7 @@ def test_nothing_of_a_running_job_listens():
         for process in pipe._group.cluster._local.processes.values():
             assert listening_ports(process.pid) == []
 
-    expected = run(lambda pipe: None, workers="in-process")
+    expected = run(lambda pipe: None, workers="serial")
     assert_same(run(nobody_listens, workers="local"), expected)
 
 
@@ -200,7 +200,7 @@ def formed_and_recovered(rogue, recoveries, workers, port=None):
         "stages": 3, "loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1}),
         "max_restarts": recoveries,
     }  # fmt: skip
-    with Pipeline(mlp(), workers="in-process", **options) as pipe:
+    with Pipeline(mlp(), workers="serial", **options) as pipe:
         list(pipe.train_epoch(data))
         expected = pipe.state_dict()
     with Pipeline(mlp(), workers=workers, **options) as pipe:

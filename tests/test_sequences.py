@@ -221,7 +221,7 @@ def check_many(examples, workers, schedules):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", PLANS)
 def test_on_threads(schedule):
-    check_many(15, "in-process", [schedule])
+    check_many(15, "serial", [schedule])
 
 
 @pytest.mark.processes
@@ -235,7 +235,7 @@ def test_on_processes():
 @pytest.mark.parametrize("schedule", PLANS)
 def test_many_on_threads(schedule):
     """600 scripts in all."""
-    check_many(200, "in-process", [schedule])
+    check_many(200, "serial", [schedule])
 
 
 @pytest.mark.stress

@@ -13,7 +13,7 @@ from support.pinned import Pipeline
 from pipedream_rt import Checkpoints, Clip, ConfigError, ScheduleOptions, check, plan_for
 
 WORKERS = [
-    pytest.param("in-process", marks=pytest.mark.threads),
+    pytest.param("serial", marks=pytest.mark.threads),
     pytest.param("local", marks=pytest.mark.processes),
 ]
 

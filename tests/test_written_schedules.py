@@ -1,5 +1,6 @@
 """Schedules that somebody wrote, in real pipelines: refused before, or run to their end."""
 
+import functools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from support.written import Late
 from torch import nn
 
 from pipedream_rt import Clip, Pipeline
+from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.errors import ConfigError, ScheduleError
 
 MANY = [pytest.param(seed, marks=pytest.mark.stress) for seed in range(30, 1500)]
@@ -57,7 +59,7 @@ def test_a_written_schedule_with_ties_and_clipping_is_refused_or_ends(seed):
         for _ in range(5)
     ]
     found = []
-    for workers in ("serial", "in-process"):
+    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=seed)):
         try:
             pipe = Pipeline(
                 tied(written.num_stages), stages=written.num_stages, loss_fn=F.cross_entropy,

@@ -6,6 +6,6 @@ In the order of the imports:
   command line share;
 - `fork_server`, `local_workers`, `members`: the worker processes, as the coordinator knows them;
 - `admission`, `rendezvous`, `formation`, `clocks`, `watch`: the steps of a group's life;
-- `processes` (worker processes) and `in_process` (threads): the two kinds of `base.Cluster`;
+- `processes` (worker processes) and `serial` (one thread): the two kinds of `base.Cluster`;
 - `torchrun`, `launch`: which of them a job uses.
 """

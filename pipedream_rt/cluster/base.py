@@ -24,7 +24,7 @@ def once(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
 
 
 class Reference(Protocol):
-    """The part of an RRef that a pipeline offers; the in-process cluster has a class of its own."""
+    """The part of an RRef that a pipeline offers; of stages in this process another class."""
 
     def to_here(self) -> Any:
         """Return a copy of the value."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +56,6 @@ class ClusterHere:
         generation: Number of this group in the process.
         timeout: How long to wait for a message that is sure to come.
         threads: Number of threads for torch's own parallel loops.
-        computing: Makes a context that is entered around every computation.
 
     Attributes:
         names: Names of the workers.
@@ -78,7 +75,6 @@ class ClusterHere:
         generation: int,
         timeout: timedelta,
         threads: int,
-        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make a host for each worker, for whose stages `_open` is called then."""
         self._plan = plan
@@ -93,7 +89,6 @@ class ClusterHere:
                 lambda stage: sender(transport, stage, generation),
                 timeout,
                 threads,
-                computing,
             )
             for worker in range(plan.workers)
         ]

@@ -21,7 +21,6 @@ from pipedream_rt.cluster.environment import (
     tls_of_environment,
 )
 from pipedream_rt.cluster.fork_server import ForkServer
-from pipedream_rt.cluster.in_process import InProcessCluster
 from pipedream_rt.cluster.keys import JobKey, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.serial import SerialCluster
@@ -37,8 +36,8 @@ from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.base import Receive
 
-Workers: TypeAlias = Literal["local", "in-process", "serial"] | str | Callable[..., Cluster] | None
-"""``"local"``, ``"in-process"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or
+Workers: TypeAlias = Literal["local", "serial"] | str | Callable[..., Cluster] | None
+"""``"local"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or
 a function that makes a `Cluster` of another kind (called with the plan and the arguments
 ``receive``, ``fail``, ``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
 
@@ -90,8 +89,6 @@ def start_cluster(
         "timeout": timeout,
         "threads": threads,
     }
-    if workers == "in-process":
-        return InProcessCluster(plan, **common)
     if workers == "serial":
         return SerialCluster(plan, **common)
     if callable(workers):
@@ -154,7 +151,7 @@ def numbers_of_workers(workers: Workers) -> Sequence[int]:
         From 1 to those that `pipedream-rt run` has started, or one for each core of this machine;
         under torchrun as many as ranks, or one less; nothing where it is not known.
     """
-    if workers in ("in-process", "serial") or starts_here(workers):
+    if workers == "serial" or starts_here(workers):
         return range(1, len(os.sched_getaffinity(0)) + 1)
     if workers is None and NPROC in os.environ:
         return range(1, count_of_environment(NPROC) + 1)
@@ -175,9 +172,7 @@ def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
         ConfigError: The argument is no address, or the environment has no secret.
     """
     if not isinstance(workers, str):
-        raise ConfigError(
-            f'workers must be "local", "in-process", "serial" or "HOST:PORT", not {workers!r}'
-        )
+        raise ConfigError(f'workers must be "local", "serial" or "HOST:PORT", not {workers!r}')
     address, secret = parse_address(workers), secret_of_environment()
     with listening(*address) as listener:
         host, port = listener.getsockname()[:2]

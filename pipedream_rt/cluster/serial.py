@@ -8,6 +8,7 @@ as the order allows, before the coordinator looks for what it waits for.
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import traceback
@@ -29,7 +30,7 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.transport.base import Receive
-from pipedream_rt.transport.memory import DirectTransport
+from pipedream_rt.transport.memory import DirectTransport, ShuffledTransport
 
 
 class _Worker:
@@ -67,12 +68,19 @@ class _Worker:
         if not self.has_ended and self not in self._ready:
             self._ready.append(self)
 
-    def take_turn(self) -> None:
-        """Go on until a message is needed that is not there. An error becomes a message."""
+    def take_turn(self, *, once: bool = False) -> None:
+        """Go on until a message is needed that is not there. An error becomes a message.
+
+        Args:
+            once: Whether to take one message at the most, and want another turn then.
+        """
         try:
             wanted = next(self._steps) if self._wanted is None else self._wanted
             while (message := self.host.inbox.take_if_there(wanted)) is not None:
                 wanted = self._steps.send(message)
+                if once:
+                    self._want_a_turn()
+                    break
             self._wanted = wanted
         except Exception as error:
             self.has_ended = True
@@ -101,6 +109,8 @@ class SerialCluster(ClusterHere):
         generation: Number of this group in the process.
         timeout: Not used, as nothing that is sure to come is waited for.
         threads: Number of threads for torch's own parallel loops while a stage computes.
+        shuffle_seed: For tests: a seed that says whose turn it is, and when messages arrive; such
+            an order repeats exactly. None for each worker in its turn.
     """
 
     def __init__(
@@ -112,15 +122,18 @@ class SerialCluster(ClusterHere):
         generation: int,
         timeout: timedelta,
         threads: int,
+        shuffle_seed: int | None = None,
     ) -> None:
         """Give no worker a turn yet."""
+        self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
+        self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
         self._life = Lifecycle("the cluster")
         self._threads = threads
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
         super().__init__(
             plan,
-            DirectTransport(),
+            self._shuffled or DirectTransport(),
             receive,
             fail,
             generation=generation,
@@ -153,13 +166,30 @@ class SerialCluster(ClusterHere):
             try:
                 self.may_wait()
                 with _as_on_a_worker(self._threads):
-                    while self._ready and self._life.is_open:
-                        self._ready.popleft().take_turn()
+                    while self._life.is_open and self._go_on():
+                        pass
             finally:
                 self._takes_turns = False
                 if not self._life.is_open:
                     self._end()
         yield
+
+    def _go_on(self) -> bool:
+        """Give a worker its turn, or let a message arrive; return whether there was one."""
+        if self._draw is None or self._shuffled is None:
+            if self._ready:
+                self._ready.popleft().take_turn()
+                return True
+            return False
+        pending = self._shuffled.pending
+        if pending and (not self._ready or self._draw.random() < 0.5):
+            self._shuffled.deliver_one()
+        elif self._ready:
+            self._ready.rotate(self._draw.randrange(len(self._ready)))
+            self._ready.popleft().take_turn(once=self._draw.random() < 0.5)
+        else:
+            return False
+        return True
 
     def close(self) -> None:
         """See `Cluster.close`."""

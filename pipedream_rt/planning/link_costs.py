@@ -68,7 +68,7 @@ def measure_links(
     """
     if count < 2 or size < 1 << 16 or repeats < 1:
         raise ConfigError("measure_links needs 2 workers, 64 KiB and 1 repeat at least")
-    if workers in ("in-process", "serial"):
+    if workers == "serial":
         raise ConfigError(f"there are no links between workers that are {workers!r}")
     shapes = [(_SMALL,)] * (repeats + 1) + [(size // 4,)] * (repeats + 1)
     layers = [_Scaled() for _ in range(count)]

@@ -53,7 +53,6 @@ class Exchange:
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
         positions: The position of each micro-batch in flight.
         busy_ns: The time that the stage has computed, in ns.
-        held_up_ns: The time that it has waited while another stage of its process computed, in ns.
         sent_bytes: The bytes of tensors that it has sent since its last span.
     """
 
@@ -76,7 +75,7 @@ class Exchange:
         self._taken: dict[Edge, int] = {}
         self._given: dict[Edge, int] = {}
         self._begun = stage.steps
-        self.busy_ns = self.held_up_ns = self.sent_bytes = 0
+        self.busy_ns = self.sent_bytes = 0
 
     def begin(self) -> None:
         """Begin a stretch of the order: nothing is in flight, and no message is on its way."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ class StageHost:
         send_of: Returns, for the address of a stage, the function that the stage sends with.
         timeout: How long to wait for a message that is sure to come.
         threads: Number of threads for torch's own parallel loops.
-        computing: Makes a context that is entered around every computation.
         announce: Called with each action before it is done, as far as the `Start` message asks.
         own_process: Whether nothing else runs in this process.
         waiter: What the thread waits with for messages; None for a bell.
@@ -63,7 +61,6 @@ class StageHost:
         send_of: Callable[[int], Send],
         timeout: timedelta,
         threads: int,
-        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
         announce: Callable[[str], None] = lambda action: None,
         own_process: bool = False,
         waiter: Waiter | None = None,
@@ -80,7 +77,6 @@ class StageHost:
         self._send_of = send_of
         self._timeout = timeout
         self._threads = threads
-        self._computing = computing
         self._announce = announce
         self._own_process = own_process
         self._generation = generation
@@ -155,15 +151,13 @@ class StageHost:
             message = yield Wanted(key, Deadline(self._timeout))
             start, spec = _spec_of(message, self._own_process)
             apply_settings(spec.settings)
-            with self._computing():  # layers that are built draw from the process's generator
-                spec.build()
+            spec.build()
             if spec.recompute and self._own_process:
                 give_memory_back_at_once()
             self._stages[index] = _begun(Stage(spec, index), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
         options = LoopOptions(
             timeout=self._timeout,
-            computing=self._computing,
             recorder=Recorder(spec.trace_spans) if spec.trace_spans else None,
             announce=self._announce,
             announced=start.announced,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -88,19 +87,13 @@ class Doing:
 class _Computing:
     """A context around every computation of a loop, which counts the time that it takes.
 
-    A class and one object for all, since it is entered several times for each micro-batch; a
-    context that does nothing is not even made, which is 2 % of the time of small layers.
-
-    Args:
-        alone: Makes a context that keeps other stages of this process from computing.
+    A class and one object for all, since it is entered several times for each micro-batch.
     """
 
-    __slots__ = ("_alone", "_entered", "_hosted", "_start")
+    __slots__ = ("_hosted", "_start")
 
-    def __init__(self, alone: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self) -> None:
         """Begin outside of any computation."""
-        self._alone = alone
-        self._entered: AbstractContextManager[None] | None = None
         self._hosted: Exchange | None = None
         self._start = 0
 
@@ -112,19 +105,11 @@ class _Computing:
     def __enter__(self) -> None:
         """Begin a computation."""
         self._start = time.perf_counter_ns()
-        if self._alone is not nullcontext:
-            assert self._hosted is not None
-            asked, self._entered = self._start, self._alone()
-            self._entered.__enter__()
-            self._start = time.perf_counter_ns()
-            self._hosted.held_up_ns += self._start - asked
 
     def __exit__(self, *error: Any) -> None:
         """End the computation."""
         assert self._hosted is not None
         self._hosted.busy_ns += time.perf_counter_ns() - self._start
-        if self._entered is not None:
-            self._entered.__exit__(*error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +118,6 @@ class LoopOptions:
 
     Attributes:
         timeout: How long to wait for a message that is sure to come.
-        computing: Makes a context that is entered around every computation, which keeps the stages
-            of one process from computing at the same time.
         recorder: Where the loop writes its spans; None for no trace.
         announce: Called with the text form of an action before the action is done, and with an
             empty text afterwards.
@@ -142,7 +125,6 @@ class LoopOptions:
     """
 
     timeout: timedelta
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext
     recorder: Recorder | None = None
     announce: Callable[[str], None] = field(default=lambda action: None)
     announced: int = 0
@@ -177,7 +159,7 @@ class Loop:
         self._worker = worker
         self._inbox = inbox
         self._options = options
-        self._computing = _Computing(options.computing)
+        self._computing = _Computing()
         self._free_ns = time.monotonic_ns()
         # The micro-batch at which the order began, and how much of `Plan.work` is done since.
         self._start = self._ended = 0
@@ -379,7 +361,7 @@ class Loop:
         announced = m < self._options.announced and kind is not Kind.DRAIN
         if announced:
             self._options.announce(f"{hosted.address}:{kind.value}{m}")
-        start, held_up = time.monotonic_ns(), hosted.held_up_ns
+        start = time.monotonic_ns()
         for message in came.others:
             edge_kind = message.payload.kind
             stage.receive(edge_kind, message.sender, OPEN[edge_kind](self._plan, message))
@@ -394,7 +376,6 @@ class Loop:
         if announced:
             self._options.announce("")  # the action went well
         self._ended += kind in COUNTED
-        start += hosted.held_up_ns - held_up
         self._record(CODES[kind], hosted, m, version, came, start)
 
     def _update(self, hosted: Exchange, action: Action, came: _Came) -> None:
@@ -481,7 +462,7 @@ class Loop:
 
     def _serve(self, hosted: Exchange, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
-        start, held_up = time.monotonic_ns(), hosted.held_up_ns
+        start = time.monotonic_ns()
         came = _Came((item,), None, [], self._inbox.arrived_ns, item.sender)
         match item.payload:
             case MicroBatch() as head:
@@ -495,7 +476,6 @@ class Loop:
                 self._obey(hosted, item, command)
             case other:
                 raise ScheduleError(f"stage {hosted.address}: {other!r} in the feed")
-        start += hosted.held_up_ns - held_up
         version = hosted.stage.parameters.ledger.newest
         self._record(kind, hosted, item.index, version, came, start)
 

@@ -59,7 +59,7 @@ def _allow_descriptors(needed: int) -> None:
         raise ConfigError(
             f"a process of this job may need {needed} descriptors beside the {there} that it has "
             f"open, and it may have {hard}. Allow more, as by `ulimit -n {wanted}` where it is "
-            'started, use fewer workers, or give Pipeline workers="in-process"'
+            'started, use fewer workers, or give Pipeline workers="serial"'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -80,7 +80,7 @@ def _try_loopback() -> None:
         raise ConfigError(
             f"this process cannot connect to itself at 127.0.0.1: {error}. torch RPC needs the "
             "loopback interface with this address: `ip link set lo up` brings it up (also in a "
-            'container or a network namespace of its own); or give Pipeline workers="in-process"'
+            'container or a network namespace of its own); or give Pipeline workers="serial"'
         ) from error
 
 

@@ -74,7 +74,7 @@ def wait_gone(pids, seconds=LATEST_S):
 @pytest.fixture(scope="module")
 def digest():
     """What the script gives in one process; everything else must give the same."""
-    return digest_of(output_of([sys.executable, SCRIPT, "--workers", "in-process"])[0])
+    return digest_of(output_of([sys.executable, SCRIPT, "--workers", "serial"])[0])
 
 
 def test_the_script_alone_starts_its_own_workers_and_is_quiet(digest):
@@ -84,7 +84,7 @@ def test_the_script_alone_starts_its_own_workers_and_is_quiet(digest):
     assert err == ""
 
 
-@pytest.mark.parametrize("workers", ["in-process", "local"])
+@pytest.mark.parametrize("workers", ["serial", "local"])
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(4)", "1 / 0"])
 def test_a_script_that_never_closes_its_pipeline_ends_all_the_same(tmp_path, workers, ending):
     script = tmp_path / "forgetful.py"
@@ -410,7 +410,7 @@ def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
                     start("later")
             return losses, [stage.worker for stage in pipe.stages]
 
-    expected, _ = train("in-process")
+    expected, _ = train("serial")
     try:
         start("early")
         start("lost")

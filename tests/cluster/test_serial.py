@@ -1,5 +1,6 @@
 """All stages in the caller's thread, one after another."""
 
+import functools
 import signal
 import threading
 
@@ -19,8 +20,10 @@ from pipedream_rt import (
     ScheduleOptions,
     StageFailed,
 )
+from pipedream_rt.cluster.serial import SerialCluster
 
 OPTIMIZER = (torch.optim.AdamW, {"lr": 0.01})
+SHUFFLED = functools.partial(SerialCluster, shuffle_seed=5)
 
 
 def open_pipe(model=None, **options):
@@ -70,7 +73,7 @@ def test_it_computes_what_the_oracle_computes(stages, schedule, k, reads, vertic
 def test_several_stages_on_a_worker():
     data = regression(6, samples=4)
     states = []
-    for workers in ("serial", "in-process"):
+    for workers in ("serial", SHUFFLED):
         with open_pipe(
             stages=6, schedule="interleaved-1f1b", micro_batches=3, workers=workers,
             clip=Clip(norm=0.1),
@@ -211,7 +214,7 @@ def test_layers_that_work_in_place_do_not_change_what_other_stages_hold():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Sigmoid())
     states = []
-    for workers in ("serial", "in-process"):
+    for workers in ("serial", SHUFFLED):
         with open_pipe(model, stages=[1, 2, 3], workers=workers) as pipe:
             list(pipe.train_epoch(regression(8)))
             states.append(pipe.state_dict())

@@ -25,7 +25,7 @@ ADDRESS = f"{A}:29500"
 def expected(stages, *more):
     """The digest of the same training on threads of one process."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--workers", "in-process", "--stages", str(stages), *more],
+        [sys.executable, SCRIPT, "--workers", "serial", "--stages", str(stages), *more],
         capture_output=True, text=True, timeout=LATEST_S, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()[-1]

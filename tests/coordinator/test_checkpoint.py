@@ -15,7 +15,7 @@ from support.pinned import Pipeline
 
 from pipedream_rt import CheckpointError, ConfigError, ScheduleOptions, WorkerLost
 from pipedream_rt.cli import main
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 
 pytestmark = pytest.mark.threads
 
@@ -25,7 +25,7 @@ def open_pipe(n=4, optimizer="adamw", **kwargs):
         "stages": POINTS[n][1:] or 1,
         "loss_fn": F.cross_entropy,
         "optimizer": OPTIMIZERS[optimizer],
-        "workers": functools.partial(InProcessCluster, shuffle_seed=n),
+        "workers": functools.partial(SerialCluster, shuffle_seed=n),
     }
     return Pipeline(kitchen_sink(), **{**defaults, **kwargs})
 
@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     ):
         pipe.load(tmp_path)
     with (
-        Pipeline(mlp(), workers="in-process") as pipe,
+        Pipeline(mlp(), workers="serial") as pipe,
         pytest.raises(
             CheckpointError, match=r"made with another model: 0\.bias has the shape None in the"
         ),

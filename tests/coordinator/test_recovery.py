@@ -29,7 +29,7 @@ from pipedream_rt import (
     Timeouts,
     WorkerLost,
 )
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
 from pipedream_rt.coordinator.recovery import Failures, action_of, is_passing
 from pipedream_rt.messages.message import Command, CommandName
@@ -152,7 +152,7 @@ def open_pipe(stages=3, folder=None, faults=(), **kwargs):
         model, points, optimizer = faulty_sink(stages, folder / "plan")
     defaults = {
         "stages": points or 1, "loss_fn": F.cross_entropy, "optimizer": optimizer,
-        "workers": functools.partial(InProcessCluster, shuffle_seed=1), "max_restarts": 100,
+        "workers": functools.partial(SerialCluster, shuffle_seed=1), "max_restarts": 100,
     }  # fmt: skip
     return Pipeline(model, **{**defaults, **kwargs})
 
@@ -264,7 +264,7 @@ def test_poison_is_named(tmp_path):
         pytest.raises(PoisonedMicroBatch, match=r"micro-batch 5 .* 3 times, in 1:F5") as e,
         Pipeline(
             nn.Sequential(*layers), stages=[2, 5], loss_fn=F.mse_loss,
-            optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="in-process", max_restarts=100,
+            optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial", max_restarts=100,
         ) as pipe,
     ):  # fmt: skip
         list(pipe.train_epoch(regression(20)))

@@ -88,7 +88,7 @@ def test_a_killed_script_goes_on(tmp_path, options):
 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("workers", ["in-process", "local"])
+@pytest.mark.parametrize("workers", ["serial", "local"])
 def test_twenty_kills_of_the_coordinator(tmp_path, workers):
     options = ("--workers", workers, "--epochs", 20)
     expected = whole(tmp_path / "whole", options)

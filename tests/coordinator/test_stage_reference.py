@@ -26,7 +26,7 @@ def inputs(pipe):
     return regression(1)[0][0]
 
 
-@pytest.fixture(params=["serial", "in-process", pytest.param("local", marks=pytest.mark.processes)])
+@pytest.fixture(params=["serial", pytest.param("local", marks=pytest.mark.processes)])
 def pipe(request):
     with open_pipe(workers=request.param) as opened:
         list(opened.train_epoch(regression(5)))
@@ -191,7 +191,7 @@ MODES = [(2, 0, "eval"), (4, 1, "eval"), (6, 0, "train")]
 def test_the_mode_of_a_stage_is_its_own():
     with_modes = trained(modes=MODES)
     assert with_modes not in (trained(), trained(modes=MODES[:1]), trained(modes=MODES[1:2]))
-    assert with_modes == trained(modes=MODES, workers="in-process")
+    assert with_modes == trained(modes=MODES, workers="serial")
 
 
 @pytest.mark.processes

@@ -19,7 +19,7 @@ from support.oracle import assert_same
 from support.pinned import Pipeline
 
 from pipedream_rt import ConfigError, Replay, StageFailed, Trace, TraceError
-from pipedream_rt.cluster.in_process import InProcessCluster
+from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.observe import timeline
 from pipedream_rt.observe.summary import describe, summarize
 from pipedream_rt.schedules import Kind
@@ -31,7 +31,7 @@ def open_pipe(**kwargs):
         "stages": POINTS[3][1:],
         "loss_fn": F.cross_entropy,
         "optimizer": OPTIMIZERS["adamw"],
-        "workers": "in-process",
+        "workers": "serial",
         "trace": True,
     }
     return Pipeline(kitchen_sink(), **{**defaults, **kwargs})
@@ -90,7 +90,7 @@ def test_a_replayed_run_gives_the_same_bits():
     schedule = "async-1f1b"
     for _ in range(2):
         with open_pipe(
-            schedule=schedule, workers=functools.partial(InProcessCluster, shuffle_seed=4)
+            schedule=schedule, workers=functools.partial(SerialCluster, shuffle_seed=4)
         ) as pipe:
             list(pipe.train_epoch(data[:6]))
             pipe.evaluate(data[:2])
@@ -144,7 +144,7 @@ def test_after_a_failure_and_after_ctrl_c_nothing_is_written(tmp_path):
     path = tmp_path / "run.trace"
     model = torch.nn.Sequential(*mlp(), Raises())
     with pytest.raises(StageFailed), Pipeline(
-        model, stages=2, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["sgd"], workers="in-process",
+        model, stages=2, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["sgd"], workers="serial",
         trace=path,
     ) as pipe:  # fmt: skip
         list(pipe.train_epoch(regression(9)))

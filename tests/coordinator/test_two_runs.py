@@ -29,7 +29,7 @@ DATA = regression(20)
 def open_pipe(**kwargs):
     return Pipeline(
         mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        **{"workers": "in-process", **kwargs},
+        **{"workers": "serial", **kwargs},
     )  # fmt: skip
 
 
@@ -220,13 +220,12 @@ def gone(folder, seconds=30):
         ("local", signal.SIGTERM),
         ("local", signal.SIGKILL),
         ("local", "raise"),
-        ("in-process", "exit"),
-        ("in-process", signal.SIGKILL),
+        ("local", "exit"),
     ],
     ids=str,
 )
 def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
-    """Only where all processes of a run die at once do files stay, until the next run."""
+    """What stays where a whole machine dies is removed by the next run."""
     by_signal = isinstance(end, signal.Signals)
     with start(tmp_path, workers, "stop" if by_signal else end) as run:
         if by_signal:
@@ -234,10 +233,7 @@ def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
             assert parts(tmp_path)
             run.send_signal(end)
         run.communicate(timeout=LATEST_S)
-    if workers == "in-process" and end is signal.SIGKILL:
-        assert parts(tmp_path)
-    else:
-        assert gone(tmp_path)
+    assert gone(tmp_path)
     if end is not signal.SIGKILL:
         return
     with start(tmp_path, workers, "go") as run:
@@ -249,9 +245,9 @@ def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
 @pytest.mark.processes
 def test_two_scripts(tmp_path):
     """The second ends with the reason, before it has harmed anything."""
-    with start(tmp_path, "in-process", "stop") as first:
+    with start(tmp_path, "local", "stop") as first:
         assert first.stdout.readline() == "begun\n"
-        with start(tmp_path, "in-process", "go") as second:
+        with start(tmp_path, "local", "go") as second:
             _, err = second.communicate(timeout=LATEST_S)
         assert second.returncode == 1
         assert f"{tmp_path} is in use by process {first.pid}, which writes" in err

@@ -61,7 +61,7 @@ def saved(folder, state, shards=1):
 
 
 def opened(module, **kwargs):
-    kwargs = {"stages": 2, "workers": "in-process", "schedule": "1f1b", **kwargs}
+    kwargs = {"stages": 2, "workers": "serial", "schedule": "1f1b", **kwargs}
     return Pipeline(module, loss_fn=F.mse_loss, optimizer=SGD, **kwargs)
 
 

@@ -49,7 +49,7 @@ def train(arguments):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
-    parser.add_argument("--workers", default="in-process")
+    parser.add_argument("--workers", default="serial")
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=1)

@@ -92,7 +92,7 @@ def refuse_second() -> None:
         raise ConfigError(
             "this process has an open pipeline on worker processes already, and torch RPC allows "
             "only one. Close it first: if the script or the notebook calls it pipe, the line "
-            'pipe.close() does, before the next Pipeline(...). Or use workers="in-process" for one '
+            'pipe.close() does, before the next Pipeline(...). Or use workers="serial" for one '
             "of the two"
         )
 

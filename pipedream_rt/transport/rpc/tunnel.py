@@ -179,7 +179,7 @@ class Tunnel:
                 raise TransportError(
                     "the kernel of this machine cannot keep strangers from torch RPC, as it has no "
                     f"packet filters for sockets (SO_ATTACH_FILTER): {error.strerror}; "
-                    'workers="in-process" needs none'
+                    'workers="serial" needs none'
                 ) from error
 
     def _listeners(self) -> list[OwnSocket]:
