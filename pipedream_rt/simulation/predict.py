@@ -97,6 +97,7 @@ def _samples(trace: Trace, stretches: list[Spans], stage: int, kind: Kind) -> Sa
     Those of replicas come in the order of the micro-batches; of updates, replica 0 counts.
     """
     first = trace.plan.address_of(stage)
+    kind = trace.plan.applied_by(first) if kind is Kind.STEP else kind
     replicas = (first,) if kind in OF_UPDATES else (first, *trace.plan.others(first))
     of_stage = np.concatenate([stretches[address] for address in replicas])
     mine = of_stage[of_stage["kind"] == CODES[kind]]

@@ -156,3 +156,15 @@ def test_work_is_spread_evenly(stages):
     assert sum(spread.forward[0]) / 2 * stages == pytest.approx(0.011 + 0.02 + 0.015 + 0.01)
     assert isinstance(spread, Costs)
     assert spread.weight_bytes[0] * stages == pytest.approx(32e6)
+
+
+def test_an_update_that_waits_for_its_norm_has_its_time_in_the_action_that_applies_it():
+    plan = plan_named("async-1f1b", num_stages=3, vertical_sync=True).with_norms()
+    costs = Costs(forward=((0.002,),), backward=((0.003,),), step=((0.001,),))
+    trace = simulate(plan, costs, 30)
+    for stage, spans in enumerate(trace.by_stage()):
+        kinds = {chr(k): spans[spans["kind"] == k] for k in set(spans["kind"].tolist())}
+        took = kinds["A" if stage else "S"]
+        assert set((took["end"] - took["start"]).tolist()) == {1_000_000}
+        assert ("A" in kinds) is bool(stage)
+    assert fit(trace).step[1][0] == pytest.approx(0.001)
