@@ -1229,3 +1229,14 @@ def test_gradients_are_accumulated_over_micro_batches_as_in_the_plain_loop():
     with case.pipeline(stages=3, schedule="1f1b", micro_batches=4) as pipe:
         assert [loss for r in pipe.train_epoch(data) for loss in r.losses] == losses
         assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.parametrize("more", [{"clip": Clip(norm=0.05)}, {"loss_scale": LossScale()}])
+def test_a_fingerprint_does_not_depend_on_the_split_where_norms_are_taken(more):
+    """What the stages have agreed on is kept by the first of them alone."""
+    case, found = CASES["deep"], set()
+    for stages in (1, 2, 3):
+        with case.pipeline(schedule="1f1b", stages=stages, micro_batches=2, **more) as pipe:
+            list(pipe.train_epoch(case.data(3)))
+            found.add(pipe.fingerprint().digest)
+    assert len(found) == 1

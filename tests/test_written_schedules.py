@@ -10,7 +10,7 @@ from support.oracle import assert_same
 from support.written import Late
 from torch import nn
 
-from pipedream_rt import Clip, Pipeline
+from pipedream_rt import Clip, LossScale, Pipeline
 from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.errors import ConfigError, ScheduleError
 
@@ -74,3 +74,27 @@ def test_a_written_schedule_with_ties_and_clipping_is_refused_or_ends(seed):
             list(pipe.train_epoch(data[3:]))
             found.append(pipe.state_dict())
     assert_same(*found)
+
+
+class Exact(Late):
+    """Every update is read so late that its norm is known; stage 1 reads later than the last."""
+
+    def __init__(self):
+        super().__init__([2, 4, 2], [2, 1, 0])
+
+    def in_flight(self, stage, shape):
+        return self.ahead[stage] + 1
+
+
+def test_losses_are_scaled_back_on_a_stage_that_reads_later_than_the_last():
+    """It has not applied the update after which the loss was scaled, and knows its scale."""
+    data = [(torch.arange(4), torch.arange(4))] * 10
+    states = []
+    for scale in (None, LossScale(init_scale=512.0, growth_interval=2)):
+        with Pipeline(
+            tied(3), stages=3, loss_fn=F.cross_entropy, optimizer=(torch.optim.Adam, {"lr": 0.01}),
+            schedule=Exact(), micro_batches=1, workers="serial", corrections=(), loss_scale=scale,
+        ) as pipe:  # fmt: skip
+            list(pipe.train_epoch(data))
+            states.append(pipe.state_dict())
+    assert_same(*states)  # scales are powers of two

@@ -239,16 +239,30 @@ def _totals_needed(plan: Layout, kind: Kind, address: Address, index: int) -> It
     if plan.norms == "none" or not plan.stage_of(address):
         return
     edge = Edge(EdgeKind.TOTAL, plan.address_of(0, index * plan.per_update), address)
-    if kind is Kind.APPLY:
-        yield Row(edge)
-    elif plan.norms == "delayed" and kind is Kind.DRAIN:
+    if plan.replicated:  # where every update flushes the pipe, and waits for its own total alone
+        if kind is Kind.APPLY:
+            yield Row(edge)
+    elif kind is Kind.APPLY:
+        yield Row(edge, _itself)
+    elif kind is Kind.DRAIN:
         yield Row(edge, _one_less)
-    elif plan.norms == "delayed" and kind is Kind.STEP:
+    elif kind is Kind.STEP and plan.norms == "delayed":
         yield Row(edge, functools.partial(_before, plan.delay))
+    elif kind is Kind.STEP:
+        yield Row(edge, functools.partial(_scaled_after, plan))
 
 
 def _before(delay: int, update: int) -> int:
     return update - delay
+
+
+def _scaled_after(plan: Layout, update: int) -> int:
+    """Return the newest update after which the losses of an update were scaled.
+
+    The last stage has scaled them by what it knew then, and a stage that reads later must know that
+    too when it scales the gradients back.
+    """
+    return plan.reads(plan.num_stages - 1, update * plan.per_update) - 1
 
 
 def _totals_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:

@@ -19,7 +19,7 @@ from pipedream_rt.stage.optimizer import packed_extra
 from pipedream_rt.stage.rules.base import State
 from pipedream_rt.stage.rules.ema import Ema
 from pipedream_rt.stage.rules.scaling import Scaling
-from pipedream_rt.stage.rules.totals import Totals
+from pipedream_rt.stage.rules.totals import KEY, Totals
 from pipedream_rt.stage.stage import Stage
 
 _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
@@ -190,10 +190,12 @@ def load_totals(stage: Stage, state: Mapping[str, Mapping[str, Any]], step: int)
 def fingerprints(stage: Stage) -> dict[str, Any]:
     """Return the fingerprints of a stage; see `fingerprints_of`."""
     parameters = stage.parameters
+    # Without what all stages have agreed on, of which the first stage alone keeps a copy.
+    state = {name: values for name, values in step_state(stage).items() if name != KEY}
     return fingerprints_of(
         owned(stage, dict(stage.module.named_parameters())),
         dict(stage.module.named_buffers()),
-        step_state(stage),
+        state,
         parameters.older(),
         parameters.ledger.newest,
         packed_extra({**stage.module.state_dict(), **dict.fromkeys(emptied(stage))}),

@@ -53,7 +53,10 @@ def test_an_update_that_waits_for_its_norm_is_applied_before_the_first_forward_t
 
 
 def test_norms_go_down_and_totals_come_back():
-    assert texts(SYNC.needs(step(3), 1)) == ["norm 3 from stage 2 to 1"]
+    # And the total of the newest update by which the last stage has scaled the losses of update 3.
+    assert texts(SYNC.needs(step(3), 1)) == [
+        "norm 3 from stage 2 to 1", "total 0 from stage 0 to 1"
+    ]  # fmt: skip
     assert texts(SYNC.gives(step(3), 1)) == ["norm 3 from stage 1 to 0"]
     assert texts(SYNC.gives(step(3), 0)) == [
         "total 3 from stage 0 to 1", "total 3 from stage 0 to 2"

@@ -82,11 +82,12 @@ class Scaling(UpdateRule, MicroBatchRule):
         """Begin with the first scale, as that of version 0."""
         self._given = scale
         assert isinstance(context.totals, Totals)
-        self._plan, self._totals = context.plan, context.totals
+        self._plan = context.plan
         self._is_first = context.stage == 0
         # By version: the scale, the updates since it changed last, and those skipped so far.
         self._states: dict[int, tuple[float, int, int]] = {0: (_single(scale.init_scale), 0, 0)}
-        self._totals.measured_by(self._measure)
+        context.totals.measured_by(self._measure)
+        context.totals.tell(self._learn)
 
     def statistics(self) -> dict[str, int]:
         """Return the number of updates that were skipped so far."""
@@ -128,25 +129,23 @@ class Scaling(UpdateRule, MicroBatchRule):
         return not found.item()
 
     def change(self, update: Update) -> None:
-        """Skip an update if a gradient of some stage is not finite; make the next scale."""
-        total, number = self._totals.of(update.number), update.number
-        assert total is not None
-        self._learn(number, math.isfinite(total))
+        """Skip an update if a gradient of some stage is not finite."""
+        number = update.number
         update.skipped = self._states[number + 1][2] > self._states[number][2]
 
-    def _learn(self, update: int, finite: bool) -> None:
+    def _learn(self, update: int, total: float) -> None:
         """Note whether the gradients of an update were finite, which makes the next scale.
 
         Args:
             update: Number of the update. What is known already is not noted again.
-            finite: Whether they were, on all stages.
+            total: Infinite if they were not, on some stage.
         """
         newest = max(self._states)
         if update < newest:
             return
         scale, since, skipped = self._states[newest]
         given = self._given
-        if not finite:
+        if not math.isfinite(total):
             state = (_single(scale * given.backoff_factor), 0, skipped + 1)
         elif since + 1 == given.growth_interval:
             grown = _single(scale * given.growth_factor)
@@ -160,7 +159,7 @@ class Scaling(UpdateRule, MicroBatchRule):
 
     def state(self) -> State:
         """Return the scales; on stage 0, for all."""
-        if not self._is_first:
+        if not self._is_first or not max(self._states):  # nothing was learned
             return {}
         return {KEY: {"scales": [[version, *s] for version, s in sorted(self._states.items())]}}
 
@@ -170,6 +169,8 @@ class Scaling(UpdateRule, MicroBatchRule):
         states = {v: (scale, since, skipped) for v, scale, since, skipped in saved if v <= step}
         if states:
             self._states = states
+        elif step not in self._states:  # the run has scaled nothing so far
+            self._states = {step: (_single(self._given.init_scale), 0, 0)}
 
 
 def _single(scale: float) -> float:

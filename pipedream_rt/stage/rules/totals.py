@@ -52,6 +52,7 @@ class Totals(UpdateRule):
         self._remembered = 2 * plan.delay + 2 + max(plan.replicas)
         self._newest = -1
         self._known: dict[int, float] = {}
+        self._told: list[Callable[[int, float], None]] = []
         self._behind: Norms = {}
 
     def measured_by(
@@ -65,6 +66,10 @@ class Totals(UpdateRule):
         """
         self._measures.append(measure)
         self._norm_type = self._norm_type if norm_type is None else norm_type
+
+    def tell(self, listener: Callable[[int, float], None]) -> None:
+        """Call a function with every update and its total, as soon as that is known."""
+        self._told.append(listener)
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take the norms of the stages behind, or a total."""
@@ -101,6 +106,8 @@ class Totals(UpdateRule):
             return
         self._newest = update
         self._known[update] = total
+        for listener in self._told:
+            listener(update, total)
         for old in [u for u in self._known if u < update - self._remembered]:
             del self._known[old]
 

@@ -11,7 +11,7 @@ from torch import nn
 from pipedream_rt.schedules import EdgeKind, plan_named
 from pipedream_rt.stage.rules.base import Update
 from pipedream_rt.stage.rules.scaling import LossScale
-from pipedream_rt.stage.rules.totals import Totals
+from pipedream_rt.stage.rules.totals import KEY, Totals
 
 FOUND = [False, False, True, False, False, False, True, True, False, False, False, False]
 PLAN = plan_named("1f1b", num_stages=2)
@@ -64,3 +64,18 @@ def test_a_scaler_goes_on_from_a_checkpoint():
             whole.learn(update, skipped)
         again.learn(update, skipped)
     assert again.rule.state() == whole.rule.state()
+
+
+@pytest.mark.parametrize("with_totals", [False, True])
+def test_scaling_may_begin_at_a_checkpoint_of_a_run_that_scaled_nothing(with_totals):
+    begun = Scaler(LossScale(init_scale=8.0))
+    state = {KEY: {"totals": [[4, 1.0]]}} if with_totals else {}
+    begun.totals.load_state(state, 5)
+    begun.rule.load_state(state, 5)
+    assert begun.rule.of_update(5) == 8.0
+    assert begun.learn(5, True)
+    assert begun.rule.of_update(6) == 4.0
+
+
+def test_a_checkpoint_of_the_first_update_has_no_scales():
+    assert Scaler(LossScale()).rule.state() == {}
