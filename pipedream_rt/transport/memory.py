@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 
 from pipedream_rt.errors import PeerLost
 from pipedream_rt.lifecycle import Lifecycle
@@ -75,11 +76,18 @@ class ShuffledTransport(MemoryTransport):
         """Have nothing to deliver."""
         super().__init__()
         self._draw = draw
+        self._thread = threading.get_ident()
         self.pending: list[Message] = []
 
     def deliver(self, message: Message) -> None:
-        """Keep a message until `deliver_one` takes it."""
-        self.pending.append(message)
+        """Keep a message until `deliver_one` takes it; not that of a checkpoint's own thread.
+
+        Such a message comes when nobody may look for messages to deliver any more.
+        """
+        if threading.get_ident() == self._thread:
+            self.pending.append(message)
+        else:
+            super().deliver(message)
 
     def deliver_one(self) -> None:
         """Deliver one of the messages that have not arrived, which may stay to arrive again."""

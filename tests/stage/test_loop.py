@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import random
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 
 import cloudpickle
@@ -935,22 +935,6 @@ def test_a_fork_has_waited_for_the_later_of_its_consumers(clock, later):
     assert table(recorder, "waited_for", "arrived")[3] == ("B", later, 20)
 
 
-def test_time_held_up_by_other_stages_of_the_process_is_no_work(clock):
-    """ready: when it was free. start: when it might compute. busy: what it computed."""
-    recorder = Recorder(50)
-    layers = {1: {"1": TakesTime(clock, 7)}}
-    worker = Worker(TWO, 1, layers, recorder=recorder, computing=clock.held_up)
-    worker.put(activation(1, 0), target(1, 0), command(1, 1, CommandName.STATISTICS)).run()
-    assert table(recorder, "ready", "arrived", "start", "end") == [
-        ("F", 1000, 1000, 1030, 1037),
-        ("B", 1037, 0, 1067, 1067),
-        ("S", 1067, 0, 1097, 1097),
-        ("C", 1097, 1000, 1097, 1097),
-    ]
-    assert replied(worker, 1)["busy_ns"] == 7
-    assert worker.sent[0].payload.trail == [[1, 0, 7, ""]]
-
-
 def test_a_trace_is_asked_for_stage_by_stage(clock):
     """Of a worker with two: each gets its own spans, and how many of the worker's were lost."""
     plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
@@ -1080,26 +1064,7 @@ def test_the_reason_why_the_inbox_was_closed_ends_the_loop():
         worker.inbox.follow(worker.loop.run())
 
 
-def test_every_computation_is_in_the_context_that_keeps_stages_apart():
-    entered = []
-
-    @contextmanager
-    def computing():
-        entered.append(str(worker.loop.doing.action))
-        yield
-
-    worker = Worker(TWO, 1, computing=computing)
-    worker.put(
-        activation(1, 0),
-        target(1, 0),
-        activation(1, 0, position=1, mode=Mode.INFER),
-        command(1, 2, CommandName.STATE),
-    ).run()
-    assert entered == ["F0", "B0", "S0", "infer 1", "state"]
-
-
 def test_options_say_nothing_by_themselves():
     options = LoopOptions(timeout=timedelta(0))
-    assert options.computing is nullcontext
     assert options.announce("F0") is None
     assert dataclasses.replace(options, announced=3).announced == 3
