@@ -152,9 +152,7 @@ class Layout:
             for before, user in pairwise(tie.stages):
                 _append(self._shares, Edge(EdgeKind.SHARE, user, before), tie)
         near = [{s, *producers[s], *consumers[s]} for s in stages]
-        if (
-            self.norms != "none"
-        ):  # which go from each stage to the one before it, and from the first
+        if self.norms != "none":  # they go to the stage before, and the total from the first
             near = [
                 {*around, 0, max(0, s - 1), min(s + 1, stages[-1])} for s, around in enumerate(near)
             ]

@@ -61,7 +61,7 @@ class _Came:
         target: The target, on the stage that computes the loss; None on others.
         others: All that do not belong to a micro-batch.
         arrived_ns: When the last of the messages arrived, on the clock of ``time.monotonic_ns``.
-        waited_for: The sender of that message; `NOBODY` if no message is came.
+        waited_for: The sender of that message; `NOBODY` if no message is needed.
     """
 
     messages: Sequence[Message] = ()

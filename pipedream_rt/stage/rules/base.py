@@ -144,7 +144,7 @@ class RuleOption:
 
 
 class UpdateRule(Rule):
-    """What changes updates. The methods are called in the order of `RULES`, each for all rules."""
+    """What changes updates. The methods are called in the order below, each for all rules."""
 
     def collect(self, update: Update) -> Gifts:
         """Complete or measure the gradients of an update, at its step.
