@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -42,7 +42,7 @@ from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.values import Gifts, Gradients
-from pipedream_rt.stage.weights import Weights
+from pipedream_rt.stage.weights import Weights, entered
 
 R = TypeVar("R", bound=Rule)
 
@@ -428,7 +428,7 @@ class Stage:
     ) -> AbstractContextManager[object]:
         """Return the context in which the torch optimizer steps."""
         contexts = [around(update, optimizer) for around in self._arounds]
-        return _entered(contexts) if contexts else nullcontext()
+        return entered(contexts) if contexts else nullcontext()
 
     def take(self, update: int) -> None:
         """Take the weights that other replicas have stepped, which makes the newest version whole.
@@ -490,12 +490,3 @@ class Stage:
         for rule in self.rules:
             found |= rule.statistics()
         return found
-
-
-@contextmanager
-def _entered(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter all contexts, one after another."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

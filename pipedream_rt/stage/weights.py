@@ -105,7 +105,7 @@ class Weights:
         """Let all weights be those that a micro-batch reads, while the body runs."""
         if not self.borrowed:
             return self.own.reading(micro_batch)
-        return _all(weights.reading(micro_batch) for _, weights in self.by_owner)
+        return entered(weights.reading(micro_batch) for _, weights in self.by_owner)
 
     def accumulating(self, micro_batch: int, adjust: Adjust | None) -> AbstractContextManager[None]:
         """Run the body as `reading` does, and add its gradients to those of the pending update.
@@ -117,14 +117,14 @@ class Weights:
         """
         if not self.borrowed:
             return self.own.accumulating(micro_batch, adjust)
-        return _all(
+        return entered(
             weights.accumulating(micro_batch, adjust if owner == self._stage else None)
             for owner, weights in self.by_owner
         )
 
 
 @contextmanager
-def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+def entered(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
     """Enter all contexts, one after another."""
     with ExitStack() as stack:
         for context in contexts:
