@@ -198,15 +198,19 @@ def _weights_given(plan: Layout, kind: Kind, address: Address, index: int) -> It
 
 
 def _shares_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
-    if kind in ENDS:
-        for edge in plan.shares_for(plan.stage_of(address)):
-            yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
+    edges = plan.shares_for(plan.stage_of(address)) if kind in ENDS else ()
+    return _after_updates(plan, edges)
 
 
 def _shares_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
-    if kind in ENDS:
-        for edge in plan.shares_of(plan.stage_of(address)):
-            yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
+    edges = plan.shares_of(plan.stage_of(address)) if kind in ENDS else ()
+    return _after_updates(plan, edges)
+
+
+def _after_updates(plan: Layout, edges: Iterable[Edge]) -> Iterator[Row]:
+    """Return rows whose last message belongs to the newest update that has ended."""
+    for edge in edges:
+        yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
 
 
 def _update_ended_by(per_update: int, micro_batch: int) -> int:
