@@ -245,10 +245,8 @@ class _Run:
         }
         size = sizes.get(edge.kind, 0.0)
         pair = (plan.worker_of(edge.source), plan.worker_of(edge.target))
-        if source == target:
-            more = costs.peer_latency[source]
-        else:
-            more = sum(costs.hop_latency[min(source, target) : max(source, target)][:1])
+        same = source == target
+        more = costs.peer_latency[source] if same else costs.hop_latency[min(source, target)]
         return _Way(
             source=edge.source,
             transmission=0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth),
