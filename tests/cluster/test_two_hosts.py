@@ -49,7 +49,7 @@ def test_faults_of_the_network_and_of_persistent_workers(hosts):
     Who has a wrong secret cannot know whether who refuses it is the coordinator, so it tries again.
     """
     rogue = hosts.worker(
-        "b", "b1", ADDRESS, "--persist", secret="another secret entirely, which is wrong"
+        "b", "b1", ADDRESS, "--persist", secret="another-token-which-is-the-wrong-one-92e7"
     )
     workers = {
         name: hosts.worker(name[0], name, ADDRESS, "--persist") for name in ("a1", "a2", "b1")

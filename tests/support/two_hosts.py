@@ -16,7 +16,7 @@ from .deadlines import LATEST_S
 
 A, B = "10.77.0.1", "10.77.0.2"
 A6, B6 = "fd77::1", "fd77::2"
-SECRET = "a secret of two machines and of no other"
+SECRET = "a-token-of-two-machines-and-no-other-4c81d"
 
 
 def ip(*words):
