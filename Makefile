@@ -39,7 +39,7 @@ stress: $(VENV)/installed
 # tests, which are part of `make stress` too; they print their seeds.
 chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
-		tests/test_chaos.py tests/test_resume.py tests/test_recovery.py
+		tests/test_chaos.py tests/coordinator/test_resume.py tests/coordinator/test_recovery.py
 
 # The suite of benchmarks, which takes about two hours; `python -m benchmarks --help` has parts of it.
 bench: $(VENV)/installed

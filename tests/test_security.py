@@ -340,7 +340,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
 
 def test_a_short_secret_is_refused(monkeypatch, environment):
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", "1234")
-    with pytest.raises(PipelineError, match="must be a random token of at least 32 characters, found 4"):
+    with pytest.raises(PipelineError, match="at least 32 characters, found 4 characters that"):
         Pipeline(mlp(), workers="127.0.0.1:0")
     monkeypatch.delenv("PIPEDREAM_RT_SECRET")
     with pytest.raises(PipelineError, match="must know the job's secret: set PIPEDREAM_RT_SECRET"):

@@ -141,7 +141,7 @@ def test_nothing_is_kept_where_nothing_is_recovered():
     assert not log._entries
 
 
-# -- in process ---------------------------------------------------------------------------------
+# -- serially -----------------------------------------------------------------------------------
 
 
 def open_pipe(stages=3, folder=None, faults=(), **kwargs):
@@ -159,51 +159,6 @@ def open_pipe(stages=3, folder=None, faults=(), **kwargs):
 
 def fault(stage, phase, after, kind="raise"):
     return {"stage": stage, "phase": phase, "after": after, "kind": kind}
-
-
-@pytest.mark.threads
-def test_everything_a_script_does_survives(tmp_path):
-    """Evaluation, inference, weights loaded, another optimizer, a rate: faults between them all."""
-
-    def script(folder, faults):
-        seen = []
-        with open_pipe(
-            folder=folder, faults=faults, checkpoint=Checkpoints(folder / "run", every=4)
-        ) as pipe:
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
-            for result in pipe.train_epoch(DATA[:10]):
-                scheduler.step()
-                seen.append(result.loss)
-                if result.step % 4 == 2:
-                    seen.append(pipe.evaluate(DATA[:3]))
-            seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
-            pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
-            seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
-            pipe.eval()
-            seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
-            pipe.train()
-            state = pipe.optimizer.state_dict()
-            pipe.optimizer.load_state_dict(state)
-            seen += [r.loss for r in pipe.train_epoch(DATA[18:])]
-            return seen, pipe.state_dict(), len(pipe.restarts)
-
-    seen, weights, restarts = script(tmp_path / "calm", [])
-    assert restarts == 0
-    faults = [
-        fault(stage, phase, after)
-        for after in (1, 3, 5, 6)
-        for phase, stage in (
-            ("forward", 2),
-            ("step", 0),
-            ("backward", 1),
-            ("start", 1),
-            ("save", 0),
-        )
-    ]
-    found, found_weights, restarts = script(tmp_path / "stormy", faults)
-    assert found == seen
-    assert_same(found_weights, weights)
-    assert restarts > 8
 
 
 @pytest.mark.threads
@@ -366,6 +321,57 @@ def test_closing_while_the_workers_are_replaced(tmp_path):
 
 
 # -- on processes -------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_everything_a_script_does_survives(tmp_path):
+    """Evaluation, inference, weights loaded, another optimizer, a rate: faults between them all.
+
+    On processes, since a layer of a serial stage cannot tell a stage that is built from the script.
+    """
+
+    def script(folder, faults):
+        seen = []
+        with open_pipe(
+            folder=folder,
+            faults=faults,
+            workers="local",
+            checkpoint=Checkpoints(folder / "run", every=4),
+        ) as pipe:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
+            for result in pipe.train_epoch(DATA[:10]):
+                scheduler.step()
+                seen.append(result.loss)
+                if result.step % 4 == 2:
+                    seen.append(pipe.evaluate(DATA[:3]))
+            seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
+            pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
+            seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
+            pipe.eval()
+            seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
+            pipe.train()
+            state = pipe.optimizer.state_dict()
+            pipe.optimizer.load_state_dict(state)
+            seen += [r.loss for r in pipe.train_epoch(DATA[18:])]
+            return seen, pipe.state_dict(), len(pipe.restarts)
+
+    seen, weights, restarts = script(tmp_path / "calm", [])
+    assert restarts == 0
+    faults = [
+        fault(stage, phase, after)
+        for after in (1, 3, 5, 6)
+        for phase, stage in (
+            ("forward", 2),
+            ("step", 0),
+            ("backward", 1),
+            ("start", 1),
+            ("save", 0),
+        )
+    ]
+    found, found_weights, restarts = script(tmp_path / "stormy", faults)
+    assert found == seen
+    assert_same(found_weights, weights)
+    assert restarts > 8
 
 
 @pytest.mark.processes
