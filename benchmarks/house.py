@@ -40,6 +40,7 @@ MAP = (
     (("models", "a model to stages"), ("checkpoint", "checkpoints on disk")),
     (("corrections", "stale gradients"), ("optimizers", "that bear them")),
     (("stage", "one stage"), ("stage/rules", "what features do")),
+    (("job", "before anything runs"),),
     (("transport", "to the next inbox"), ("transport/rpc", "references")),
     (("cluster", "where stages run"),),
     (("coordinator", "one job each"),),

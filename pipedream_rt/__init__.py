@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.fingerprints import Fingerprint
     from pipedream_rt.coordinator.kept import KeptVersion
-    from pipedream_rt.coordinator.options import Checkpoints, ScheduleOptions, Timeouts
     from pipedream_rt.coordinator.recovery import Restart
     from pipedream_rt.coordinator.results import PendingStep, StepResult
     from pipedream_rt.errors import (
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         VersionError,
         WorkerLost,
     )
+    from pipedream_rt.job.options import Checkpoints, ScheduleOptions, Timeouts
     from pipedream_rt.models.layer_spec import LayerSpec
     from pipedream_rt.models.pretrained import without_values
     from pipedream_rt.observe.replay import Replay
@@ -98,7 +98,7 @@ __all__ = [
 
 _HOMES = {
     "Action": "pipedream_rt.schedules",
-    "Checkpoints": "pipedream_rt.coordinator.options",
+    "Checkpoints": "pipedream_rt.job.options",
     "Clip": "pipedream_rt.stage.rules.clipping",
     "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
@@ -115,10 +115,10 @@ _HOMES = {
     "Profile": "pipedream_rt.planning.profile",
     "Replay": "pipedream_rt.observe.replay",
     "Restart": "pipedream_rt.coordinator.recovery",
-    "ScheduleOptions": "pipedream_rt.coordinator.options",
+    "ScheduleOptions": "pipedream_rt.job.options",
     "Shape": "pipedream_rt.schedules",
     "StepResult": "pipedream_rt.coordinator.results",
-    "Timeouts": "pipedream_rt.coordinator.options",
+    "Timeouts": "pipedream_rt.job.options",
     "Trace": "pipedream_rt.observe.trace",
     "check": "pipedream_rt.schedules",
     "measure_links": "pipedream_rt.planning.link_costs",

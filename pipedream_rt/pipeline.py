@@ -28,15 +28,9 @@ from pipedream_rt.cluster.launch import (
     start_cluster,
     starts_here,
 )
-from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of
+from pipedream_rt.coordinator.balance import Balance
 from pipedream_rt.coordinator.checkpointer import Checkpointer
-from pipedream_rt.coordinator.distributed_optimizer import (
-    DistributedOptimizer,
-    GivenOptimizer,
-    OptimizerArgument,
-    grouped_names,
-    state_by_name,
-)
+from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
@@ -44,45 +38,60 @@ from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.fingerprints import Fingerprint
 from pipedream_rt.coordinator.generation import generate
 from pipedream_rt.coordinator.group import WorkerGroup
-from pipedream_rt.coordinator.identity import (
+from pipedream_rt.coordinator.kept import KeptVersion
+from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.coordinator.preemption import Preemption
+from pipedream_rt.coordinator.recovery import Failures, Restart
+from pipedream_rt.coordinator.references import References
+from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.coordinator.run_state import RunState
+from pipedream_rt.coordinator.surroundings import (
+    profile_option,
+    require_folder,
+    restart_option,
+    resume_option,
+    trace_option,
+)
+from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
+from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
+from pipedream_rt.corrections import Correction
+from pipedream_rt.dynamo import dynamo_spared
+from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.job.batches import Batch, Prepare, batch_of
+from pipedream_rt.job.given_optimizer import (
+    GivenOptimizer,
+    OptimizerArgument,
+    grouped_names,
+    state_by_name,
+)
+from pipedream_rt.job.identity import (
     Identity,
     name_of_class,
     name_of_loss,
     names_of,
     require_acceptable,
 )
-from pipedream_rt.coordinator.kept import KeptVersion
-from pipedream_rt.coordinator.lease import Lease
-from pipedream_rt.coordinator.notices import (
-    Balance,
+from pipedream_rt.job.notices import (
     LeftOut,
     about_cores,
     about_micro_batches,
     about_plan,
 )
-from pipedream_rt.coordinator.options import (
+from pipedream_rt.job.options import (
     CheckpointOption,
     ScheduleOptions,
     Timeouts,
     TraceOption,
     checkpoint_option,
-    profile_option,
+)
+from pipedream_rt.job.requirements import (
     require_choice,
     require_count,
     require_decay,
-    require_folder,
     require_instance,
     require_seed,
-    restart_option,
-    resume_option,
-    trace_option,
 )
-from pipedream_rt.coordinator.preemption import Preemption
-from pipedream_rt.coordinator.recovery import Failures, Restart
-from pipedream_rt.coordinator.references import References
-from pipedream_rt.coordinator.results import PendingStep, StepResult
-from pipedream_rt.coordinator.run_state import RunState
-from pipedream_rt.coordinator.specs import (
+from pipedream_rt.job.specs import (
     compiling,
     correcting,
     may_replicate,
@@ -94,14 +103,9 @@ from pipedream_rt.coordinator.specs import (
     scaling,
     with_norms,
 )
-from pipedream_rt.coordinator.splitting import ForwardOptions, Split, Stages, split_model
-from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
-from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel, parameter_names
-from pipedream_rt.coordinator.weighing import Weigh, Weighing, samples_of
-from pipedream_rt.corrections import Correction
-from pipedream_rt.dynamo import dynamo_spared
-from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.job.splitting import ForwardOptions, Split, Stages, split_model
+from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
+from pipedream_rt.job.weighing import Weigh, Weighing, samples_of
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps, refuse_loss, refuse_unfit_plan, ties_of

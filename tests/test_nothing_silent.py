@@ -29,7 +29,7 @@ from pipedream_rt import (
     PipelineClosed,
     StageFailed,
 )
-from pipedream_rt.coordinator.identity import name_of_loss
+from pipedream_rt.job.identity import name_of_loss
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -379,7 +379,7 @@ def test_the_same_loss_has_the_same_name_in_another_process():
     """And another one has another: the name of a function is not enough of it."""
     code = (
         "import functools, torch.nn.functional as F; from torch import nn\n"
-        "from pipedream_rt.coordinator.identity import name_of_loss\n"
+        "from pipedream_rt.job.identity import name_of_loss\n"
         "def f(o, t):\n    return 2 * F.mse_loss(o, t) if 'a' in {'a', 'b'} else None\n"
         "for loss in (f, lambda o, t: f(o, t), functools.partial(f, t=len), nn.MSELoss(),\n"
         "             F.mse_loss, None):\n    print(name_of_loss(loss))"

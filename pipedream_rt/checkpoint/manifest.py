@@ -51,7 +51,7 @@ class Manifest:
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
         slack: Extra warm-up forwards before each hop; empty for none.
         identity: What a script that goes on must give again; see
-            `pipedream_rt.coordinator.identity`.
+            `pipedream_rt.job.identity`.
         fingerprints: The fingerprints of each stage; see `pipedream_rt.stage.fingerprint`.
         run: Identity of the run that made it, drawn when the run began; empty if not known.
     """

@@ -32,9 +32,9 @@ from pipedream_rt.checkpoint import (
 from pipedream_rt.coordinator.feed_log import Origin
 from pipedream_rt.coordinator.fingerprints import of_stages
 from pipedream_rt.coordinator.group import WorkerGroup
-from pipedream_rt.coordinator.options import Checkpoints
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import CheckpointError
+from pipedream_rt.job.options import Checkpoints
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import name_of

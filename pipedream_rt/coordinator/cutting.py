@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipedream_rt.coordinator.batches import Batch, cut_batch
-from pipedream_rt.coordinator.forwards import TOTAL, Fed, Forwards
-from pipedream_rt.coordinator.weighing import Weighing, has_ignored, samples_of, shares_of
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Batch, cut_batch
+from pipedream_rt.job.forwards import TOTAL, Fed, Forwards
+from pipedream_rt.job.weighing import Weighing, has_ignored, samples_of, shares_of
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import Structure, flat_copy, micro_batch_sizes
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from pipedream_rt.checkpoint import Manifest
-from pipedream_rt.coordinator.batches import Prepare, batch_of, require_loader
 from pipedream_rt.coordinator.checkpointer import result_of
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.loading import Loading, begin_epoch_at, between_epochs
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Prepare, batch_of, require_loader
 
 _log = logging.getLogger(__name__)
 

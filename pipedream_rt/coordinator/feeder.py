@@ -16,14 +16,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-from pipedream_rt.coordinator.batches import Batch, Prepare, batch_of, example_of, require_loader
 from pipedream_rt.coordinator.cutting import CutBatch, Cutter, LossChecks, Part
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.forwards import Cache, Fed, Forwards
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.results import PendingStep, StepResult
-from pipedream_rt.coordinator.weighing import WeighedMean, Weighing, samples_of
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Batch, Prepare, batch_of, example_of, require_loader
+from pipedream_rt.job.forwards import Cache, Fed, Forwards
+from pipedream_rt.job.weighing import WeighedMean, Weighing, samples_of
 from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.models.settings import (

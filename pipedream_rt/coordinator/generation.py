@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.forwards import Cache
 from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.job.batches import Batch
+from pipedream_rt.job.forwards import Cache
 
 _CACHE = "past_key_values"
 """The keyword argument under which models of transformers take a cache."""

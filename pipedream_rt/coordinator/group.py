@@ -24,12 +24,12 @@ from torch import Tensor
 from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster.base import Cluster, Fail
 from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
-from pipedream_rt.coordinator.forwards import Forwards
 from pipedream_rt.coordinator.reception import Reception
 from pipedream_rt.coordinator.recovery import Failures, Restart, is_passing
 from pipedream_rt.coordinator.status import Status, StatusServer
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import CheckpointError, ConfigError, MessageTimeout, PipelineClosed
+from pipedream_rt.job.forwards import Forwards
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Inbox, Wanted
 from pipedream_rt.messages.message import (

@@ -15,8 +15,8 @@ from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.stage_reference import StageReference, refuse_left_out
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan

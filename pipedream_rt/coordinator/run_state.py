@@ -19,11 +19,11 @@ from pipedream_rt.coordinator.feed_log import Role
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.fingerprints import Fingerprint, of_stages
 from pipedream_rt.coordinator.group import restore_argument
-from pipedream_rt.coordinator.identity import Identity
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.preemption import EXIT_CODE, Preemption
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
+from pipedream_rt.job.identity import Identity
+from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.optimizer import set_hyper

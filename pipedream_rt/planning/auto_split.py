@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream_rt.coordinator.batches import example_of
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import example_of
+from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.explanation import partition_text
 from pipedream_rt.planning.machines import Machines, Worker

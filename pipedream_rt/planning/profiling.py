@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.batches import Batch, cut_batch, example_of
-from pipedream_rt.coordinator.forwards import RecordedForwards
-from pipedream_rt.coordinator.splitting import ForwardOptions, split_model
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Batch, cut_batch, example_of
+from pipedream_rt.job.forwards import RecordedForwards
+from pipedream_rt.job.splitting import ForwardOptions, split_model
+from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import batch_size, flat_copy, micro_batch_sizes
 from pipedream_rt.models import find_layers

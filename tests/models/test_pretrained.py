@@ -177,6 +177,6 @@ def test_a_file_that_was_changed_since_the_start_is_refused(tmp_path, monkeypatc
         saved(folder, {**state, "more": torch.ones(1)})
         return there
 
-    monkeypatch.setattr("pipedream_rt.coordinator.unsplit_model.find_pretrained", found)
+    monkeypatch.setattr("pipedream_rt.job.unsplit_model.find_pretrained", found)
     with pytest.raises((StageFailed, PipelineError), match="is not the file that the script has"):
         opened(model(values=False), weights=folder)

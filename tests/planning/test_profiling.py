@@ -12,7 +12,7 @@ from torch import nn
 
 import pipedream_rt.planning.profiling
 from pipedream_rt import ConfigError, LayerSpec, profile
-from pipedream_rt.coordinator.batches import batch_of
+from pipedream_rt.job.batches import batch_of
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.profile import LayerCosts
 from pipedream_rt.planning.profiling import (

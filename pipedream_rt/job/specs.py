@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.distributed_optimizer import Parts
-from pipedream_rt.coordinator.options import require_instance
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import advised
 from pipedream_rt.corrections.base import overrides, refuse_nonsense
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.given_optimizer import Parts
+from pipedream_rt.job.requirements import require_instance
+from pipedream_rt.job.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.models import (
     alias,
     dumps,

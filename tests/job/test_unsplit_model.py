@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.unsplit_model import UnsplitModel
 
 
 class Counts(nn.Module):

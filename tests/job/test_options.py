@@ -6,20 +6,16 @@ from pathlib import Path
 import pytest
 
 from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
-from pipedream_rt.coordinator import options
-from pipedream_rt.coordinator.options import (
-    Checkpoints,
-    ScheduleOptions,
-    Timeouts,
-    checkpoint_option,
-    require_count,
-    require_instance,
+from pipedream_rt.coordinator import surroundings
+from pipedream_rt.coordinator.surroundings import (
     restart_option,
     resume_option,
     trace_option,
     writable,
 )
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.options import Checkpoints, ScheduleOptions, Timeouts, checkpoint_option
+from pipedream_rt.job.requirements import require_count, require_instance
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
@@ -29,7 +25,7 @@ def no_launcher(monkeypatch):
     """No outer launcher leaves word, and no other test has traced a pipeline."""
     for name in (TRACE, RESUME, MAX_RESTARTS, RESTART_COUNT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(options, "_traced_by_run", 0)
+    monkeypatch.setattr(surroundings, "_traced_by_run", 0)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Batch
 from pipedream_rt.messages.message import MicroBatch, Mode
 from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
 from pipedream_rt.models import dumps

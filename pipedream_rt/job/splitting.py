@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pipedream_rt.coordinator.batches import Batch, example_of
-from pipedream_rt.coordinator.forwards import (
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Batch, example_of
+from pipedream_rt.job.forwards import (
     Forwards,
     RecordedForwards,
     SequenceForwards,
     default_example,
     sizes_of,
 )
-from pipedream_rt.coordinator.unsplit_model import UnsplitModel
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.models import (
     balanced,

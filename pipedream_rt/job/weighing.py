@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.batches import Batch
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import Batch
 from pipedream_rt.messages.tree import batch_size
 from pipedream_rt.models.counted import CROSS_ENTROPIES, IGNORED, is_mean
 

@@ -1,0 +1,130 @@
+"""What the environment of a script says where its options say None.
+
+`pipedream-rt run` and torchrun set these variables. And what is tried before a run, so that it does
+not fail after it: whether a folder and a file can be written.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from pipedream_rt.cluster.environment import (
+    MAX_RESTARTS,
+    PROFILE,
+    RESUME,
+    TRACE,
+    count_of_environment,
+)
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.options import Checkpoints, TraceOption
+
+
+def require_folder(checkpoints: Checkpoints | None) -> None:
+    """Refuse a folder for checkpoints in which none could be written.
+
+    Raises:
+        ConfigError: Checkpoints are to be made by themselves, and no file can be made there.
+    """
+    if checkpoints is None or checkpoints.every is None:
+        return
+    try:
+        checkpoints.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=checkpoints.path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"no checkpoint can be written to {checkpoints.path}: {error.strerror or error}"
+        ) from error
+
+
+def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
+    """Return whether to record a trace, and the file to write it to.
+
+    Args:
+        trace: A file; True to record a trace and write no file; False to record none; None to
+            follow `pipedream-rt run --trace`.
+
+    Raises:
+        ConfigError: The option is something else, or the file cannot be written.
+    """
+    global _traced_by_run
+    if trace is None and TRACE in os.environ:
+        path = Path(os.environ[TRACE])
+        _traced_by_run += 1
+        # A script may open several pipelines, each of which leaves a trace.
+        trace = path if _traced_by_run == 1 else path.with_stem(f"{path.stem}-{_traced_by_run}")
+    if trace is None or isinstance(trace, bool):
+        return bool(trace), None
+    if not isinstance(trace, str | os.PathLike):
+        raise ConfigError(f"trace must be a file, True or False, not {trace!r}")
+    return True, writable(trace)
+
+
+def profile_option() -> Path | None:
+    """Return the file that `pipedream-rt profile` wants; None if the script runs for itself.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    return writable(os.environ[PROFILE], "profile") if PROFILE in os.environ else None
+
+
+def resume_option(checkpoints: Checkpoints | None) -> bool:
+    """Return whether to go on from the newest checkpoint.
+
+    Args:
+        checkpoints: The option of the user. With ``resume=None`` the answer is yes under
+            `pipedream-rt run --resume`, and where torchrun starts a job again.
+
+    Raises:
+        ConfigError: The script runs under `pipedream-rt run --resume` and names no folder.
+    """
+    if checkpoints is None:
+        if RESUME in os.environ:
+            raise ConfigError(
+                "resume needs the folder of the checkpoints; give Pipeline checkpoint="
+            )
+        return False
+    if checkpoints.resume is not None:
+        return bool(checkpoints.resume)
+    again = count_of_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    return RESUME in os.environ or again
+
+
+def restart_option(max_restarts: int | None, default: int) -> int:
+    """Return the number of failures to recover from.
+
+    Args:
+        max_restarts: The option of the user; None follows `pipedream-rt run --max-restarts`.
+        default: The number where neither says one.
+
+    Raises:
+        ConfigError: The option, or the variable that stands for it, is no integer of at least 0.
+    """
+    if max_restarts is None:
+        return count_of_environment(MAX_RESTARTS, default)
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ConfigError(f"max_restarts must be an integer of at least 0, not {max_restarts!r}")
+    return max_restarts
+
+
+_traced_by_run = 0
+"""Number of pipelines in this process that are traced because of `pipedream-rt run --trace`."""
+
+
+def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
+    """Return the absolute path of a file; check before the run that it can be made after it.
+
+    Raises:
+        ConfigError: The file cannot be made.
+    """
+    path = Path(path).absolute()
+    if path.is_dir():
+        raise ConfigError(f"the {what} must be a file, {path} is a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the {what} cannot be written to {path}: there is no such folder")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"the {what} cannot be written to {path}: no permission in its folder")
+    return path
