@@ -27,7 +27,7 @@ from pipedream_rt.checkpoint.lock import give_back_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.schedules.layout import EVERY_STAGE
+from pipedream_rt.schedules.placement import EVERY_STAGE
 from pipedream_rt.schema import list_of, open_file, printable, text
 
 _log = logging.getLogger(__name__)

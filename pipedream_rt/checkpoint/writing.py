@@ -33,7 +33,7 @@ from pipedream_rt.checkpoint.layout import (
 from pipedream_rt.checkpoint.manifest import Manifest, is_plain, read_manifest, seal
 from pipedream_rt.checkpoint.state import StageState
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.schedules.layout import EVERY_STAGE, LOSS_LAYER
+from pipedream_rt.schedules.placement import EVERY_STAGE, LOSS_LAYER
 
 _log = logging.getLogger(__name__)
 

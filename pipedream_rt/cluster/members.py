@@ -12,7 +12,7 @@ from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
 from pipedream_rt.schedules.edges import name_of
-from pipedream_rt.schedules.layout import stage_at
+from pipedream_rt.schedules.placement import stage_at
 
 
 @dataclass(slots=True)

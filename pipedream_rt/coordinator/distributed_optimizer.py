@@ -14,7 +14,7 @@ from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.given_optimizer import build_prototype, placeholder
 from pipedream_rt.models.code import code_of
-from pipedream_rt.schedules.layout import EVERY_STAGE
+from pipedream_rt.schedules.placement import EVERY_STAGE
 from pipedream_rt.stage.optimizer import (
     GroupSpec,
     Hyper,

@@ -13,7 +13,7 @@ from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFaile
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
 from pipedream_rt.schedules.edges import Address, name_of
-from pipedream_rt.schedules.layout import stage_at
+from pipedream_rt.schedules.placement import stage_at
 
 _log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from pipedream_rt.models.record import MANUAL
 from pipedream_rt.models.settings import refuse_global_hooks, settings_now
 from pipedream_rt.models.shipping import Range
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.layout import LOSS_LAYER
+from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.parameters import GradientHook
 from pipedream_rt.stage.rules.base import RuleOption
 from pipedream_rt.stage.rules.clipping import Clip

@@ -29,7 +29,7 @@ from pipedream_rt.models.pretrained import (
     give_values,
     refuse_no_values,
 )
-from pipedream_rt.schedules.layout import LOSS_LAYER
+from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.modes import own_methods
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 
 Layers: TypeAlias = dict[str, nn.Module]
 """The layers of a model in order, by their names in the unsplit model."""

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 
 from pipedream_rt.schedules.actions import Action, Kind, apply
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.schedules.layout import Layout
+from pipedream_rt.schedules.placement import Placement
 
 
 def with_applies(
-    plan: Layout, order: Iterator[Action], apart: Collection[Address], first: Address, start: int
+    plan: Placement, order: Iterator[Action], apart: Collection[Address], first: Address, start: int
 ) -> Iterator[Action]:
     """Yield the actions of an order, and an ``A`` before the first forward that reads an update.
 

@@ -19,14 +19,14 @@ from typing import TypeAlias
 
 from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, Kind
 from pipedream_rt.schedules.edges import COORDINATOR, Address, By, Edge, EdgeKind, Row
-from pipedream_rt.schedules.layout import Layout
+from pipedream_rt.schedules.placement import Placement
 
-Rows: TypeAlias = Callable[[Layout, Kind, Address, int], Iterable[Row]]
+Rows: TypeAlias = Callable[[Placement, Kind, Address, int], Iterable[Row]]
 """``rows(plan, kind, address, index)``: the rows of an action, which are the same for another index
 that is a whole number of the plan's cycles later."""
 
 
-def _none(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _none(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     """Return no rows."""
     return ()
 
@@ -58,7 +58,7 @@ def _edges(kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address
 # -- what flows with a micro-batch ----------------------------------------------------------------
 
 
-def _activations_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _activations_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     stage = plan.stage_of(address)
     if kind is Kind.FORWARD:
         sources = [plan.address_of(p, index) for p in plan.producers(stage)]
@@ -70,7 +70,7 @@ def _activations_needed(plan: Layout, kind: Kind, address: Address, index: int) 
     return ()
 
 
-def _told_by_the_next_one(plan: Layout, address: Address, update: int) -> Row:
+def _told_by_the_next_one(plan: Placement, address: Address, update: int) -> Row:
     """Return what tells a replica without a micro-batch of an update that the update will be.
 
     Nothing of that mini-batch goes to it, so it waits until its own next micro-batch is there, or
@@ -83,7 +83,7 @@ def _told_by_the_next_one(plan: Layout, address: Address, update: int) -> Row:
     return Row(edge, lambda t: plan.next_own(address, t * k), peek=True)
 
 
-def _activations_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _activations_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind is Kind.INJECT:
         entries = [plan.address_of(stage, index) for stage in plan.entries]
         return _edges(EdgeKind.ACTIVATION, [COORDINATOR], entries)
@@ -93,32 +93,32 @@ def _activations_given(plan: Layout, kind: Kind, address: Address, index: int) -
     return ()
 
 
-def _targets_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _targets_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
     return _edges(EdgeKind.TARGET, [COORDINATOR], [address]) if at_exit else ()
 
 
-def _targets_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _targets_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind is not Kind.INJECT:
         return ()
     return _edges(EdgeKind.TARGET, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
 
 
-def _gradients_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _gradients_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind not in SENDS_BACK:
         return ()
     consumers = [plan.address_of(c, index) for c in plan.consumers(plan.stage_of(address))]
     return _edges(EdgeKind.GRADIENT, consumers, [address])
 
 
-def _gradients_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _gradients_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind not in SENDS_BACK:
         return ()
     producers = [plan.address_of(p, index) for p in plan.producers(plan.stage_of(address))]
     return _edges(EdgeKind.GRADIENT, [address], producers)
 
 
-def _losses_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     """The credits: so many mini-batches are injected before the first of them has its losses."""
     if kind is not Kind.INJECT:
         return
@@ -126,14 +126,14 @@ def _losses_needed(plan: Layout, kind: Kind, address: Address, index: int) -> It
         yield Row(Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end))
 
 
-def _last_paid(plan: Layout, end: Address, micro_batch: int) -> int:
+def _last_paid(plan: Placement, end: Address, micro_batch: int) -> int:
     """Return the last micro-batch of an exit whose loss must have come before an injection."""
     last = (micro_batch // plan.per_update - plan.credits() + 1) * plan.per_update - 1
     count = plan.replicas[plan.stage_of(end)]
     return last - (last - plan.replica_of(end)) % count
 
 
-def _losses_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _losses_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
     return _edges(EdgeKind.LOSS, [address], [COORDINATOR]) if at_exit else ()
 
@@ -141,28 +141,28 @@ def _losses_given(plan: Layout, kind: Kind, address: Address, index: int) -> Ite
 # -- replicas and shards --------------------------------------------------------------------------
 
 
-def _partials_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _partials_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     if kind is not Kind.STEP or not plan.others(address):
         return ()
     adding = plan.contributors(plan.stage_of(address), index)
     return _edges(EdgeKind.PARTIAL, [a for a in adding if a != address], [address])
 
 
-def _partials_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _partials_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     return _edges(EdgeKind.PARTIAL, [address], plan.others(address) if kind is Kind.REDUCE else ())
 
 
-def _sharing(plan: Layout, address: Address) -> tuple[Address, ...]:
+def _sharing(plan: Placement, address: Address) -> tuple[Address, ...]:
     """Return the other replicas of a stage whose optimizer is divided among them."""
     return plan.others(address) if plan.shape.shards(plan.stage_of(address)) else ()
 
 
-def _stepped_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _stepped_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     others = _sharing(plan, address) if kind is Kind.TAKE else ()
     return _edges(EdgeKind.STEPPED, others, [address])
 
 
-def _stepped_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _stepped_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     applies = kind is plan.applied_by(address)
     return _edges(EdgeKind.STEPPED, [address], _sharing(plan, address) if applies else ())
 
@@ -182,7 +182,7 @@ def _one_less(update: int) -> int:
     return update - 1
 
 
-def _weights_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _weights_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     """A user reads the version that the owner reads; a flush leaves none on the way."""
     if kind is not Kind.FORWARD and kind is not Kind.DRAIN:
         return
@@ -191,23 +191,23 @@ def _weights_needed(plan: Layout, kind: Kind, address: Address, index: int) -> I
         yield Row(edge, reads if kind is Kind.FORWARD else _itself)
 
 
-def _weights_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _weights_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     if kind is plan.applied_by(address):
         for edge in plan.lends(plan.stage_of(address)):
             yield Row(edge, _one_more)
 
 
-def _shares_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _shares_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     edges = plan.shares_for(plan.stage_of(address)) if kind in ENDS else ()
     return _after_updates(plan, edges)
 
 
-def _shares_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _shares_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     edges = plan.shares_of(plan.stage_of(address)) if kind in ENDS else ()
     return _after_updates(plan, edges)
 
 
-def _after_updates(plan: Layout, edges: Iterable[Edge]) -> Iterator[Row]:
+def _after_updates(plan: Placement, edges: Iterable[Edge]) -> Iterator[Row]:
     """Return rows whose last message belongs to the newest update that has ended."""
     for edge in edges:
         yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
@@ -221,7 +221,7 @@ def _update_ended_by(per_update: int, micro_batch: int) -> int:
 # -- the norm of all gradients ----------------------------------------------------------------
 
 
-def _norms_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _norms_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     behind = plan.stage_of(address) + 1
     if kind is not Kind.STEP or plan.norms == "none" or behind == plan.num_stages:
         return ()
@@ -229,7 +229,7 @@ def _norms_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Ite
     return _edges(EdgeKind.NORM, [plan.address_of(behind, index * plan.per_update)], [address])
 
 
-def _norms_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _norms_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     stage = plan.stage_of(address)
     if kind is not Kind.STEP or plan.norms == "none" or not stage:
         return ()
@@ -238,7 +238,7 @@ def _norms_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iter
     return _edges(EdgeKind.NORM, [address], plan.addresses_of(stage - 1))
 
 
-def _totals_needed(plan: Layout, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
     """An update waits for its own total, or for one of some updates before; a flush for all."""
     if plan.norms == "none" or not plan.stage_of(address):
         return
@@ -260,7 +260,7 @@ def _before(delay: int, update: int) -> int:
     return update - delay
 
 
-def _scaled_after(plan: Layout, update: int) -> int:
+def _scaled_after(plan: Placement, update: int) -> int:
     """Return the newest update after which the losses of an update were scaled.
 
     The last stage has scaled them by what it knew then, and a stage that reads later must know that
@@ -269,7 +269,7 @@ def _scaled_after(plan: Layout, update: int) -> int:
     return plan.reads(plan.num_stages - 1, update * plan.per_update) - 1
 
 
-def _totals_given(plan: Layout, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _totals_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
     first = plan.address_of(0, index * plan.per_update)
     if kind is not Kind.STEP or plan.norms == "none" or address != first:
         return ()

@@ -9,8 +9,8 @@ micro-batches::
     coordinator ──────────────────────target──────────────────────► 2
                                 0 ◄───gradient─── 1 ◄───gradient─── 2
 
-Where the stages are says the layout, of which a plan is one (`layout.py`); what an action needs and
-gives says the table of channels (`channels.py`). A plan adds the orders.
+`placement.py` says where the stages are, and `channels.py`, a table, what an action needs and
+gives. A plan is a placement with orders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES, Action, Kind, 
 from pipedream_rt.schedules.applies import with_applies
 from pipedream_rt.schedules.channels import FROM_STAGES, OF_ACTIONS, TO_STAGES
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Need, Row
-from pipedream_rt.schedules.layout import Layout, Tie
+from pipedream_rt.schedules.placement import Placement, Tie
 from pipedream_rt.schedules.recipes import (
     RECIPES,
     VERTICAL_SYNC,
@@ -39,8 +39,8 @@ _Rows: TypeAlias = tuple[tuple[Row, ...], tuple[Row, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Layout):
-    """The layout, the edges and the schedule of one generation; `Layout` has the attributes.
+class Plan(Placement):
+    """The placement, the edges and the schedule of one generation; `Placement` has the attributes.
 
     Raises:
         ConfigError: The parts do not fit each other.

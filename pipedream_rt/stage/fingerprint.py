@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.schedules.layout import EVERY_STAGE
+from pipedream_rt.schedules.placement import EVERY_STAGE
 
 _BYTES = 16
 

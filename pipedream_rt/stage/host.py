@@ -20,7 +20,7 @@ from pipedream_rt.models.settings import apply_settings
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.schedules.edges import name_of
-from pipedream_rt.schedules.layout import name_of_worker
+from pipedream_rt.schedules.placement import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.code import Code
-from pipedream_rt.schedules.layout import EVERY_STAGE
+from pipedream_rt.schedules.placement import EVERY_STAGE
 
 Hyper = dict[str, Any]
 """The hyper-parameters of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""

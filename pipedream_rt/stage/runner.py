@@ -25,7 +25,7 @@ from pipedream_rt.models.program import (
     slots_in,
 )
 from pipedream_rt.schedules import COORDINATOR, Plan
-from pipedream_rt.schedules.layout import LOSS_LAYER
+from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec

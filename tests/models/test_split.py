@@ -13,7 +13,7 @@ from pipedream_rt.models.split import (
     split_points,
     ties_of,
 )
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 
 
 def layers(count=5):

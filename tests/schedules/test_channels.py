@@ -25,7 +25,7 @@ from pipedream_rt.schedules.actions import apply, drain, inject, step
 from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.edges import Edge, Need
 from pipedream_rt.schedules.execution import Execution
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 
 THREE = plan_named("async-1f1b", num_stages=3)
 SYNC = plan_named("async-1f1b", num_stages=3, vertical_sync=True).with_norms()

@@ -17,7 +17,7 @@ from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
 from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES
 from pipedream_rt.schedules.edges import Edge, name_of
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
 from pipedream_rt.schedules.written import plan_written
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipedream_rt.schedules import Edge, EdgeKind
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage.rules.base import Context, MicroBatchRule, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.schedules.layout import EVERY_STAGE
+from pipedream_rt.schedules.placement import EVERY_STAGE
 from pipedream_rt.stage.rules.base import Context, State, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
 

@@ -8,7 +8,7 @@ from torch import nn
 from pipedream_rt import Clip, LossScale
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.schedules import plan_named
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.order import rules_of

@@ -7,7 +7,7 @@ from support.rules import context
 from torch import nn
 
 from pipedream_rt.schedules import EdgeKind, plan_named
-from pipedream_rt.schedules.layout import Tie
+from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage.rules.base import Update
 from pipedream_rt.stage.rules.ties import Ties
 

@@ -1,6 +1,6 @@
 """Where the stages are: their workers and replicas, what joins them, and the versions they read.
 
-Address, stage and worker are three things: a message goes to an address; the layout says which
+Address, stage and worker are three things: a message goes to an address; the placement says which
 addresses a stage has, one for each of its replicas, and which worker hosts an address. Addresses
 are counted stage by stage, so that each stage's own index is its address as long as all have one
 replica.
@@ -63,7 +63,7 @@ or by its own, for which it may have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Placement:
     """The stages, the workers that host them, what joins them, and the versions that they read.
 
     It is a `Plan` without the table of channels and without orders.
