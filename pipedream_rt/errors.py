@@ -4,6 +4,7 @@ The tree::
 
     PipelineError
     ├── ConfigError (also ValueError)   an argument is wrong; raised before anything starts
+    │   └── UnknownOption (also TypeError)   there is no option of that name
     ├── ScheduleError                   an order breaks a rule; the message shows the grid
     ├── VersionError                    an action reads a weight version that is not kept
     ├── TransportError                  a message cannot be handed over
@@ -45,6 +46,10 @@ class PipelineError(Exception):
 
 class ConfigError(PipelineError, ValueError):
     """An argument is wrong. It is raised before anything starts or changes."""
+
+
+class UnknownOption(ConfigError, TypeError):
+    """There is no option of that name. A `TypeError` too, as Python itself raises it."""
 
 
 class ScheduleError(PipelineError):

@@ -6,123 +6,60 @@ a pipeline at a time, the one that calls its methods.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
-import torch
 from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest
-from pipedream_rt.cluster.base import Cluster, Fail, Reference
-from pipedream_rt.cluster.fork_server import ForkServer, fork_server, installed_modules
-from pipedream_rt.cluster.launch import (
-    Workers,
-    cores_for,
-    leave_to_rank_0,
-    numbers_of_workers,
-    start_cluster,
-    starts_here,
-)
-from pipedream_rt.coordinator.balance import Balance
-from pipedream_rt.coordinator.checkpointer import Checkpointer
+from pipedream_rt.cluster.base import Reference
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
-from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.fingerprints import Fingerprint
 from pipedream_rt.coordinator.generation import generate
-from pipedream_rt.coordinator.group import WorkerGroup
 from pipedream_rt.coordinator.kept import KeptVersion
-from pipedream_rt.coordinator.lease import Lease
-from pipedream_rt.coordinator.preemption import Preemption
-from pipedream_rt.coordinator.recovery import Failures, Restart
-from pipedream_rt.coordinator.references import References
+from pipedream_rt.coordinator.recovery import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
-from pipedream_rt.coordinator.run_state import RunState
-from pipedream_rt.coordinator.surroundings import (
-    profile_option,
-    require_folder,
-    restart_option,
-    resume_option,
-    trace_option,
-)
-from pipedream_rt.coordinator.trace_collection import SPANS_KEPT, TraceCollection
+from pipedream_rt.coordinator.run import attach, notices_of, start, warmed, with_stages_chosen
+from pipedream_rt.coordinator.surroundings import resolved
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.batches import Batch, Prepare, batch_of
-from pipedream_rt.job.given_optimizer import (
-    GivenOptimizer,
-    OptimizerArgument,
-    grouped_names,
-    state_by_name,
-)
-from pipedream_rt.job.identity import (
-    Identity,
-    name_of_class,
-    name_of_loss,
-    names_of,
-    require_acceptable,
-)
-from pipedream_rt.job.notices import (
-    LeftOut,
-    about_cores,
-    about_micro_batches,
-    about_plan,
-)
+from pipedream_rt.job.given_optimizer import OptimizerArgument
+from pipedream_rt.job.identity import require_acceptable
+from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import (
     CheckpointOption,
-    ScheduleOptions,
-    Timeouts,
-    TraceOption,
-    checkpoint_option,
+    Layout,
+    Observe,
+    Options,
+    Recovery,
+    Training,
+    Workers,
 )
 from pipedream_rt.job.requirements import (
+    options_of,
     require_choice,
     require_count,
-    require_decay,
     require_instance,
-    require_seed,
 )
-from pipedream_rt.job.specs import (
-    compiling,
-    correcting,
-    may_replicate,
-    pickled_specs,
-    recomputing,
-    refuse_autocast,
-    refuse_sharding,
-    rule_options,
-    scaling,
-    with_norms,
-)
-from pipedream_rt.job.splitting import ForwardOptions, Split, Stages, split_model
-from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
-from pipedream_rt.job.weighing import Weigh, Weighing, samples_of
+from pipedream_rt.job.splitting import Stages
+from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
-from pipedream_rt.models import dumps, refuse_loss, refuse_unfit_plan, ties_of
-from pipedream_rt.observe.spans import Recorder
+from pipedream_rt.models import dumps
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.planning.auto_split import choose_stages
-from pipedream_rt.planning.profiling import profile_and_end
-from pipedream_rt.schedules import Plan, plan_for
-from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.edges import name_of
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
-from pipedream_rt.stage.evaluation import Metric, changes_modes
-from pipedream_rt.stage.rules.clipping import Clip
-from pipedream_rt.stage.rules.scaling import LossScale
-from pipedream_rt.stage.spec import LossFunction, OnNan, own_loss
-from pipedream_rt.transport.base import Receive
+from pipedream_rt.stage.evaluation import Metric
+from pipedream_rt.stage.spec import LossFunction
 
 _log = logging.getLogger(__name__)
 
@@ -149,9 +86,6 @@ class Pipeline:
         example: A mini-batch as the loader yields it, the input alone, or a ``DataLoader``, whose
             first item is taken: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.
-        weights: A folder from which each worker reads the weights of its stages, as
-            ``save_pretrained`` and `save` write it. The model then needs none; see
-            `without_values`. None for the weights that the model has.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples,
             or over what ``weigh`` counts; it runs on the last stage. If it is an ``nn.Module``, its
             parameters are trained with the model's, see `loss_module`. None for inference alone, or
@@ -166,65 +100,22 @@ class Pipeline:
             updated once for all of them. None: in ``async-1f1b`` and ``2bw`` as many as make no
             gradient more than one update stale, which is the number of stages (and more with slack
             or replicas); in schedules that flush 1, and the bits are then those of plain PyTorch.
-        weigh: A function that returns what a micro-batch weighs in its mini-batch, where the loss
-            is no mean over samples, as ``lambda x, y: (y != -100).sum()``. It is called in the
-            script with what the loader yields. None: the labels that count, if the model computes
-            its loss itself and that is a cross entropy; else the samples. A model whose forward has
-            an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
-        check_loss: In how many mini-batches, from the first one on, the loss of the whole is
-            compared with the losses of its micro-batches, which must be its parts; 0 for none.
-        slack: Extra warm-up forwards before a hop between two stages, which hide its latency: one
-            number for all hops, or one for each of the n-1. In schedules that flush it costs
-            activations alone; in asynchronous ones it is staleness, so give it to slow links only.
-        replicas: The number of replicas of each stage, one number for all or one for each, in the
-            schedules ``async-1f1b``, ``2bw``, ``1f1b`` and ``gpipe``. Each replica has a worker;
-            micro-batch m goes to replica m mod r, and the gradients of an update are added up over
-            the replicas in their order. One stage with r replicas is data parallelism. Each replica
-            has buffers of its own; those of replica 0 are evaluated, and are in the state dict.
-            With ``stages="auto"`` it may be ``"auto"``, which lets the planner choose.
-        shard_optimizer: Whether the optimizer's state is divided among the replicas of a stage:
-            each replica steps its part of the weights, and takes the rest from the others. The
-            bits are the same for optimizers that step each parameter by itself.
-        schedule_options: The options that only some schedules have.
         workers: ``"local"`` starts worker processes; ``"serial"`` does everything in the thread of
             the script; ``"HOST:PORT"`` listens there for `pipedream-rt worker`. None: what the
             environment says (`pipedream-rt run`, torchrun), else ``"local"``.
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
-        clip: How gradients are clipped before each update; None for not at all.
-        ema: The decay of an exponential moving average of the weights, as 0.999, which every stage
-            makes of its own after each update; None for none. See `keep_version`.
         corrections: What every stage does about stale gradients, in the order in which it is done:
             objects of `pipedream_rt.corrections`, or of classes of your own (`Correction`).
             ``"auto"``: those that were measured to be the best for the optimizer and the staleness
             (`pipedream_rt.corrections.advice`). None: the same, where nothing speaks against it.
             ``()``: none.
-        autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
-            ``torch.bfloat16``; None for none.
-        loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
-            None for not at all, or, with ``autocast=torch.float16``, for `LossScale` as it is. In
-            schedules that flush, ``2bw``, and with vertical sync.
-        recompute: Whether stages compute their activations once more in the backward rather than
-            keep them, or a list of those that do. Such a stage keeps the inputs of micro-batches in
-            flight, and the activations of one. The bits are the same.
-        compile: Whether each worker compiles its layers, one by one, with `torch.compile`; or a
-            dict with the arguments of it.
-        on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
-            ``"ignore"`` it.
         checkpoint: The folder for checkpoints, or `Checkpoints`, which also says when to make them.
-        max_restarts: The number of failures of workers to recover from. After a failure other
-            workers are started, which compute again what was fed since the last checkpoint (since
-            the start, if there is none yet); the coordinator keeps that much of the input. None:
-            what `pipedream-rt run --max-restarts` says, else 3 if checkpoints are made by
-            themselves and 0 if not.
-        trace: A file to which `close` writes what every stage did when, or True to record it for
-            `trace` alone. None: what `pipedream-rt run --trace` says, else False. Each worker
-            keeps its last 131,072 actions.
-        fingerprint_every: The number of mini-batches after which a result has a fingerprint of the
-            weights and buffers behind it, so that two runs can be compared; None for never. It
-            costs the time to read all weights once.
-        timeouts: How long to wait for signs of life, for answers, and for workers that join.
+        training: How the stages train: clipping, averages, autocast, recomputation...
+        layout: How stages are laid out on workers: replicas, slack, credits...
+        recovery: How many failures to recover from, and how long to wait before one counts.
+        observe: What is recorded: a trace, fingerprints.
 
     Raises:
         ConfigError: The arguments cannot work; nothing was started.
@@ -232,6 +123,7 @@ class Pipeline:
         RendezvousTimeout: Some workers did not join in time; all were ended.
     """
 
+    @options_of("Pipeline")
     @dynamo_spared()
     def __init__(
         self,
@@ -239,221 +131,57 @@ class Pipeline:
         *,
         stages: Stages | Literal["auto"] = 1,
         example: Any = None,
-        weights: str | os.PathLike[str] | None = None,
         loss_fn: LossFunction | None = None,
-        weigh: Weigh | None = None,
-        check_loss: int = 1,
         optimizer: OptimizerArgument = None,
         schedule: ScheduleName | WrittenSchedule = "async-1f1b",
         micro_batches: int | None = None,
-        slack: int | Sequence[int] = 0,
-        replicas: int | Sequence[int] | Literal["auto"] = (),
-        shard_optimizer: bool = False,
-        schedule_options: ScheduleOptions = ScheduleOptions(),  # noqa: B008 - frozen
+        corrections: Sequence[Correction] | Literal["auto"] | None = None,
         workers: Workers = None,
+        checkpoint: CheckpointOption = None,
         seed: int = 0,
         threads: int = 1,
-        clip: Clip | None = None,
-        ema: float | None = None,
-        corrections: Sequence[Correction] | Literal["auto"] | None = None,
-        autocast: torch.dtype | None = None,
-        loss_scale: LossScale | None = None,
-        recompute: bool | Sequence[int] = False,
-        compile: bool | dict[str, Any] = False,
-        on_nan: OnNan = "raise",
-        checkpoint: CheckpointOption = None,
-        max_restarts: int | None = None,
-        trace: TraceOption = None,
-        fingerprint_every: int | None = None,
-        timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
+        training: Training = Training(),  # noqa: B008 - frozen, as the other groups
+        layout: Layout = Layout(),  # noqa: B008
+        recovery: Recovery = Recovery(),  # noqa: B008
+        observe: Observe = Observe(),  # noqa: B008
     ) -> None:
         """Check everything, then start the workers."""
-        # Nothing starts before all of this was found to make sense.
-        require_instance("schedule_options", schedule_options, ScheduleOptions)
-        require_instance("timeouts", timeouts, Timeouts)
-        require_count("threads", threads)
-        require_choice("shard_optimizer", shard_optimizer, (True, False))
-        require_seed(seed)
-        if fingerprint_every is not None:
-            require_count("fingerprint_every", fingerprint_every)
-        require_choice("on_nan", on_nan, ("raise", "ignore"))
-        refuse_loss(loss_fn)
-        weighing = Weighing(weigh, loss_fn)
-        require_count("check_loss", check_loss, least=0)
-        if clip is not None:
-            require_instance("clip", clip, Clip)
-        require_decay(ema)
-        refuse_autocast(autocast)
-        if isinstance(model, Iterable) and not isinstance(model, nn.Module):
-            model = list(model)  # it may be read more than once
-        self._model = UnsplitModel(model, loss_fn)
-        pretrained = self._model.pretrained(weights)
-        own = loss_fn is None and optimizer is not None and self._model.sequence is None
-        loss_fn = own_loss if own else loss_fn
-        forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=autocast)
-        kept = checkpoint_option(checkpoint)
-        self._why = ""
-        counts: int | Sequence[int] = () if replicas == "auto" else replicas
-        if replicas == "auto" and stages != "auto":
-            raise ConfigError('replicas="auto" goes with stages="auto"; else give their numbers')
-        if stages == "auto":
-            if replicas not in ((), 1, "auto"):
-                raise ConfigError(
-                    'with stages="auto" the number of stages is not known yet: replicas is "auto", '
-                    f"or left out, not {replicas!r}"
-                )
-            leave_to_rank_0(workers, threads)
-            chosen = choose_stages(
-                model,
-                example,
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                autocast=autocast,
-                schedule=schedule,
-                micro_batches=micro_batches,
-                threads=threads,
-                workers=numbers_of_workers(workers),
-                replicas=replicas == "auto"
-                and may_replicate(self._model.whole, schedule, clip, loss_scale, corrections),
-                folder=None if kept is None else kept.path,
-            )
-            stages, slack, self._why = chosen.stages, slack or chosen.slack, chosen.why
-            counts = chosen.replicas
-        forks = fork_server()
-        if starts_here(workers):  # it imports while the model is recorded and pickled
-            objects = [*self._model.whole.modules(), loss_fn]
-            forks.prepare(installed_modules(objects, compiles=bool(compile)))
-        split = split_model(self._model, stages, example, forward)
-        self.plan = _plan_of(
-            self._model,
-            split,
-            schedule,
-            micro_batches,
-            slack,
-            counts,
-            shard_optimizer,
-            schedule_options,
-        )
-        parts = [self._model.part(names) for names in self.plan.layers]
-        self.plan = dataclasses.replace(self.plan, ties=ties_of(parts, self._model.names))
-        again = recomputing(recompute, self.plan)
-        compiled = compiling(compile, self._model.modules.values())
-        scale = scaling(loss_scale, autocast, self.plan, self._model.parameters.values())
-        self.plan = with_norms(self.plan, clip, scale)
-        prove(self.plan, schedule, schedule_options.credits)
-        grouped = grouped_names(optimizer, self._model.names, self._model.parameters)
-        refuse_sharding(self.plan, corrections, ema)
-        self._corrections = correcting(corrections, self.plan, grouped, clip, scale)
-        given = GivenOptimizer(optimizer)
-        require_folder(kept)
-        makes_checkpoints = kept is not None and kept.every is not None
-        failures = Failures(
-            restart_option(max_restarts, default=3 if makes_checkpoints else 0),
-            self.plan.per_update,
-        )
-        resume = resume_option(kept)
-        traced, self._trace_path = trace_option(trace)
-        left_out = LeftOut(micro_batches=micro_batches is None, corrections=corrections is None)
-        trains = loss_fn is not None and grouped is not None
-        said = about_plan(self.plan, self._corrections, left_out) if trains else []
-        if (cores := cores_for(workers)) > 0:
-            said += about_cores(self.plan.workers, threads, cores)
-        first: Callable[[Batch], object] = functools.partial(
-            _say_of_first, modules=self._model.modules, plan=self.plan
-        )
-        if (profiled := profile_option()) is not None:  # nothing will be trained
-            said = []
-            workers = "serial"
-            first = functools.partial(
-                profile_and_end,
-                path=profiled,
-                model=model,
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                autocast=autocast,
-                count=self.plan.per_update,
-                threads=threads,
-            )
-        spans = SPANS_KEPT if traced else 0
-        specs = pickled_specs(
-            self._model,
-            self.plan,
-            parts,
+        options = Options(
+            stages=stages,
+            example=example,
             loss_fn=loss_fn,
+            optimizer=optimizer,
+            schedule=schedule,
+            micro_batches=micro_batches,
+            corrections=corrections,
+            workers=workers,
+            checkpoint=checkpoint,
             seed=seed,
-            on_nan=on_nan,
-            trace_spans=spans,
-            autocast=autocast,
-            recompute=again,
-            compile=compiled,
-            rules=rule_options(scale, clip, self._corrections, ema),
-            pretrained=pretrained,
-            programs=[split.programs(stage) for stage in range(self.plan.num_stages)],
-            modes=split.modes,
-            compared=workers != "serial",
+            threads=threads,
+            training=training,
+            layout=layout,
+            recovery=recovery,
+            observe=observe,
         )
-        for text in said:
+        unsplit = UnsplitModel(model, loss_fn)
+        options, self._why = with_stages_chosen(unsplit, resolved(options))
+        forks = warmed(unsplit, options)
+        self._job = job = prepare(unsplit, options)
+        self.plan = job.plan
+        for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.
-        start = functools.partial(
-            _start, workers=workers, plan=self.plan, timeouts=timeouts, threads=threads, forks=forks
-        )
-        self._group = WorkerGroup(
-            self.plan, start, specs, split.forwards, timeouts.answer, failures
-        )
-        self._lease = Lease(self._group)
+        self._group = start(job, forks)
         with self._group.life.guard():
-            recorder = Recorder(spans) if traced else None
-            credits = schedule_options.credits or self.plan.credits()
-            has_loss = loss_fn is not None
-            self._feeder = Feeder(
-                self._lease,
-                forwards=split.forwards,
-                credits=credits,
-                has_loss=has_loss,
-                weighing=weighing,
-                check_loss=check_loss,
-                recorder=recorder,
-                fingerprint_every=fingerprint_every,
-                refuse=given.refuse_changes,
-                first=first,
-                watch=Balance(self.plan, functools.partial(_log.warning, "%s")),
-            )
-            self._epochs = Epochs(self._feeder)
-            names = parameter_names(self._model, parts)
-            self._references = References(self._lease, self._feeder, self._model, names)
-            self._averages = ema is not None and grouped is not None
-            self._changes_modes = any(map(changes_modes, parts))
-            self._checkpointer = Checkpointer(self._group, kept)
-            preemption = Preemption(kept.grace) if kept is not None and makes_checkpoints else None
-            self._run_state = RunState(
-                self._lease,
-                self._feeder,
-                self._epochs,
-                self._model,
-                self._checkpointer,
-                functools.partial(
-                    _identity,
-                    self._feeder,
-                    schedule=self.plan.title,
-                    seed=seed,
-                    threads=threads,
-                    loss=name_of_loss(loss_fn),
-                    corrections=names_of(self._corrections),
-                ),
-                preemption,
-            )
-            if preemption is not None:
-                self._group.at_end.append(preemption.close)
-                preemption.watch()
-            self._trace = TraceCollection(self._lease, self._feeder, recorder)
-            self.stages = self._references.handles()
-            if grouped is not None:
-                self.optimizer = self._references.build_optimizer(*grouped)
-                brought = state_by_name(optimizer, self._model.names)
-                self._references.scatter_optimizer_state(brought)
-            if resume and kept is not None:
-                self._run_state.resume(require_acceptable(kept.accept))
+            run = attach(job, self._group)
+            self._lease = run.lease
+            self._feeder = run.feeder
+            self._epochs = run.epochs
+            self._references = run.references
+            self._checkpointer = run.checkpointer
+            self._run_state = run.run_state
+            self._trace = run.trace
+            self.stages = run.references.handles()
 
     # -- training -------------------------------------------------------------------------------
 
@@ -668,7 +396,7 @@ class Pipeline:
             )
         with shorter_tracebacks():
             number = self._number_of(version)
-            return generate(self._feeder, self._model.whole, args, kwargs, number, drawn)
+            return generate(self._feeder, self._job.model.whole, args, kwargs, number, drawn)
 
     def keep_version(self, *, ema: bool = False) -> KeptVersion:
         """Keep a copy of the weights and buffers of now on the stages. Flushes the pipe.
@@ -686,9 +414,9 @@ class Pipeline:
         Raises:
             ConfigError: No average is made, or a layer changes weights when its mode is set.
         """
-        if ema and not self._averages:
+        if ema and not self._job.averages:
             raise ConfigError("no average of the weights is made; give Pipeline ema=0.999")
-        if self._changes_modes:
+        if self._job.changes_modes:
             raise ConfigError(
                 "the model has a layer that does something when its mode is set, such as to merge "
                 "an adapter into a weight, so no version of its weights can be kept and read"
@@ -765,7 +493,7 @@ class Pipeline:
         Raises:
             ConfigError: The model can be copied in no way.
         """
-        return self._model.copy_with(self.state_dict(version=version))
+        return self._job.model.copy_with(self.state_dict(version=version))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield copies of all parameters, as `nn.Module.parameters` does. Flushes the pipe.
@@ -776,7 +504,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names of all parameters and copies of them; see `parameters`."""
-        return copies_of(self._model.whole, self.state_dict())
+        return copies_of(self._job.model.whole, self.state_dict())
 
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
         """Return the pipeline, whose stages compute on CPUs, if asked for one on the CPU.
@@ -972,7 +700,7 @@ class Pipeline:
             self._group.cluster.names,
             self.statistics(),
             forwards.how + (f"\n{self._why}" if self._why else ""),
-            self._corrections,
+            self._job.corrections,
         )
         return f"{text}\n{forwards.program()}" if program else text
 
@@ -1042,8 +770,8 @@ class Pipeline:
                 if self._checkpointer.is_begun:
                     self.flush()
                     self._run_state.finish_checkpoint()
-                if self._trace_path is not None:
-                    self.trace().save(self._trace_path)
+                if isinstance(path := self._job.options.observe.trace, Path):
+                    self.trace().save(path)
         finally:
             life.close()
 
@@ -1065,78 +793,3 @@ class Pipeline:
             _log.warning("no trace is left: %s", error)
         finally:
             self._group.life.close()
-
-
-def _identity(feeder: Feeder, **given: Any) -> Identity:
-    """Return what the script has given, with the optimizer of now."""
-    optimizer = feeder.optimizer
-    if optimizer is None:
-        return Identity(**given)
-    return Identity(
-        optimizer=name_of_class(optimizer.optimizer_class),
-        groups=optimizer.names(),
-        hyper_parameters=optimizer.given,
-        **given,
-    )
-
-
-def _plan_of(
-    model: UnsplitModel,
-    split: Split,
-    schedule: ScheduleName | WrittenSchedule,
-    micro_batches: int | None,
-    slack: int | Sequence[int],
-    replicas: int | Sequence[int],
-    shard_optimizer: bool,
-    options: ScheduleOptions,
-) -> Plan:
-    """Make the plan of the stages of a model."""
-    plan = plan_for(
-        schedule,
-        num_stages=len(split.layers),
-        per_update=micro_batches,
-        stages_per_worker=options.stages_per_worker,
-        vertical_sync=options.vertical_sync,
-        synchronous=options.synchronous_updates,
-        slack=slack,
-        replicas=replicas,
-        shard_optimizer=shard_optimizer,
-        credits=options.credits,
-        proved=False,  # it is once ties and norms are in it
-    )
-    refuse_unfit_plan(model.modules, plan)
-    links = plan.links if split.links is None else split.links
-    return dataclasses.replace(plan, layers=split.layers, links=links, entries=split.entries)
-
-
-def _say_of_first(batch: Batch, modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Say what the user should know of the first mini-batch."""
-    samples = samples_of(batch)
-    for text in about_micro_batches(modules, samples, plan.per_update) if samples else ():
-        _log.warning("%s", text)
-
-
-def _start(
-    receive: Receive,
-    fail: Fail,
-    generation: int,
-    *,
-    workers: Workers,
-    plan: Plan,
-    timeouts: Timeouts,
-    threads: int,
-    forks: ForkServer,
-) -> Cluster:
-    """Start the workers of a generation."""
-    return start_cluster(
-        workers,
-        plan=plan,
-        receive=receive,
-        fail=fail,
-        generation=generation,
-        timeout=timeouts.answer,
-        start_timeout=timeouts.start,
-        threads=threads,
-        heartbeat=timeouts.heartbeat,
-        forks=forks,
-    )

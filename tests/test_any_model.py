@@ -15,7 +15,7 @@ from support.pinned import Pipeline
 from support.written import RisingSteps
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale, ScheduleOptions
+from pipedream_rt import Checkpoints, Clip, LayerSpec, LossScale
 from pipedream_rt.errors import ConfigError, ScheduleError
 
 SGD = (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9})
@@ -322,7 +322,7 @@ def test_norms_pass_through_workers_with_several_stages(scaled):
         assert pipe.plan.workers == 2
         assert [loss for r in pipe.train_epoch(data) for loss in r.losses] == losses
         assert_same(pipe.state_dict(), weights)
-    options["schedule_options"] = ScheduleOptions(stages_per_worker=2)
+    options["stages_per_worker"] = 2
     rule = r"(?s)stage 0 waits in 0:S0 for norm 0 from stage 1.* from its last stage to its first"
     with pytest.raises(ScheduleError, match=rule):
         case.pipeline(schedule=RisingSteps(), **options)
@@ -338,7 +338,7 @@ def test_norms_pass_through_workers_with_several_stages(scaled):
     [
         ({"schedule": "async-1f1b"}, "async-1f1b", 1, 4),
         ({"schedule": "async-1f1b"}, "async-1f1b", 2, 2),
-        ({"schedule_options": ScheduleOptions(vertical_sync=True)}, "vertical-sync", 1, 0),
+        ({"schedule": "async-1f1b+vertical-sync"}, "vertical-sync", 1, 0),
         ({"schedule": "2bw"}, "2bw", 4, 0),
     ],
 )
@@ -365,16 +365,17 @@ def test_asynchronous_clipping_equals_the_oracle(options, reads, k, delay, tmp_p
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("vertical_sync", [False, True])
-def test_clipping_survives_a_worker(vertical_sync, tmp_path):
+@pytest.mark.parametrize("schedule", ["async-1f1b", "async-1f1b+vertical-sync"])
+def test_clipping_survives_a_worker(schedule, tmp_path):
     case = CASES["unet"]
     data = case.data(10)
-    clip = (0.05, (lambda t: t) if vertical_sync else (lambda t: t - 3 if t >= 3 else None))
+    exact = schedule != "async-1f1b"
+    clip = (0.05, (lambda t: t) if exact else (lambda t: t - 3 if t >= 3 else None))
     with case.pipeline(
         stages=3, workers="local", checkpoint=Checkpoints(tmp_path, every=3), max_restarts=1,
-        clip=Clip(norm=0.05), schedule_options=ScheduleOptions(vertical_sync=vertical_sync),
+        clip=Clip(norm=0.05), schedule=schedule,
     ) as pipe:  # fmt: skip
-        reads = "vertical-sync" if vertical_sync else "async-1f1b"
+        reads = "vertical-sync" if exact else "async-1f1b"
         weights, losses = of_oracle(case, pipe, data, 1, reads, clip)
         found = losses_through_death(pipe, data, "worker-0", step=6)
         assert found == losses
@@ -383,17 +384,15 @@ def test_clipping_survives_a_worker(vertical_sync, tmp_path):
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize("schedule", ["async-1f1b", "async-1f1b+vertical-sync"])
 @pytest.mark.parametrize("stop", [4, 5, 7])
-def test_clipping_goes_on_from_a_checkpoint_that_did_not_stop_the_pipe(
-    vertical_sync, stop, tmp_path
-):
+def test_clipping_goes_on_from_a_checkpoint_that_did_not_stop_the_pipe(schedule, stop, tmp_path):
     """Updates wait for their norm, while later micro-batches drop versions that come again."""
     case = CASES["unet"]
     data = case.data(10)
     options = {
         "stages": 3, "clip": Clip(norm=0.05), "workers": "serial",
-        "schedule_options": ScheduleOptions(vertical_sync=vertical_sync),
+        "schedule": schedule,
     }  # fmt: skip
     with case.pipeline(**options) as pipe:
         losses = [result.loss for result in pipe.train_epoch(data)]
@@ -1070,7 +1069,7 @@ def test_scaled_losses_survive_a_worker_with_vertical_sync(tmp_path):
     for victim in (None, "worker-1"):
         with case.pipeline(
             stages=3, workers="local", autocast=torch.float16, loss_scale=LossScale(**SCALE),
-            schedule_options=ScheduleOptions(vertical_sync=True), max_restarts=1,
+            schedule="async-1f1b+vertical-sync", max_restarts=1,
             checkpoint=Checkpoints(tmp_path / str(victim), every=3),
         ) as pipe:  # fmt: skip
             losses = losses_through_death(pipe, data, victim, step=4)

@@ -15,13 +15,13 @@ from pipedream_rt import (
     CheckpointError,
     Checkpoints,
     ConfigError,
+    Layout,
     MessageTimeout,
     NonFiniteLoss,
     PipelineClosed,
+    Recovery,
     RendezvousTimeout,
-    ScheduleOptions,
     StageFailed,
-    Timeouts,
 )
 from pipedream_rt.cluster.serial import SerialCluster
 
@@ -45,16 +45,22 @@ def make(model=None, **kwargs):
         ({"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),
         (
-            {"schedule_options": lambda: ScheduleOptions(credits=-1)},
+            {"layout": lambda: Layout(credits=-1)},
             "credits must be an integer of at least 1",
         ),
-        ({"schedule_options": 3}, r"schedule_options must be ScheduleOptions\(...\), not 3"),
+        ({"layout": 3}, r"layout must be Layout\(...\), not 3"),
         (
-            {"timeouts": lambda: Timeouts(answer=30)},
+            {"recovery": lambda: Recovery(answer=30)},
             "answer must be a positive .*timedelta, not 30",
         ),
-        ({"timeouts": 30}, r"timeouts must be Timeouts\(...\), not 30"),
-        ({"timeouts": lambda: Timeouts(start=timedelta(0))}, "timeout start must be a positive"),
+        ({"recovery": 30}, r"recovery must be Recovery\(...\), not 30"),
+        ({"recovery": lambda: Recovery(start=timedelta(0))}, "start must be a positive"),
+        (
+            {"clipp": 1},
+            r"no option 'clipp'; clip belongs to Training: give training=Training\(clip",
+        ),
+        ({"stagse": 3}, "no option 'stagse'; did you mean stages?"),
+        ({"timeouts": 3}, "no option 'timeouts'"),
         ({"on_nan": "panic"}, "on_nan must be 'raise' or 'ignore'"),
         ({"loss_fn": 3}, "loss_fn must be callable"),
         (
@@ -91,7 +97,7 @@ def make(model=None, **kwargs):
         ({"checkpoint": lambda: Checkpoints("run", every=0)}, "every, .* must be an integer of at"),
         ({"checkpoint": lambda: Checkpoints("run", keep=0)}, "keep, .* integer of at least 1"),
         ({"max_restarts": -1}, "max_restarts must be an integer of at least 0"),
-        ({"timeouts": lambda: Timeouts(heartbeat=10)}, "heartbeat must be a positive"),
+        ({"recovery": lambda: Recovery(heartbeat=10)}, "heartbeat must be a positive"),
         ({"slack": -1}, "slack must be integers of at least 0, not -1"),
         ({"slack": 1.5}, "slack must be integers of at least 0, not 1.5"),
         ({"slack": None}, "slack must be integers of at least 0, not None"),
@@ -334,7 +340,7 @@ class LosingCluster(SerialCluster):
 
 
 def test_a_stall_is_an_error_that_tells_who_waits_for_what():
-    pipe = make(stages=2, timeouts=Timeouts(answer=timedelta(seconds=0.3)), workers=LosingCluster)
+    pipe = make(stages=2, answer=timedelta(seconds=0.3), workers=LosingCluster)
     with pytest.raises(MessageTimeout) as e:
         list(pipe.train_epoch(regression(3)))
     assert str(e.value) == (
@@ -351,7 +357,7 @@ def test_workers_that_never_join_are_counted():
     with pytest.raises(
         RendezvousTimeout, match=r"3 of 3 workers did not join within 0.2 s.*none"
     ) as e:
-        make(workers="127.0.0.1:0", timeouts=Timeouts(start=timedelta(seconds=0.2)))
+        make(workers="127.0.0.1:0", start=timedelta(seconds=0.2))
     assert e.value.missing == 3
 
 

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from support.faults import FaultyAdamW, Plan
 from support.oracle import assert_same
+from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip, Pipeline, ScheduleOptions
+from pipedream_rt import Checkpoints, Clip
 
 NORM = Clip(norm=0.05)
-SYNC = {"schedule_options": ScheduleOptions(vertical_sync=True)}
+SYNC = {"schedule": "async-1f1b+vertical-sync"}
 CASES = {
     "exact": {**SYNC, "clip": NORM},
     "exact, two micro-batches": {**SYNC, "clip": NORM, "micro_batches": 2},

@@ -9,18 +9,17 @@ from datetime import timedelta
 
 import pytest
 import torch.nn.functional as F
-from support.faults import KINDS, PHASES, Plan, faulty_sink
+from support.faults import KINDS, PHASES, FaultySerial, Plan, faulty_sink
 from support.models import POINTS, batches, kitchen_sink
 from support.oracle import assert_same, oracle
 from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, ScheduleOptions, Timeouts
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt import Checkpoints
 
 PLANS = [
     (4, {"schedule": "async-1f1b"}, "async-1f1b"),
     (2, {"schedule": "async-1f1b", "micro_batches": 2}, "async-1f1b"),
-    (3, {"schedule_options": ScheduleOptions(vertical_sync=True)}, "vertical-sync"),
+    (3, {"schedule": "async-1f1b+vertical-sync"}, "vertical-sync"),
     (3, {"schedule": "2bw", "micro_batches": 4}, "2bw"),
     (3, {"schedule": "1f1b", "micro_batches": 3}, "flushed"),
     (2, {"schedule": "gpipe", "micro_batches": 2}, "flushed"),
@@ -61,7 +60,7 @@ def disturbed(folder, plan_of, number, every, workers, heartbeat=timedelta(secon
     with Pipeline(
         model, stages=points, loss_fn=F.cross_entropy, optimizer=optimizer, workers=workers,
         checkpoint=Checkpoints(folder / "run", every=every), max_restarts=1000,
-        timeouts=Timeouts(heartbeat=heartbeat, answer=timedelta(seconds=60)), **schedule,
+        heartbeat=heartbeat, answer=timedelta(seconds=60), **schedule,
     ) as pipe:  # fmt: skip
         steps, found = [], []
         for result in pipe.train_epoch(batches(BATCHES, samples=8)):
@@ -75,7 +74,7 @@ def disturbed(folder, plan_of, number, every, workers, heartbeat=timedelta(secon
 
 
 def in_process(seed):
-    return functools.partial(SerialCluster, shuffle_seed=seed)
+    return functools.partial(FaultySerial, shuffle_seed=seed)
 
 
 @pytest.mark.threads

@@ -17,7 +17,6 @@ from pipedream_rt import (
     Clip,
     ConfigError,
     LossScale,
-    ScheduleOptions,
 )
 from pipedream_rt.corrections import (
     Correction,
@@ -62,7 +61,7 @@ OPTIMIZERS = {
 SCHEDULES = {
     "async": ({}, "async-1f1b"),
     "async, 2 per update": ({"micro_batches": 2}, "async-1f1b"),
-    "vertical": ({"schedule_options": ScheduleOptions(vertical_sync=True)}, "vertical-sync"),
+    "vertical": ({"schedule": "async-1f1b+vertical-sync"}, "vertical-sync"),
     "2bw": ({"schedule": "2bw", "micro_batches": 4}, "2bw"),
     "1f1b": ({"schedule": "1f1b", "micro_batches": 2}, "flushed"),
 }
@@ -288,7 +287,7 @@ def test_explain_tells_staleness_and_memory():
             {
                 "corrections": [DelayCompensation()],
                 "clip": Clip(norm=1.0),
-                "schedule_options": ScheduleOptions(vertical_sync=True),
+                "schedule": "async-1f1b+vertical-sync",
             },
             "DelayCompensation needs the weights that a gradient is applied to",
         ),

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 from torch import nn
 
-from pipedream_rt import Clip, ConfigError, LossScale, Pipeline, ScheduleOptions
+from pipedream_rt import Clip, ConfigError, LossScale
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
 
 
@@ -75,8 +76,8 @@ def test_corrections_that_sharded_optimizers_do_not_bear_are_left_out():
         {"schedule": "2bw", "clip": Clip(norm=1.0)},
         {"schedule": "2bw", "loss_scale": LossScale()},
         {"ema": 0.9},
-        {"schedule_options": ScheduleOptions(synchronous_updates=4)},
-        {"schedule_options": ScheduleOptions(vertical_sync=True)},
+        {"synchronous_updates": 4},
+        {"schedule": "async-1f1b+vertical-sync"},
         {"recompute": True},
     ],
 )

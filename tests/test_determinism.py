@@ -22,7 +22,7 @@ from support.pinned import Pipeline
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import ScheduleOptions, StageFailed
+from pipedream_rt import StageFailed
 from pipedream_rt.cluster.serial import SerialCluster
 
 pytestmark = pytest.mark.threads
@@ -95,7 +95,7 @@ def test_vertical_sync_equals_the_oracle(n, k, optimizer):
         optimizer=optimizer,
         micro_batches=k,
         shuffle=n,
-        schedule_options=ScheduleOptions(vertical_sync=True),
+        schedule="async-1f1b+vertical-sync",
     )
     assert_same(found, expected)
     assert [loss for r in results for loss in r.losses] == losses
@@ -191,7 +191,7 @@ def test_interleaved_equals_plain_accumulation(stages, v, k):
         loss_fn=F.cross_entropy,
         optimizer=OPTIMIZERS["adamw"],
         schedule="interleaved-1f1b",
-        schedule_options=ScheduleOptions(stages_per_worker=v),
+        stages_per_worker=v,
         micro_batches=k,
         workers=functools.partial(SerialCluster, shuffle_seed=stages),
     ) as pipe:

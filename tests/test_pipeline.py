@@ -27,7 +27,6 @@ from pipedream_rt import (
     DistributedOptimizer,
     PipelineClosed,
     PipelineError,
-    Timeouts,
 )
 from pipedream_rt.cluster.serial import SerialCluster
 
@@ -112,7 +111,7 @@ def test_a_tensor_that_crosses_twice_has_its_gradients_summed_as_in_the_unsplit_
 def test_losses_that_come_late_are_not_lost_to_an_inference_between_them():
     for seed in range(10):
         workers = functools.partial(SerialCluster, shuffle_seed=seed)
-        with open_pipe(workers=workers, timeouts=Timeouts(answer=timedelta(seconds=20))) as pipe:
+        with open_pipe(workers=workers, answer=timedelta(seconds=20)) as pipe:
             pending = [pipe.submit(x, y) for x, y in regression(3)]
             pipe(torch.ones(1, 8))
             pipe.evaluate(regression(1))

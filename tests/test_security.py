@@ -24,7 +24,6 @@ from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
 
-from pipedream_rt import Timeouts
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
 from pipedream_rt.deadline import Deadline
@@ -295,7 +294,7 @@ def test_a_rogue_cannot_join(environment):
     try:
         with Pipeline(
             mlp(), stages=1, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            workers=f"127.0.0.1:{port}", timeouts=Timeouts(start=timedelta(seconds=60)),
+            workers=f"127.0.0.1:{port}", start=timedelta(seconds=60),
         ) as pipe:  # fmt: skip
             assert [stage.worker for stage in pipe.stages] == ["right"]
             assert len(list(pipe.train_epoch(regression(4)))) == 4

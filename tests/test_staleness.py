@@ -10,7 +10,7 @@ from support.models import POINTS, batches, kitchen_sink
 from support.oracle import READS, assert_same, oracle
 from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, Clip, ConfigError, ScheduleOptions, check, plan_for
+from pipedream_rt import Checkpoints, Clip, ConfigError, check, plan_for
 
 WORKERS = [
     pytest.param("serial", marks=pytest.mark.threads),
@@ -23,7 +23,7 @@ WORKERS = [
 KINDS = {
     "async": ("async-1f1b", 1, {}),
     "async, 2 per update": ("async-1f1b", 2, {}),
-    "vertical": ("async-1f1b", 1, {"vertical_sync": True}),
+    "vertical": ("async-1f1b+vertical-sync", 1, {}),
     "2bw": ("2bw", 4, {}),
 }
 
@@ -51,7 +51,8 @@ def piped(kind, synchronous, **options):
         optimizer=(torch.optim.AdamW, {"lr": 0.01}),
         schedule=schedule,
         micro_batches=k,
-        schedule_options=ScheduleOptions(synchronous_updates=synchronous, **more),
+        synchronous_updates=synchronous,
+        **more,
         **{"workers": "serial", **options},
     )
 

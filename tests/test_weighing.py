@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from support.faults import kill
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 from torch import nn
 
-from pipedream_rt import ConfigError, Pipeline, StageFailed
+from pipedream_rt import ConfigError, StageFailed
 
 CLASSES, IGNORED = 5, -100
 SGD = (torch.optim.SGD, {"lr": 0.1})

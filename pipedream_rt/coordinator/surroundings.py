@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from pipedream_rt.cluster.environment import (
@@ -18,7 +19,29 @@ from pipedream_rt.cluster.environment import (
     count_of_environment,
 )
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.options import Checkpoints, TraceOption
+from pipedream_rt.job.options import Checkpoints, Options, TraceOption
+
+
+def resolved(options: Options) -> Options:
+    """Return options in which what the script leaves to the environment is filled in.
+
+    Raises:
+        ConfigError: A variable makes no sense, a file or folder cannot be written, or the script
+            runs under `pipedream-rt run --resume` and names no folder.
+    """
+    kept, recovery, observe = options.kept, options.recovery, options.observe
+    require_folder(kept)
+    resume = resume_option(kept)
+    restarts = restart_option(recovery.max_restarts, 3 if options.makes_checkpoints else 0)
+    traced, path = trace_option(observe.trace)
+    return replace(
+        options,
+        checkpoint=None if kept is None else replace(kept, resume=resume),
+        recovery=replace(recovery, max_restarts=restarts),
+        observe=replace(observe, trace=path or traced),
+        # The script of `pipedream-rt profile` trains nothing.
+        workers=options.workers if profile_option() is None else "serial",
+    )
 
 
 def require_folder(checkpoints: Checkpoints | None) -> None:
@@ -47,7 +70,7 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
             follow `pipedream-rt run --trace`.
 
     Raises:
-        ConfigError: The option is something else, or the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     global _traced_by_run
     if trace is None and TRACE in os.environ:
@@ -57,8 +80,6 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
         trace = path if _traced_by_run == 1 else path.with_stem(f"{path.stem}-{_traced_by_run}")
     if trace is None or isinstance(trace, bool):
         return bool(trace), None
-    if not isinstance(trace, str | os.PathLike):
-        raise ConfigError(f"trace must be a file, True or False, not {trace!r}")
     return True, writable(trace)
 
 
@@ -101,13 +122,9 @@ def restart_option(max_restarts: int | None, default: int) -> int:
         default: The number where neither says one.
 
     Raises:
-        ConfigError: The option, or the variable that stands for it, is no integer of at least 0.
+        ConfigError: The variable is no integer of at least 0.
     """
-    if max_restarts is None:
-        return count_of_environment(MAX_RESTARTS, default)
-    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ConfigError(f"max_restarts must be an integer of at least 0, not {max_restarts!r}")
-    return max_restarts
+    return count_of_environment(MAX_RESTARTS, default) if max_restarts is None else max_restarts
 
 
 _traced_by_run = 0

@@ -16,9 +16,6 @@ from pipedream_rt.observe.spans import SPAN, Recorder, Spans
 from pipedream_rt.observe.trace import Trace, WorkerFacts
 from pipedream_rt.schedules import Plan
 
-SPANS_KEPT = 1 << 17
-"""Number of spans that each process keeps: its last 131,072, in 8 MiB."""
-
 
 class TraceCollection:
     """The collector of the trace of a run.

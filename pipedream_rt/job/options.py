@@ -1,19 +1,230 @@
-"""The options of `Pipeline`: small values, checked before a worker starts."""
+"""The options of `Pipeline`: frozen values, of which each checks itself.
+
+What a beginner sets is flat. The rest stands in four groups: how it trains (`Training`), how it is
+laid out on workers (`Layout`), what becomes of failures (`Recovery`), and what is recorded
+(`Observe`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import torch
+
+from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
-from pipedream_rt.job.requirements import require_choice, require_count, require_time
+from pipedream_rt.job.requirements import (
+    option_group,
+    require_choice,
+    require_count,
+    require_decay,
+    require_instance,
+    require_seed,
+    require_time,
+)
+from pipedream_rt.job.splitting import Stages
+from pipedream_rt.job.weighing import Weigh
+from pipedream_rt.models import refuse_loss
+from pipedream_rt.schedules.recipes import ScheduleName
+from pipedream_rt.schedules.written import WrittenSchedule
+from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.scaling import LossScale
+from pipedream_rt.stage.spec import LossFunction, OnNan
+
+SPANS_KEPT = 1 << 17
+"""The number of the last actions of a process that a trace has, in 8 MiB."""
+
+TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
+"""A file to write the trace to, or whether to record one; None follows the environment."""
+
+Workers: TypeAlias = Literal["local", "serial"] | str | Callable[..., Any] | None
+"""``"local"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or a function that
+makes a `Cluster` of another kind (called with the plan and the arguments ``receive``, ``fail``,
+``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
 
 
+@option_group
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How the stages train.
+
+    Attributes:
+        clip: How gradients are clipped before each update; None for not at all.
+        ema: The decay of an exponential moving average of the weights, as 0.999, which every stage
+            makes of its own after each update; None for none. See `Pipeline.keep_version`.
+        autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
+            ``torch.bfloat16``; None for none.
+        loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
+            None for not at all, or, with ``autocast=torch.float16``, for `LossScale` as it is. In
+            schedules that flush, ``2bw``, and with vertical sync.
+        recompute: Whether stages compute their activations once more in the backward rather than
+            keep them, or a list of those that do. Such a stage keeps the inputs of micro-batches in
+            flight, and the activations of one. The bits are the same.
+        compile: Whether each worker compiles its layers, one by one, with `torch.compile`; or a
+            dict with the arguments of it.
+        on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
+            ``"ignore"`` it.
+        weigh: A function that returns what a micro-batch weighs in its mini-batch, where the loss
+            is no mean over samples, as ``lambda x, y: (y != -100).sum()``. It is called in the
+            script with what the loader yields. None: the labels that count, if the model computes
+            its loss itself and that is a cross entropy; else the samples. A model whose forward has
+            an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
+        check_loss: In how many mini-batches, from the first one on, the loss of the whole is
+            compared with the losses of its micro-batches, which must be its parts; 0 for none.
+
+    Raises:
+        ConfigError: A value makes no sense.
+    """
+
+    clip: Clip | None = None
+    ema: float | None = None
+    autocast: torch.dtype | None = None
+    loss_scale: LossScale | None = None
+    recompute: bool | Sequence[int] = False
+    compile: bool | dict[str, Any] = False
+    on_nan: OnNan = "raise"
+    weigh: Weigh | None = None
+    check_loss: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.clip is not None:
+            require_instance("clip", self.clip, Clip)
+        require_decay(self.ema)
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"autocast must be torch.bfloat16 or torch.float16, not {self.autocast!r}"
+            )
+        if self.loss_scale is not None:
+            require_instance("loss_scale", self.loss_scale, LossScale)
+        if not isinstance(self.compile, bool | dict):
+            raise ConfigError(
+                "compile must be True, False or a dict of arguments of torch.compile, not "
+                f"{self.compile!r}"
+            )
+        require_choice("on_nan", self.on_nan, ("raise", "ignore"))
+        require_count("check_loss", self.check_loss, least=0)
+
+
+@option_group
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How stages are laid out on workers, and micro-batches on the schedule.
+
+    Attributes:
+        replicas: The number of replicas of each stage, one number for all or one for each, in the
+            schedules ``async-1f1b``, ``2bw``, ``1f1b`` and ``gpipe``. Each replica has a worker;
+            micro-batch m goes to replica m mod r, and the gradients of an update are added up over
+            the replicas in their order. One stage with r replicas is data parallelism. Each replica
+            has buffers of its own; those of replica 0 are evaluated, and are in the state dict.
+            With ``stages="auto"`` it may be ``"auto"``, which lets the planner choose.
+        shard_optimizer: Whether the optimizer's state is divided among the replicas of a stage:
+            each replica steps its part of the weights, and takes the rest from the others. The
+            bits are the same for optimizers that step each parameter by itself.
+        slack: Extra warm-up forwards before a hop between two stages, which hide its latency: one
+            number for all hops, or one for each of the n-1. In schedules that flush it costs
+            activations alone; in asynchronous ones it is staleness, so give it to slow links only.
+        stages_per_worker: With ``interleaved-1f1b``, the number of stages on each worker; 2 if
+            None.
+        synchronous_updates: With ``async-1f1b`` and ``2bw``, the number of updates at the start of
+            a run of which each flushes the pipe, as in ``1f1b``: no gradient is stale while weights
+            move fast.
+        credits: Number of mini-batches that are injected before the first result is awaited; None
+            for what the schedule needs. It bounds the memory for inputs, and a learning rate that
+            is set after result i applies from mini-batch i + credits on.
+        weights: A folder from which each worker reads the weights of its stages, as
+            ``save_pretrained`` and `Pipeline.save` write it. The model then needs none; see
+            `without_values`. None for the weights that the model has.
+
+    Raises:
+        ConfigError: A value makes no sense by itself. What does not fit the schedule is found when
+            the plan is made.
+    """
+
+    replicas: int | Sequence[int] | Literal["auto"] = ()
+    shard_optimizer: bool = False
+    slack: int | Sequence[int] = 0
+    stages_per_worker: int | None = None
+    synchronous_updates: int = 0
+    credits: int | None = None
+    weights: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values that a plan does not check."""
+        require_choice("shard_optimizer", self.shard_optimizer, (True, False))
+        if self.credits is not None:
+            require_count("credits", self.credits)
+
+
+@option_group
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What becomes of failures, and how long the coordinator waits before it counts one.
+
+    Attributes:
+        max_restarts: The number of failures of workers to recover from. After a failure other
+            workers are started, which compute again what was fed since the last checkpoint (since
+            the start, if there is none yet); the coordinator keeps that much of the input. None:
+            what `pipedream-rt run --max-restarts` says, else 3 if checkpoints are made by
+            themselves and 0 if not.
+        heartbeat: How long a worker process may be silent. Workers send four signs of life in that
+            time, also while they compute.
+        answer: How long to wait for a message that is sure to come.
+        start: How long to wait for all workers to join.
+
+    Raises:
+        ConfigError: A time is no positive `timedelta`, or the number is below 0.
+    """
+
+    max_restarts: int | None = None
+    heartbeat: timedelta = timedelta(seconds=10)
+    answer: timedelta = timedelta(minutes=5)
+    start: timedelta = timedelta(minutes=2)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.max_restarts is not None:
+            require_count("max_restarts", self.max_restarts, least=0)
+        for name in ("heartbeat", "answer", "start"):
+            require_time(name, getattr(self, name))
+
+
+@option_group
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observe:
+    """What is recorded of a run.
+
+    Attributes:
+        trace: A file to which `Pipeline.close` writes what every stage did when, or True to record
+            it for `Pipeline.trace` alone. None: what `pipedream-rt run --trace` says, else False.
+            Each worker keeps its last 131,072 actions.
+        fingerprint_every: The number of mini-batches after which a result has a fingerprint of the
+            weights and buffers behind it, so that two runs can be compared; None for never. It
+            costs the time to read all weights once.
+
+    Raises:
+        ConfigError: A value makes no sense.
+    """
+
+    trace: TraceOption = None
+    fingerprint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not isinstance(self.trace, str | os.PathLike | bool | None):
+            raise ConfigError(f"trace must be a file, True or False, not {self.trace!r}")
+        if self.fingerprint_every is not None:
+            require_count("fingerprint_every", self.fingerprint_every)
+
+
+@option_group
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """Where checkpoints are kept, and when they are made.
@@ -69,62 +280,6 @@ CheckpointOption: TypeAlias = str | os.PathLike[str] | Checkpoints | None
 """The folder of the checkpoints, or `Checkpoints`; None for no checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """The times for which the coordinator waits before it counts something as failed.
-
-    Attributes:
-        heartbeat: How long a worker process may be silent. Workers send four signs of life in that
-            time, also while they compute.
-        answer: How long to wait for a message that is sure to come.
-        start: How long to wait for all workers to join.
-
-    Raises:
-        ConfigError: A time is no positive `timedelta`.
-    """
-
-    heartbeat: timedelta = timedelta(seconds=10)
-    answer: timedelta = timedelta(minutes=5)
-    start: timedelta = timedelta(minutes=2)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("heartbeat", "answer", "start"):
-            require_time(f"the timeout {name}", getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleOptions:
-    """Options that apply to some schedules.
-
-    Attributes:
-        vertical_sync: With ``async-1f1b``, whether every stage reads the weight version that the
-            first stage reads.
-        synchronous_updates: With ``async-1f1b`` and ``2bw``, the number of updates at the start of
-            a run of which each flushes the pipe, as in ``1f1b``: no gradient is stale while weights
-            move fast.
-        stages_per_worker: With ``interleaved-1f1b``, the number of stages on each worker; 2 if
-            None.
-        credits: Number of mini-batches that are injected before the first result is awaited; None
-            for what the schedule needs. It bounds the memory for inputs, and a learning rate that
-            is set after result i applies from mini-batch i + credits on.
-
-    Raises:
-        ConfigError: A number is below 1.
-    """
-
-    vertical_sync: bool = False
-    synchronous_updates: int = 0
-    stages_per_worker: int | None = None
-    credits: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the credits; `Shape` checks the stages on each worker."""
-        require_choice("vertical_sync", self.vertical_sync, (True, False))
-        if self.credits is not None:
-            require_count("credits", self.credits)
-
-
 def checkpoint_option(checkpoint: CheckpointOption) -> Checkpoints | None:
     """Return the option ``checkpoint`` of `Pipeline` as `Checkpoints`; a path is their folder.
 
@@ -136,5 +291,54 @@ def checkpoint_option(checkpoint: CheckpointOption) -> Checkpoints | None:
     return Checkpoints(checkpoint)
 
 
-TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
-"""A file to write the trace to, or whether to record one; None follows the environment."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All options of a `Pipeline`, whose docstring says what they are.
+
+    Raises:
+        ConfigError: A value makes no sense by itself.
+    """
+
+    stages: Stages | Literal["auto"] = 1
+    example: Any = None
+    loss_fn: LossFunction | None = None
+    optimizer: OptimizerArgument = None
+    schedule: ScheduleName | WrittenSchedule = "async-1f1b"
+    micro_batches: int | None = None
+    corrections: Sequence[Correction] | Literal["auto"] | None = None
+    workers: Workers = None
+    checkpoint: CheckpointOption = None
+    seed: int = 0
+    threads: int = 1
+    training: Training = field(default_factory=Training)
+    layout: Layout = field(default_factory=Layout)
+    recovery: Recovery = field(default_factory=Recovery)
+    observe: Observe = field(default_factory=Observe)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the model."""
+        for group in (Training, Layout, Recovery, Observe):
+            name = group.__name__.lower()
+            require_instance(name, getattr(self, name), group)
+        require_count("threads", self.threads)
+        require_seed(self.seed)
+        refuse_loss(self.loss_fn)
+        object.__setattr__(self, "checkpoint", checkpoint_option(self.checkpoint))
+        replicas = self.layout.replicas
+        if replicas == "auto" and self.stages != "auto":
+            raise ConfigError('replicas="auto" goes with stages="auto"; else give their numbers')
+        if self.stages == "auto" and replicas not in ((), 1, "auto"):
+            raise ConfigError(
+                'with stages="auto" the number of stages is not known yet: replicas is "auto", '
+                f"or left out, not {replicas!r}"
+            )
+
+    @property
+    def kept(self) -> Checkpoints | None:
+        """The checkpoints; None for none."""
+        return checkpoint_option(self.checkpoint)
+
+    @property
+    def makes_checkpoints(self) -> bool:
+        """Whether checkpoints are made by themselves."""
+        return self.kept is not None and self.kept.every is not None

@@ -2,9 +2,69 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, UnknownOption
+
+T = TypeVar("T")
+
+_NAMES: dict[str, tuple[str, ...]] = {}
+"""By owner, as ``Training``, the names of its options."""
+
+
+def options_of(owner: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a constructor refuse a name that it does not know, with the nearest one that it does.
+
+    Args:
+        owner: Whose options they are, for the message.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        _, *names = inspect.signature(init).parameters
+        _NAMES[owner] = tuple(names)
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in names:
+                    raise UnknownOption(_unknown(owner, name))
+            init(self, *args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def option_group(cls: type[T]) -> type[T]:
+    """Let a dataclass of options refuse a name that it does not know; see `options_of`."""
+    cls.__init__ = options_of(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
+    return cls
+
+
+def _unknown(owner: str, name: str) -> str:
+    """Say which option was meant."""
+    homes = {option: home for home, names in _NAMES.items() for option in names}
+    homes.update(dict.fromkeys(_NAMES[owner], owner))
+    if name in homes:
+        meant = name
+    else:
+        near = [get_close_matches(name, names, n=1) for names in (_NAMES[owner], homes)]
+        meant = next((found[0] for found in near if found), "")
+    if not meant:
+        what = f"; there are {', '.join(_NAMES[owner])}"
+    elif homes[meant] == owner:
+        what = f"; did you mean {meant}?"
+    elif homes[meant] in _NAMES["Pipeline"] or owner != "Pipeline":
+        what = f"; {meant} is an option of {homes[meant]}"
+    else:
+        home = homes[meant]
+        what = f"; {meant} belongs to {home}: give {home.lower()}={home}({meant}=...)"
+    return f"{owner} has no option {name!r}{what}"
 
 
 def require_count(name: str, value: int, least: int = 1) -> None:

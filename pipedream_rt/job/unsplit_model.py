@@ -42,6 +42,7 @@ class UnsplitModel:
         loss_fn: The loss function, whose parameters are trained too if it is a module.
 
     Attributes:
+        given: The model as it was given.
         whole: The model as one module.
         sequence: Its layers by name, if it is a sequence of layers; else None.
         blueprint: The list of those layers that workers build.
@@ -54,11 +55,12 @@ class UnsplitModel:
 
     def __init__(self, model: nn.Module | Iterable[nn.Module], loss_fn: object = None) -> None:
         """Name the layers and the parameters."""
-        self._model: Any = model
+        self.given: Any = model
         self.sequence: Layers | None = None
         self.blueprint = Blueprint()
         if isinstance(model, Iterable) and not isinstance(model, nn.Module):
-            model = self._with_specs(list(model))
+            self.given = list(model)  # it may be read once alone
+            model = self._with_specs(self.given)
         if isinstance(model, nn.Module) and not is_sequence(model):
             self.whole = model
         else:
@@ -104,7 +106,7 @@ class UnsplitModel:
         Raises:
             ConfigError: It does something else when its mode is set.
         """
-        return modes_of(self._model, layers) if isinstance(self._model, nn.Module) else Modes()
+        return modes_of(self.given, layers) if isinstance(self.given, nn.Module) else Modes()
 
     def pretrained(self, folder: str | os.PathLike[str] | None) -> Pretrained | None:
         """Return where the weights of the model are that workers read.
@@ -218,7 +220,7 @@ class UnsplitModel:
             whole: nn.Module = nn.Sequential(*layers)
             whole.load_state_dict(state_dict)
             return whole
-        given = self._model
+        given = self.given
         as_given = isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList)
         whole = _copy_of(given if as_given else self.whole)
         give_values(whole, lambda t: torch.empty_like(t, device="cpu") if t.is_meta else None)

@@ -5,7 +5,6 @@ from pipedream_rt.models.layer_spec import LayerSpec
 from pipedream_rt.models.refusals import (
     refuse_loss,
     refuse_unfit_layers,
-    refuse_unfit_plan,
     shared_buffers,
     tensors_of,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "range_of",
     "refuse_loss",
     "refuse_unfit_layers",
-    "refuse_unfit_plan",
     "shared_buffers",
     "split_points",
     "tensors_of",

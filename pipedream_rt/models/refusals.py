@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.shipping import range_of
 from pipedream_rt.models.split import Layers
-from pipedream_rt.schedules import Plan
 
 
 def refuse_unfit_layers(layers: Layers) -> None:
@@ -87,23 +86,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
             return True
         part.fill_(True)
     return False
-
-
-def refuse_unfit_plan(layers: Layers, plan: Plan) -> None:
-    """Refuse layers that cannot be trained by a schedule.
-
-    Raises:
-        ConfigError: The message names the layer and says what to do.
-    """
-    for name, layer in layers.items():
-        for path, module in layer.named_modules(prefix=name):
-            edits = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            if edits and module.max_norm is not None and not plan.flushes:
-                raise ConfigError(
-                    f"{path} is an {type(module).__name__} with max_norm, which changes its weight "
-                    f"in forward; {plan.name} keeps several versions of it, so use a schedule that "
-                    "flushes (1f1b, gpipe), or normalise the rows that were looked up"
-                )
 
 
 def refuse_loss(loss_fn: Any) -> None:

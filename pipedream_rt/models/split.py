@@ -195,23 +195,10 @@ def ties_of(parts: Sequence[nn.Module], names: Mapping[int, str]) -> tuple[Tie, 
     Args:
         parts: The layers of each stage, as one module.
         names: The name of each trainable parameter in the unsplit model, by its ``id``.
-
-    Raises:
-        ConfigError: Such a weight has a hook on its gradient, which no stage has as a whole.
     """
-    users: dict[int, tuple[nn.Parameter, list[int]]] = {}
+    users: dict[str, list[int]] = {}
     for stage, part in enumerate(parts):
         for parameter in part.parameters():
             if parameter.requires_grad:
-                users.setdefault(id(parameter), (parameter, []))[1].append(stage)
-    ties = [(names[id(p)], p, stages) for p, stages in users.values() if len(stages) > 1]
-    for name, parameter, stages in ties:
-        if getattr(parameter, "_backward_hooks", None) or getattr(
-            parameter, "_post_accumulate_grad_hooks", None
-        ):
-            raise ConfigError(
-                f"{name} has a hook on its gradient and is used on the stages {stages}, each of "
-                "which has a part of the gradient alone; remove the hook, or choose split points "
-                "that keep all uses in one stage"
-            )
-    return tuple(Tie(name, tuple(stages)) for name, _, stages in ties)
+                users.setdefault(names[id(parameter)], []).append(stage)
+    return tuple(Tie(name, tuple(stages)) for name, stages in users.items() if len(stages) > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,3 +27,13 @@ def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
     made: Tensor = Tensor._make_subclass(type(tensor), value.detach(), requires_grad)
     vars(made).update(vars(tensor))
     return made
+
+
+def gradient_hooks(parameter: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the hooks on a parameter's gradient, and those on its accumulated gradient.
+
+    Pickle leaves both out.
+    """
+    before: Any = getattr(parameter, "_backward_hooks", None) or {}
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return tuple(before.values()), tuple(after.values())

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import example_of
+from pipedream_rt.job.conflicts import facts_of_model, may_replicate
+from pipedream_rt.job.options import Options
+from pipedream_rt.job.rules import scale_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.explanation import partition_text
@@ -23,7 +24,6 @@ from pipedream_rt.planning.planner import partitions
 from pipedream_rt.planning.profiling import first_micro_batch, hash_of, optimizer_choice, profile
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.schema import list_of, problem_of, read_file, text, whole, write_file
-from pipedream_rt.stage.spec import LossFunction
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ _COSTED = {
 
 _SLACK = ("async-1f1b", "2bw", "1f1b")
 """The schedules for which slack is chosen."""
+
+_REPLICATED = ("async-1f1b", "2bw", "1f1b", "gpipe")
+"""The schedules in which stages may have replicas."""
 
 HOP_S = 0.0004
 """Seconds of a hop between processes of one machine (docs/benchmarks.md, rounded up)."""
@@ -69,39 +72,22 @@ class Chosen:
     why: str
 
 
-def choose_stages(
-    model: nn.Module | Iterable[nn.Module],
-    example: Any,
-    *,
-    loss_fn: LossFunction | None,
-    optimizer: object,
-    autocast: torch.dtype | None,
-    schedule: object,
-    micro_batches: int | None,
-    threads: int,
-    workers: Sequence[int],
-    replicas: bool,
-    folder: Path | None,
-) -> Chosen:
+def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int]) -> Chosen:
     """Return the split that a run is to have, which is the one that it has had, if there is one.
+
+    Without a number of micro-batches, the layers are measured on as small a part of a mini-batch as
+    there could be.
 
     Args:
         model: The model.
-        example: A mini-batch.
-        loss_fn: The loss function.
-        optimizer: What the script gave to `Pipeline` as the optimizer.
-        autocast: The dtype of autocast; None for none.
-        schedule: The schedule.
-        micro_batches: The number of micro-batches per update; None for the default of `Pipeline`,
-            for which the layers are measured on as small a part of a mini-batch as there could be.
-        threads: The number of threads that a worker has.
+        options: The options of the run.
         workers: The numbers of workers that the plan may use; none if they are not known.
-        replicas: Whether stages may have replicas.
-        folder: The folder of the run's checkpoints; None if it makes none.
 
     Raises:
         ConfigError: Something is missing to choose.
     """
+    schedule, micro_batches, example = options.schedule, options.micro_batches, options.example
+    training, loss_fn = options.training, options.loss_fn
     if not isinstance(schedule, str) or schedule not in _COSTED:
         raise ConfigError(
             f'stages="auto" is for the schedules {", ".join(_COSTED)}; give a number or a list'
@@ -119,15 +105,18 @@ def choose_stages(
     if micro_batches is None:
         micro_batches = 1 if RECIPES[schedule].flushes else workers[-1]
     batch = first_micro_batch(example_of(example), micro_batches)
-    made = optimizer_choice(optimizer)
-    of_model = hash_of(UnsplitModel(model, loss_fn).whole, batch, made, loss_fn, autocast)
+    made = optimizer_choice(options.optimizer)
+    of_model = hash_of(model.whole, batch, made, loss_fn, training.autocast)
+    replicas = options.layout.replicas == "auto" and _may_replicate(model, options)
     key = f"{of_model}-{schedule}-{micro_batches}-{_span(workers)}{'-r' * replicas}"
-    kept = None if folder is None else folder / PLAN_FILE
+    kept = None if options.kept is None else options.kept.path / PLAN_FILE
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
         return found
-    with _threads(threads):
+    with _threads(options.threads):
         item = (batch.args, batch.kwargs, batch.target)
-        measured = profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast)
+        measured = profile(
+            model.given, item, loss_fn=loss_fn, optimizer=made, autocast=training.autocast
+        )
     machines = Machines(workers=(Worker(),) * workers[-1], latency_within=HOP_S)
     best = partitions(
         cuts_of(measured, branches=False),
@@ -149,6 +138,26 @@ def choose_stages(
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(kept, (json.dumps(asdict(chosen), indent=1) + "\n").encode())
     return chosen
+
+
+def _may_replicate(model: UnsplitModel, options: Options) -> bool:
+    """Whether stages may have replicas: nothing of what a script gives is refused then.
+
+    The corrections of ``"auto"`` are looked at later.
+    """
+    if options.schedule not in _REPLICATED:
+        return False
+    given = options.corrections
+    return may_replicate(
+        replace(
+            facts_of_model(model.modules, model.parameters),
+            num_stages=2,
+            flushes=RECIPES[options.schedule].flushes,
+            clip=options.training.clip,
+            scaled=scale_of(options.training) is not None,
+            corrections=given if isinstance(given, list | tuple) else (),
+        )
+    )
 
 
 def _span(workers: Sequence[int]) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.cluster.launch import Workers
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.options import Observe, Workers
 from pipedream_rt.observe.summary import hop_times, hops_between
 from pipedream_rt.pipeline import Pipeline
 
@@ -79,7 +79,7 @@ def measure_links(
         optimizer=(torch.optim.SGD, {"lr": 0.0}),
         schedule="1f1b",  # one micro-batch at a time, so that no message waits for another one
         workers=workers,
-        trace=True,
+        observe=Observe(trace=True),
     ) as pipe:
         list(pipe.train_epoch((torch.ones(1, *shape), torch.zeros(1)) for shape in shapes))
         trace = pipe.trace()

@@ -304,7 +304,6 @@ def plan_for(
     num_stages: int,
     per_update: int | None = 1,
     stages_per_worker: int | None = None,
-    vertical_sync: bool = False,
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     replicas: int | Sequence[int] = (),
@@ -322,8 +321,6 @@ def plan_for(
             in built-in schedules that never flush the least number with which no micro-batch reads
             weights that are more than one update old, w(0) + 1; in all others 1.
         stages_per_worker: Number of stages on each worker; None for what the schedule says.
-        vertical_sync: Whether every stage reads the version that the first one reads, which is an
-            option of async-1f1b.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
@@ -345,16 +342,15 @@ def plan_for(
             num_stages=num_stages,
             per_update=per_update,
             stages_per_worker=stages_per_worker,
-            vertical_sync=vertical_sync,
             synchronous=synchronous,
             slack=slack,
             replicas=replicas,
             shard_optimizer=shard_optimizer,
         )
-    if vertical_sync or synchronous:
+    if synchronous:
         raise ConfigError(
-            "vertical_sync and synchronous_updates are options of built-in schedules; a written "
-            "schedule says these things itself"
+            "synchronous_updates is an option of built-in schedules; a written schedule says such "
+            "things itself"
         )
     if replicas_of(replicas, num_stages):
         raise ConfigError(

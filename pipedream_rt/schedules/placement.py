@@ -179,11 +179,7 @@ class Placement:
         if any(not 0 <= host < workers for host in self.hosts):
             raise ConfigError(f"hosts must be workers from 0 to {workers - 1}, found {self.hosts}")
         if self.ties and self.shape.replicas:
-            raise ConfigError(
-                f"{self.ties[0].name} is used on the stages {list(self.ties[0].stages)}, and "
-                f"stages have {'-'.join(map(str, self.replicas))} replicas, between which it would "
-                "have to be summed; put the layers that use it into one stage, or use no replicas"
-            )
+            raise ConfigError(f"{self.ties[0].name} is used on several stages that have replicas")
         for link in self.links:
             producer, consumer = link
             if not 0 <= producer < consumer < count:

@@ -28,7 +28,6 @@ from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, N
 from pipedream_rt.schedules.placement import Placement, Tie
 from pipedream_rt.schedules.recipes import (
     RECIPES,
-    VERTICAL_SYNC,
     Recipe,
     describe_schedules,
 )
@@ -230,7 +229,6 @@ def plan_named(
     num_stages: int,
     per_update: int | None = 1,
     stages_per_worker: int | None = None,
-    vertical_sync: bool = False,
     synchronous: int = 0,
     slack: int | Sequence[int] = 0,
     replicas: int | Sequence[int] = (),
@@ -243,8 +241,6 @@ def plan_named(
         num_stages: Number of stages, at least 1.
         per_update: Number of micro-batches per update, at least 1; None as in `plan_for`.
         stages_per_worker: Number of stages on each worker; None for what the recipe says.
-        vertical_sync: Whether every stage reads the version that the first one reads, which is the
-            schedule ``async-1f1b+vertical-sync``.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
@@ -259,10 +255,6 @@ def plan_named(
     """
     if name not in RECIPES:
         raise ConfigError(f"unknown schedule {name!r}; the schedules are\n{describe_schedules()}")
-    if vertical_sync and not name.endswith(VERTICAL_SYNC):
-        if name + VERTICAL_SYNC not in RECIPES:
-            raise ConfigError(f"vertical_sync is an option of async-1f1b, not of {name}")
-        name += VERTICAL_SYNC
     return chain(
         name,
         RECIPES[name],

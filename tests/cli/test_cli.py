@@ -170,9 +170,9 @@ def waiting_for_two(address, seconds):
     """A script that waits for two workers."""
     code = (
         "import torch, sys; from torch import nn; from datetime import timedelta\n"
-        "from pipedream_rt import Pipeline, Timeouts\n"
+        "from pipedream_rt import Pipeline, Recovery\n"
         f"Pipeline([nn.Linear(1, 1)] * 1 + [nn.Linear(1, 1)], stages=2, workers={address!r},\n"
-        f"         timeouts=Timeouts(start=timedelta(seconds={seconds})))"
+        f"         recovery=Recovery(start=timedelta(seconds={seconds})))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
@@ -362,12 +362,12 @@ def test_run_replaces_workers_that_fail(tmp_path, number):
         "import os, sys, torch\n"
         "from datetime import timedelta\n"
         "from torch import nn\n"
-        "from pipedream_rt import Pipeline, Timeouts\n"
+        "from pipedream_rt import Pipeline, Recovery\n"
         "torch.manual_seed(0)\n"
         "data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]\n"
         "with Pipeline([nn.Linear(8, 8) for _ in range(4)], stages=2,\n"
         "              loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.Adam, {}),\n"
-        "              timeouts=Timeouts(heartbeat=timedelta(seconds=1))) as pipe:\n"
+        "              recovery=Recovery(heartbeat=timedelta(seconds=1))) as pipe:\n"
         "    for result in pipe.train_epoch(data):\n"
         "        print(result.step, result.loss.hex())\n"
         "        if result.step == 5 and len(sys.argv) > 1:\n"

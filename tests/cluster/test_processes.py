@@ -29,9 +29,7 @@ from pipedream_rt import (
     NonFiniteLoss,
     PipelineClosed,
     RendezvousTimeout,
-    ScheduleOptions,
     StageFailed,
-    Timeouts,
     WorkerLost,
 )
 
@@ -94,22 +92,22 @@ def test_async_equals_the_oracle(n, optimizer):
             4,
             4,
             "flushed",
-            {"schedule_options": ScheduleOptions(stages_per_worker=2)},
+            {"stages_per_worker": 2},
         ),
         (  # one worker with all stages, which sends to itself
             "interleaved-1f1b",
             2,
             2,
             "flushed",
-            {"schedule_options": ScheduleOptions(stages_per_worker=2)},
+            {"stages_per_worker": 2},
         ),
         ("zero-bubble", 3, 5, "flushed", {}),
         (
-            "async-1f1b",
+            "async-1f1b+vertical-sync",
             4,
             1,
             "vertical-sync",
-            {"schedule_options": ScheduleOptions(vertical_sync=True)},
+            {},
         ),
         ("2bw", 3, 4, "2bw", {}),
     ],
@@ -269,7 +267,7 @@ def test_a_data_loader_with_workers_and_a_loss_that_is_not_finite():
 
 def test_local_workers_that_do_not_join_in_time_are_named_and_ended():
     with pytest.raises(RendezvousTimeout, match=r"[12] of 2 workers did not join .*worker-1"):
-        open_pipe(stages=2, timeouts=Timeouts(start=timedelta(milliseconds=5)))
+        open_pipe(stages=2, start=timedelta(milliseconds=5))
 
 
 def test_a_worker_that_dies_before_it_joins():
@@ -287,7 +285,7 @@ def test_a_stall_tells_the_story_of_every_worker():
     pipe = open_pipe(
         nn.Sequential(nn.Linear(8, 8), Stalls()),
         stages=2,
-        timeouts=Timeouts(answer=timedelta(seconds=1.5)),
+        answer=timedelta(seconds=1.5),
     )
     with pytest.raises((MessageTimeout, StageFailed), match=r"waited 1\.5 s for") as e:
         list(pipe.train_epoch(regression(9)))

@@ -13,7 +13,7 @@ from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
 from support.oracle import assert_same
 from support.pinned import Pipeline
 
-from pipedream_rt import CheckpointError, ConfigError, ScheduleOptions, WorkerLost
+from pipedream_rt import CheckpointError, ConfigError, WorkerLost
 from pipedream_rt.cli import main
 from pipedream_rt.cluster.serial import SerialCluster
 
@@ -51,7 +51,7 @@ def undisturbed(n, optimizer, options):
         (4, "adamw", {}),
         (5, "sgd", {}),
         (4, "adamw-foreach", {"micro_batches": 2}),
-        (4, "adamw", {"schedule_options": ScheduleOptions(vertical_sync=True)}),
+        (4, "adamw", {"schedule": "async-1f1b+vertical-sync"}),
         (4, "adamw", {"schedule": "2bw", "micro_batches": 4}),
         (3, "adam", {"schedule": "1f1b", "micro_batches": 3}),
         (4, "adamw", {"schedule": "zero-bubble", "micro_batches": 4}),

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 from torch import nn
 
-from pipedream_rt import ConfigError, Pipeline
+from pipedream_rt import ConfigError
 from pipedream_rt.coordinator.familiar import ADVICE
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faults import Plan, faulty_sink
+from support.faults import FaultySerial, Plan, faulty_sink
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -26,10 +26,8 @@ from pipedream_rt import (
     PeerLost,
     PoisonedMicroBatch,
     StageFailed,
-    Timeouts,
     WorkerLost,
 )
-from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
 from pipedream_rt.coordinator.recovery import Failures, action_of, is_passing
 from pipedream_rt.messages.message import Command, CommandName
@@ -152,7 +150,7 @@ def open_pipe(stages=3, folder=None, faults=(), **kwargs):
         model, points, optimizer = faulty_sink(stages, folder / "plan")
     defaults = {
         "stages": points or 1, "loss_fn": F.cross_entropy, "optimizer": optimizer,
-        "workers": functools.partial(SerialCluster, shuffle_seed=1), "max_restarts": 100,
+        "workers": functools.partial(FaultySerial, shuffle_seed=1), "max_restarts": 100,
     }  # fmt: skip
     return Pipeline(model, **{**defaults, **kwargs})
 
@@ -324,18 +322,16 @@ def test_closing_while_the_workers_are_replaced(tmp_path):
 
 
 @pytest.mark.processes
-def test_everything_a_script_does_survives(tmp_path):
-    """Evaluation, inference, weights loaded, another optimizer, a rate: faults between them all.
-
-    On processes, since a layer of a serial stage cannot tell a stage that is built from the script.
-    """
+@pytest.mark.parametrize("workers", ["local", functools.partial(FaultySerial, shuffle_seed=1)])
+def test_everything_a_script_does_survives(workers, tmp_path):
+    """Evaluation, inference, weights loaded, another optimizer, a rate: faults between them all."""
 
     def script(folder, faults):
         seen = []
         with open_pipe(
             folder=folder,
             faults=faults,
-            workers="local",
+            workers=workers,
             checkpoint=Checkpoints(folder / "run", every=4),
         ) as pipe:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
@@ -382,7 +378,8 @@ def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
     with open_pipe(
         stages=2,
         workers="local",
-        timeouts=Timeouts(heartbeat=timedelta(seconds=1), answer=timedelta(seconds=50)),
+        heartbeat=timedelta(seconds=1),
+        answer=timedelta(seconds=50),
     ) as pipe:
         found = []
         for result in pipe.train_epoch(DATA):
@@ -400,9 +397,7 @@ def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
     """It forks the workers of every recovery, so it is watched as they are."""
     with open_pipe(stages=2) as pipe:
         expected = [r.loss for r in pipe.train_epoch(DATA)]
-    with open_pipe(
-        stages=2, workers="local", timeouts=Timeouts(heartbeat=timedelta(seconds=2))
-    ) as pipe:
+    with open_pipe(stages=2, workers="local", heartbeat=timedelta(seconds=2)) as pipe:
         found, start = [], time.monotonic()
         for result in pipe.train_epoch(DATA):
             found.append(result.loss)
@@ -434,7 +429,7 @@ def test_a_stage_that_stalls_is_told_of_and_replaced(tmp_path, caplog):
     model = nn.Sequential(*mlp(), StallsOnce(tmp_path / "stalled"))
     with Pipeline(
         model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        workers="local", max_restarts=1, timeouts=Timeouts(answer=timedelta(seconds=3)),
+        workers="local", max_restarts=1, answer=timedelta(seconds=3),
     ) as pipe:  # fmt: skip
         assert len(list(pipe.train_epoch(regression(8)))) == 8
         assert len(pipe.restarts) == 1

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 from torch import nn
 
-from pipedream_rt import Checkpoints, DistributedOptimizer, Pipeline
+from pipedream_rt import Checkpoints, DistributedOptimizer
 from pipedream_rt.coordinator.stage_reference import REACHED
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.methods import METHODS

@@ -211,7 +211,7 @@ def test_without_a_trace_there_is_none():
 
 @pytest.mark.threads
 def test_old_spans_are_overwritten(monkeypatch):
-    monkeypatch.setattr("pipedream_rt.pipeline.SPANS_KEPT", 32)
+    monkeypatch.setattr("pipedream_rt.job.job.SPANS_KEPT", 32)
     with open_pipe() as pipe:
         list(pipe.train_epoch(batches(40)))
         trace = pipe.trace()

@@ -14,7 +14,14 @@ from pipedream_rt.coordinator.surroundings import (
     writable,
 )
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.options import Checkpoints, ScheduleOptions, Timeouts, checkpoint_option
+from pipedream_rt.job.options import (
+    Checkpoints,
+    Layout,
+    Observe,
+    Recovery,
+    Training,
+    checkpoint_option,
+)
 from pipedream_rt.job.requirements import require_count, require_instance
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -37,17 +44,17 @@ def no_launcher(monkeypatch):
         (lambda: Checkpoints("x", every=1.5), "every", "1.5"),
         (lambda: Checkpoints("x", keep=-1), "keep", "-1"),
         (lambda: Checkpoints("x", keep=True), "keep", "True"),
-        (lambda: Timeouts(heartbeat=timedelta(0)), "heartbeat", "timedelta(0)"),
-        (lambda: Timeouts(answer=3), "answer", "3"),
-        (lambda: Timeouts(start=timedelta(-1)), "start", "timedelta(days=-1)"),
-        (lambda: ScheduleOptions(credits=0), "credits", "0"),
+        (lambda: Recovery(heartbeat=timedelta(0)), "heartbeat", "timedelta(0)"),
+        (lambda: Recovery(answer=3), "answer", "3"),
+        (lambda: Recovery(start=timedelta(-1)), "start", "timedelta(days=-1)"),
+        (lambda: Layout(credits=0), "credits", "0"),
         (lambda: require_count("micro_batches", "4"), "micro_batches", "'4'"),
-        (lambda: require_instance("timeouts", 3, Timeouts), "timeouts must be Timeouts", "3"),
+        (lambda: require_instance("recovery", 3, Recovery), "recovery must be Recovery", "3"),
         (lambda: checkpoint_option(3), "checkpoint", "3"),
-        (lambda: trace_option(3), "trace", "3"),
-        (lambda: restart_option(-1, 0), "max_restarts", "-1"),
-        (lambda: restart_option(True, 0), "max_restarts", "True"),
-        (lambda: restart_option("3", 0), "max_restarts", "'3'"),
+        (lambda: Observe(trace=3), "trace", "3"),
+        (lambda: Recovery(max_restarts=-1), "max_restarts", "-1"),
+        (lambda: Recovery(max_restarts=True), "max_restarts", "True"),
+        (lambda: Recovery(max_restarts="3"), "max_restarts", "'3'"),
     ],
 )
 def test_what_cannot_be_is_refused_and_named_with_its_value(make, name, value):
@@ -60,14 +67,16 @@ def test_what_cannot_be_is_refused_and_named_with_its_value(make, name, value):
 def test_what_can_be_is_taken_as_it_is():
     Checkpoints("x", every=1, keep=1)
     Checkpoints("x", every=None, keep=None)
-    Timeouts(heartbeat=timedelta(microseconds=1))
-    ScheduleOptions()
-    ScheduleOptions(credits=1, stages_per_worker=0)  # which `Shape` refuses
+    Recovery(heartbeat=timedelta(microseconds=1))
+    Layout()
+    Training()
+    Observe()
+    Layout(credits=1, stages_per_worker=0)  # which `Shape` refuses
     require_count("micro_batches", 1)
-    require_instance("timeouts", Timeouts(), Timeouts)
+    require_instance("recovery", Recovery(), Recovery)
 
 
-@pytest.mark.parametrize("value", [Checkpoints("x"), Timeouts(), ScheduleOptions()])
+@pytest.mark.parametrize("value", [Checkpoints("x"), Recovery(), Layout(), Training(), Observe()])
 def test_options_are_values(value):
     """So one that was checked stays right, and can be given to several pipelines."""
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -182,8 +191,8 @@ def test_a_number_of_restarts_that_is_none_is_refused_by_name(monkeypatch, text)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ScheduleOptions(vertical_sync="no"),
-        lambda: ScheduleOptions(vertical_sync=None),
+        lambda: Layout(shard_optimizer="no"),
+        lambda: Layout(shard_optimizer=None),
         lambda: Checkpoints("run", resume="yes"),
         lambda: Checkpoints("run", resume=1),
     ],

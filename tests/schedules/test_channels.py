@@ -28,7 +28,7 @@ from pipedream_rt.schedules.execution import Execution
 from pipedream_rt.schedules.placement import Tie
 
 THREE = plan_named("async-1f1b", num_stages=3)
-SYNC = plan_named("async-1f1b", num_stages=3, vertical_sync=True).with_norms()
+SYNC = plan_named("async-1f1b+vertical-sync", num_stages=3).with_norms()
 
 
 def texts(messages):

@@ -142,7 +142,6 @@ def test_the_table_of_versions():
         ("interleaved-1f1b", {"num_stages": 8, "per_update": 6}, "must be a multiple of 4, not 6"),
         ("interleaved-1f1b", {"num_stages": 4, "stages_per_worker": 0}, "at least 1, not 0"),
         ("1f1b", {"num_stages": 4, "stages_per_worker": 2}, "one stage on each worker, not 2"),
-        ("1f1b", {"num_stages": 4, "vertical_sync": True}, "an option of async-1f1b, not of 1f1b"),
     ],
 )
 def test_what_does_not_fit_is_refused(name, numbers, words):

@@ -287,9 +287,8 @@ def test_a_plan_is_looked_up_by_name():
         "interleaved-1f1b",
         "zero-bubble",
     }
-    sync = plan_named("async-1f1b", num_stages=3, vertical_sync=True)
+    sync = plan_named("async-1f1b+vertical-sync", num_stages=3)
     assert sync.name == "async-1f1b+vertical-sync"
-    assert sync == plan_named(sync.name, num_stages=3, vertical_sync=True)
     assert plan_named("interleaved-1f1b", num_stages=6, per_update=3).workers == 3  # two on each
     assert not sync.flushes
 
@@ -298,7 +297,7 @@ def test_a_plan_is_looked_up_by_name():
     ("name", "numbers", "words"),
     [
         ("1F1B", {}, "(?s)'1F1B'.*async-1f1b.*zero-bubble"),
-        ("gpipe", {"vertical_sync": True}, "vertical_sync .*async-1f1b.*gpipe"),
+        ("gpipe+vertical-sync", {}, "unknown schedule"),
         ("interleaved-1f1b", {"num_stages": 5}, "5 stages .*2 each"),
         ("1f1b", {"stages_per_worker": 2, "num_stages": 4}, "one stage .*not 2"),
         ("1f1b", {"num_stages": 0}, "stages .*at least 1.*0"),
@@ -459,7 +458,7 @@ def test_a_written_schedule_with_a_built_in_name_is_refused():
         ("async-1f1b", {"per_update": 2}, [2, 1, 1, 0]),
         ("async-1f1b", {"per_update": 8}, [1, 1, 1, 0]),
         ("async-1f1b", {"slack": 1}, [6, 4, 2, 0]),
-        ("async-1f1b", {"vertical_sync": True}, [3, 3, 3, 3]),
+        ("async-1f1b+vertical-sync", {}, [3, 3, 3, 3]),
         ("async-1f1b", {"synchronous": 50}, [3, 2, 1, 0]),
         ("2bw", {"per_update": 4}, [1, 1, 1, 1]),
         ("1f1b", {"per_update": 4}, [0, 0, 0, 0]),

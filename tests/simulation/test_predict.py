@@ -159,7 +159,7 @@ def test_work_is_spread_evenly(stages):
 
 
 def test_an_update_that_waits_for_its_norm_has_its_time_in_the_action_that_applies_it():
-    plan = plan_named("async-1f1b", num_stages=3, vertical_sync=True).with_norms()
+    plan = plan_named("async-1f1b+vertical-sync", num_stages=3).with_norms()
     costs = Costs(forward=((0.002,),), backward=((0.003,),), step=((0.001,),))
     trace = simulate(plan, costs, 30)
     for stage, spans in enumerate(trace.by_stage()):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipedream_rt import Pipeline, PipelineError, Timeouts
+from pipedream_rt import PipelineError
+from support.pinned import Flat as Pipeline
 
 
 def train(arguments):
@@ -22,10 +23,8 @@ def train(arguments):
         model, stages=arguments.stages, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
         workers=arguments.workers, replicas=arguments.replicas, micro_batches=1, corrections=(),
         max_restarts=arguments.max_restarts,
-        timeouts=Timeouts(
-            heartbeat=timedelta(seconds=arguments.heartbeat),
+        heartbeat=timedelta(seconds=arguments.heartbeat),
             start=timedelta(seconds=arguments.start),
-        ),
     ) as pipe:  # fmt: skip
         print("workers", *(stage.worker for stage in pipe.stages), flush=True)
         for result in pipe.train_epoch(data):

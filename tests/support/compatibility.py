@@ -1204,12 +1204,11 @@ def train_in_pipeline(row, workers, whole=False):
     """Train as `train_plainly` does, with a pipeline; return losses, weights and the loss."""
     from contextlib import nullcontext
 
-    from pipedream_rt import ScheduleOptions
     from support.pinned import Pipeline
 
     model, points, data, loss_fn = row.make()
     options = {k: v for k, v in row.options.items() if k not in ("around", "within")}
-    defaults = {"schedule": "1f1b", "schedule_options": ScheduleOptions(credits=1)}
+    defaults = {"schedule": "1f1b", "credits": 1}
     if whole:
         points = [list(model._modules)[p] if isinstance(p, int) else p for p in points]
         model, defaults["example"] = Whole(model), data[0]

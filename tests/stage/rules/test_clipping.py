@@ -13,7 +13,7 @@ from pipedream_rt.schedules import EdgeKind, plan_named
 from pipedream_rt.stage.rules.base import Update
 from pipedream_rt.stage.rules.totals import Totals
 
-SYNC = plan_named("async-1f1b", num_stages=2, vertical_sync=True).with_norms()
+SYNC = plan_named("async-1f1b+vertical-sync", num_stages=2).with_norms()
 LATE = plan_named("async-1f1b", num_stages=2).with_norms()
 
 

@@ -1,0 +1,254 @@
+"""A run: the workers of a job, and the objects of the script that make use of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pipedream_rt.cluster.base import Cluster, Fail
+from pipedream_rt.cluster.fork_server import ForkServer, fork_server, installed_modules
+from pipedream_rt.cluster.launch import (
+    cores_for,
+    leave_to_rank_0,
+    numbers_of_workers,
+    start_cluster,
+    starts_here,
+)
+from pipedream_rt.coordinator.balance import Balance
+from pipedream_rt.coordinator.checkpointer import Checkpointer
+from pipedream_rt.coordinator.epochs import Epochs
+from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.coordinator.group import WorkerGroup
+from pipedream_rt.coordinator.lease import Lease
+from pipedream_rt.coordinator.preemption import Preemption
+from pipedream_rt.coordinator.recovery import Failures
+from pipedream_rt.coordinator.references import References
+from pipedream_rt.coordinator.run_state import RunState
+from pipedream_rt.coordinator.surroundings import profile_option
+from pipedream_rt.coordinator.trace_collection import TraceCollection
+from pipedream_rt.job.batches import Batch
+from pipedream_rt.job.identity import (
+    Identity,
+    name_of_class,
+    name_of_loss,
+    names_of,
+    require_acceptable,
+)
+from pipedream_rt.job.job import Job
+from pipedream_rt.job.notices import about_cores, about_micro_batches
+from pipedream_rt.job.options import SPANS_KEPT, Options
+from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.job.weighing import samples_of
+from pipedream_rt.observe.spans import Recorder
+from pipedream_rt.planning.auto_split import choose_stages
+from pipedream_rt.planning.profiling import profile_and_end
+from pipedream_rt.transport.base import Receive
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a pipeline is made of when its workers are there.
+
+    Attributes:
+        lease: The holder of the workers.
+        feeder: Injects mini-batches and hands out their results.
+        epochs: Trains on loaders.
+        references: Reaches what is on the stages, by name.
+        checkpointer: Makes checkpoints.
+        run_state: Saves, loads and resumes.
+        trace: Collects what the stages have recorded.
+    """
+
+    lease: Lease
+    feeder: Feeder
+    epochs: Epochs
+    references: References
+    checkpointer: Checkpointer
+    run_state: RunState
+    trace: TraceCollection
+
+
+def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, str]:
+    """Choose the stages, where that is left to be done; this measures the layers of the model.
+
+    Under torchrun, the processes of other ranks become workers here, and do not return.
+
+    Returns:
+        The options with a list of stages, and what is to be said of the choice.
+
+    Raises:
+        ConfigError: Something is missing to choose.
+    """
+    if options.stages != "auto":
+        return options, ""
+    leave_to_rank_0(options.workers, options.threads)
+    chosen = choose_stages(model, options, numbers_of_workers(options.workers))
+    slack = options.layout.slack or chosen.slack
+    layout = replace(options.layout, slack=slack, replicas=chosen.replicas)
+    return replace(options, stages=chosen.stages, layout=layout), chosen.why
+
+
+def warmed(model: UnsplitModel, options: Options) -> ForkServer:
+    """Return the fork server, which imports what workers need while a job is prepared."""
+    forks = fork_server()
+    if starts_here(options.workers):
+        objects = [*model.whole.modules(), options.loss_fn]
+        forks.prepare(installed_modules(objects, compiles=bool(options.training.compile)))
+    return forks
+
+
+def start(job: Job, forks: ForkServer) -> WorkerGroup:
+    """Start the workers of a job.
+
+    Args:
+        job: The job.
+        forks: The fork server that starts worker processes here.
+
+    Raises:
+        RendezvousTimeout: Some workers did not join in time; all were ended.
+    """
+    most = job.options.recovery.max_restarts
+    assert most is not None
+    return WorkerGroup(
+        job.plan,
+        functools.partial(_start_cluster, job=job, forks=forks),
+        list(job.specs),
+        job.forwards,
+        job.options.recovery.answer,
+        Failures(most, job.plan.per_update),
+    )
+
+
+def _start_cluster(
+    receive: Receive, fail: Fail, generation: int, *, job: Job, forks: ForkServer
+) -> Cluster:
+    """Start the workers of a generation."""
+    recovery = job.options.recovery
+    return start_cluster(
+        job.options.workers,
+        plan=job.plan,
+        receive=receive,
+        fail=fail,
+        generation=generation,
+        timeout=recovery.answer,
+        start_timeout=recovery.start,
+        threads=job.options.threads,
+        heartbeat=recovery.heartbeat,
+        forks=forks,
+    )
+
+
+def attach(job: Job, group: WorkerGroup) -> Run:
+    """Make what a script uses of the workers, and go on from a checkpoint if it is to.
+
+    Raises:
+        CheckpointError: There is a checkpoint to go on from, and it cannot be used.
+        ConfigError: Another run writes checkpoints to the folder, or this script is not the one
+            that has made them.
+    """
+    options = job.options
+    kept, traced = options.kept, bool(options.observe.trace)
+    recorder = Recorder(SPANS_KEPT) if traced else None
+    lease = Lease(group)
+    feeder = Feeder(
+        lease,
+        forwards=job.forwards,
+        credits=job.credits,
+        has_loss=job.loss_fn is not None,
+        weighing=job.weighing,
+        check_loss=options.training.check_loss,
+        recorder=recorder,
+        fingerprint_every=options.observe.fingerprint_every,
+        refuse=job.given.refuse_changes,
+        first=_first(job),
+        watch=Balance(job.plan, functools.partial(_log.warning, "%s")),
+    )
+    epochs = Epochs(feeder)
+    references = References(lease, feeder, job.model, list(job.names))
+    checkpointer = Checkpointer(group, kept)
+    preemption = Preemption(kept.grace) if kept is not None and options.makes_checkpoints else None
+    run_state = RunState(
+        lease,
+        feeder,
+        epochs,
+        job.model,
+        checkpointer,
+        functools.partial(_identity, job, feeder),
+        preemption,
+    )
+    if preemption is not None:
+        group.at_end.append(preemption.close)
+        preemption.watch()
+    if job.optimizer is not None:
+        references.use(references.build_optimizer(*job.optimizer))
+        references.scatter_optimizer_state(dict(job.brought))
+    if kept is not None and kept.resume:
+        run_state.resume(require_acceptable(kept.accept))
+    return Run(
+        lease=lease,
+        feeder=feeder,
+        epochs=epochs,
+        references=references,
+        checkpointer=checkpointer,
+        run_state=run_state,
+        trace=TraceCollection(lease, feeder, recorder),
+    )
+
+
+def notices_of(job: Job) -> list[str]:
+    """Return what is said at the start of a run: of its schedule, and of this machine."""
+    if profile_option() is not None:  # nothing will be trained
+        return []
+    options, said = job.options, list(job.notices)
+    if (cores := cores_for(options.workers)) > 0:
+        said += about_cores(job.plan.workers, options.threads, cores)
+    return said
+
+
+def _first(job: Job) -> Callable[[Batch], object]:
+    """Return what is called with the first mini-batch."""
+    options = job.options
+    if (path := profile_option()) is None:
+        return functools.partial(_say_of_first, job=job)
+    return functools.partial(
+        profile_and_end,
+        path=path,
+        model=job.model.given,
+        loss_fn=options.loss_fn,
+        optimizer=options.optimizer,
+        autocast=options.training.autocast,
+        count=job.plan.per_update,
+        threads=options.threads,
+    )
+
+
+def _say_of_first(batch: Batch, job: Job) -> None:
+    """Say what the user should know of the first mini-batch."""
+    samples = samples_of(batch)
+    modules, count = job.model.modules, job.plan.per_update
+    for text in about_micro_batches(modules, samples, count) if samples else ():
+        _log.warning("%s", text)
+
+
+def _identity(job: Job, feeder: Feeder) -> Identity:
+    """Return what the script has given, with the optimizer of now."""
+    optimizer = feeder.optimizer
+    identity = Identity(
+        schedule=job.plan.title,
+        seed=job.options.seed,
+        threads=job.options.threads,
+        loss=name_of_loss(job.loss_fn),
+        corrections=names_of(job.corrections),
+    )
+    if optimizer is None:
+        return identity
+    return replace(
+        identity,
+        optimizer=name_of_class(optimizer.optimizer_class),
+        groups=optimizer.names(),
+        hyper_parameters=optimizer.given,
+    )

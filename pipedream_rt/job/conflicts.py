@@ -1,0 +1,310 @@
+"""What does not go together: one table, with the reason and the way out of each pair of features.
+
+It is asked before anything starts, and it is printed in the docs. What a schedule cannot do by
+itself, such as slack in ``gpipe``, the schedule refuses when the plan is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import Formatter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pipedream_rt.corrections import Correction
+from pipedream_rt.corrections.base import overrides
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.tensors import gradient_hooks
+from pipedream_rt.stage.rules.clipping import Clip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a job before it starts, as far as the table asks for it.
+
+    Names are empty where there is nothing of the kind.
+
+    Attributes:
+        schedule: The schedule, as it is called in messages.
+        flushes: Whether the pipe is empty at every update.
+        reads_late: Whether every update is read when the norm of the model can be known.
+        cuts_backward: Whether backwards are cut in two.
+        per_update: The number of micro-batches per update.
+        num_stages: The number of stages.
+        replicas: The most replicas of a stage.
+        shards: Whether the optimizer is divided among replicas.
+        clip: How gradients are clipped.
+        scaled: Whether losses are scaled.
+        averages: Whether weights are averaged.
+        corrections: The corrections for staleness.
+        recomputes: Whether stages compute activations again.
+        tied: A weight that several stages use.
+        hooked: A parameter with a hook on its gradient.
+        tied_hooked: One that is tied too.
+        sum_hooked: A parameter with a hook on its accumulated gradient.
+        half: A parameter in float16.
+        sparse: A layer whose gradients are sparse.
+        renormed: A layer that changes its weight in its forward.
+    """
+
+    schedule: str = ""
+    flushes: bool = False
+    reads_late: bool = False
+    cuts_backward: bool = False
+    per_update: int = 1
+    num_stages: int = 1
+    replicas: int = 1
+    shards: bool = False
+    clip: Clip | None = None
+    scaled: bool = False
+    averages: bool = False
+    corrections: Sequence[Correction] = ()
+    recomputes: bool = False
+    tied: str = ""
+    hooked: str = ""
+    tied_hooked: str = ""
+    sum_hooked: str = ""
+    half: str = ""
+    sparse: str = ""
+    renormed: str = ""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether a stage has several replicas."""
+        return self.replicas > 1
+
+    @property
+    def over_model(self) -> bool:
+        """Whether gradients are clipped by the norm of the model."""
+        return self.clip is not None and self.clip.of_model
+
+    @property
+    def correction(self) -> str:
+        """The first correction of gradients as they come; empty if there is none."""
+        found = (c for c in self.corrections if overrides(c, "after_backward"))
+        return next((type(each).__name__ for each in found), "")
+
+
+class Conflict(NamedTuple):
+    """Two features that do not go together.
+
+    Attributes:
+        feature: The one.
+        other: The other.
+        why: Why not, as a text with `Facts` in braces.
+        instead: What to do instead.
+        holds: Whether a job has both.
+    """
+
+    feature: str
+    other: str
+    why: str
+    instead: str
+    holds: Callable[[Facts], object]
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "scaled losses (float16)", "async-1f1b without vertical sync",
+        "{schedule} reads updates before all stages know whether they are skipped",
+        "use bfloat16, a schedule that flushes, or the schedule async-1f1b+vertical-sync",
+        lambda f: f.scaled and not f.reads_late,
+    ),
+    Conflict(
+        "scaled losses (float16)", "parameters in float16",
+        "{half} is float16, and its gradients cannot be scaled back",
+        "keep parameters in float32 and let autocast make float16 of them",
+        lambda f: f.scaled and f.half,
+    ),
+    Conflict(
+        "replicas", "tied weights on several stages",
+        "{tied} is used on several stages that have replicas, and would have to be summed over all",
+        "put the layers that use it into one stage, or use no replicas",
+        lambda f: f.replicated and f.tied,
+    ),
+    Conflict(
+        "replicas", "hooks on accumulated gradients",
+        "{sum_hooked} has a hook on its accumulated gradient, and each replica would call it with "
+        "what it has summed alone",
+        "remove the hook, or use no replicas",
+        lambda f: f.replicated and f.sum_hooked,
+    ),
+    Conflict(
+        "replicas", "sparse gradients",
+        "the gradients of {sparse} are sparse, and those of replicas are added up as dense ones",
+        "use sparse=False, or no replicas",
+        lambda f: f.replicated and f.sparse,
+    ),
+    Conflict(
+        "replicas", "embeddings with max_norm",
+        "{renormed} has max_norm, which changes its weight in forward, on each replica otherwise",
+        "use no replicas, or normalise the rows that were looked up",
+        lambda f: f.replicated and f.renormed,
+    ),
+    Conflict(
+        "replicas", "corrections of gradients, without a flush",
+        "{correction} needs the weights that a gradient is applied to, and replicas add their "
+        "gradients up before these are there",
+        "leave it out, or use no replicas",
+        lambda f: f.replicated and not f.flushes and f.correction,
+    ),
+    Conflict(
+        "replicas", "norms over the model, without a flush",
+        "with {schedule}, replicas step before the norm of all gradients of the model can be known",
+        'use Clip(..., over="stage") and no scaling of losses, or a schedule that flushes, such as '
+        "1f1b",
+        lambda f: f.replicated
+        and not f.flushes
+        and (f.scaled or (f.over_model and f.num_stages > 1)),
+    ),
+    Conflict(
+        "replicas", "scaled losses with fewer micro-batches than replicas",
+        "with {schedule}, some replicas have no micro-batch of an update and know its scale too "
+        "late",
+        "give at least as many micro-batches per update as a stage has replicas",
+        lambda f: f.scaled and f.per_update < f.replicas,
+    ),
+    Conflict(
+        "shard_optimizer", "norms over the model",
+        "with shard_optimizer a replica sends weights at its step, and these steps would wait for "
+        "the norm of all gradients of the model",
+        'use Clip(..., over="stage") and no scaling of losses, or shard_optimizer=False',
+        lambda f: f.shards and (f.scaled or f.over_model),
+    ),
+    Conflict(
+        "shard_optimizer", "ema",
+        "ema needs all weights of a stage after a step, of which each replica has done a part "
+        "alone",
+        "use shard_optimizer=False",
+        lambda f: f.shards and f.averages,
+    ),
+    Conflict(
+        "shard_optimizer", "corrections",
+        "corrections need all weights of a stage after a step, of which each replica has done a "
+        "part alone",
+        "use shard_optimizer=False",
+        lambda f: f.shards and f.corrections,
+    ),
+    Conflict(
+        "corrections of gradients", "scaled losses",
+        "{correction} changes gradients as they come, and losses are scaled: the gradients are not "
+        "those of the loss",
+        "use bfloat16",
+        lambda f: f.scaled and not f.flushes and f.correction,
+    ),
+    Conflict(
+        "corrections of gradients", "exact norms over the model, without a flush",
+        "{correction} needs the weights that a gradient is applied to, and with {schedule} and "
+        "Clip(norm=...) over the model updates wait for the norm of all gradients, so they are not "
+        "there yet",
+        'use Clip(..., over="stage"), or another schedule',
+        lambda f: f.over_model and f.reads_late and not f.flushes and f.correction,
+    ),
+    Conflict(
+        "corrections of gradients", "hooks on accumulated gradients, with several micro-batches",
+        "{sum_hooked} has a hook on its accumulated gradient, and {correction} changes gradients "
+        "before they are added up, so the hook would find those of one micro-batch",
+        "remove one of the two, or use micro_batches=1",
+        lambda f: f.sum_hooked and f.per_update > 1 and f.correction,
+    ),
+    Conflict(
+        "zero-bubble", "recompute",
+        "{schedule} computes gradients in two halves, each of which would compute the activations "
+        "again",
+        "use recompute with another schedule",
+        lambda f: f.cuts_backward and f.recomputes,
+    ),
+    Conflict(
+        "zero-bubble", "hooks on gradients",
+        "{hooked} has a hook on its gradient, and {schedule} computes gradients in two halves",
+        "remove the hook, or use a schedule that does not split the backward",
+        lambda f: f.cuts_backward and f.hooked,
+    ),
+    Conflict(
+        "tied weights on several stages", "hooks on gradients",
+        "{tied_hooked} has a hook on its gradient and is used on several stages, each of which has "
+        "a part of the gradient alone",
+        "remove the hook, or choose split points that keep all uses in one stage",
+        lambda f: f.tied_hooked,
+    ),
+    Conflict(
+        "schedules without a flush", "embeddings with max_norm",
+        "{renormed} has max_norm, which changes its weight in forward, and {schedule} keeps "
+        "several versions of it",
+        "use a schedule that flushes (1f1b, gpipe), or normalise the rows that were looked up",
+        lambda f: not f.flushes and f.renormed,
+    ),
+)  # fmt: skip
+"""The table; the first row that holds is the error."""
+
+
+def refuse_conflicts(facts: Facts) -> None:
+    """Refuse a job with two features that do not go together.
+
+    Raises:
+        ConfigError: It has two; the message says why not, and what to do instead.
+    """
+    for row in CONFLICTS:
+        if row.holds(facts):
+            why = row.why.format(**{name: getattr(facts, name) for name in _fields_of(row.why)})
+            raise ConfigError(f"{why};\n{row.instead}")
+
+
+def may_replicate(facts: Facts) -> bool:
+    """Whether stages of a job may have replicas: no row of the table speaks against it."""
+    facts = replace(facts, replicas=2, per_update=max(facts.per_update, 2))
+    return not any(row.feature == "replicas" and row.holds(facts) for row in CONFLICTS)
+
+
+def facts_of_model(
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    tied: Collection[str] | None = None,
+) -> Facts:
+    """Return what a model alone says.
+
+    Args:
+        modules: The layers of the model, and the loss if it is a module, by name.
+        parameters: Their parameters, by all of their names.
+        tied: The weights that several stages use; None, before a split, for those that may be.
+    """
+    if tied is None:
+        uses = Counter(map(id, parameters.values()))
+        tied = [name for name, p in parameters.items() if uses[id(p)] > 1]
+    named = [pair for name, whole in modules.items() for pair in whole.named_modules(prefix=name)]
+    tables = [(n, each) for n, each in named if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    hooks = {n: gradient_hooks(p) for n, p in parameters.items() if p.requires_grad}
+    return Facts(
+        tied=_first(tied),
+        hooked=_first(name for name, (each, of_sum) in hooks.items() if each or of_sum),
+        tied_hooked=_first(name for name in tied if any(hooks.get(name, ()))),
+        sum_hooked=_first(name for name, (_, of_sum) in hooks.items() if of_sum),
+        half=_first(name for name, p in parameters.items() if p.dtype is torch.float16),
+        sparse=_first(name for name, each in tables if each.sparse),
+        renormed=_first(name for name, each in tables if each.max_norm is not None),
+    )
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return the first of some names; nothing if there is none."""
+    return next(iter(names), "")
+
+
+def as_markdown() -> str:
+    """Return the table for the docs."""
+    lines = ["| feature | with | why not | instead |", "|---|---|---|---|"]
+    for row in CONFLICTS:
+        fields = {name: f"*{name.replace('_', ' ')}*" for name in _fields_of(row.why)}
+        fields.update({"schedule": "the schedule"} if "schedule" in fields else {})
+        why = row.why.format(**fields)
+        lines.append(f"| {row.feature} | {row.other} | {why} | {row.instead} |")
+    return "\n".join(lines)
+
+
+def _fields_of(text: str) -> list[str]:
+    """Return the names in braces in a text."""
+    return [name for _, name, _, _ in Formatter().parse(text) if name]

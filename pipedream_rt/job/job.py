@@ -1,0 +1,212 @@
+"""The job: all that is known of a run before anything of it runs.
+
+`prepare` checks, splits, plans, proves and packs. It starts no process or thread, opens no
+connection and writes no file, so a test makes a job in milliseconds. (To find out what passes
+between the layers of a model that is no sequence, it runs the model once.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipedream_rt.corrections import Correction
+from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
+from pipedream_rt.job.forwards import Forwards
+from pipedream_rt.job.given_optimizer import (
+    GivenOptimizer,
+    Parts,
+    grouped_names,
+    state_by_name,
+)
+from pipedream_rt.job.notices import LeftOut, about_plan
+from pipedream_rt.job.options import SPANS_KEPT, Options
+from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
+from pipedream_rt.job.specs import pickled_specs
+from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
+from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
+from pipedream_rt.job.weighing import Weighing
+from pipedream_rt.models import ties_of
+from pipedream_rt.schedules import Plan, plan_for
+from pipedream_rt.schedules.checker import prove
+from pipedream_rt.stage.evaluation import changes_modes
+from pipedream_rt.stage.spec import LossFunction, StageSpec, own_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run that was prepared.
+
+    Attributes:
+        options: The options.
+        model: The unsplit model.
+        plan: The plan, proved as it will run.
+        specs: By stage, its specification, packed; see `pickled_specs`.
+        forwards: What the forwards of the model do.
+        loss_fn: The loss function; None for a pipeline that only infers.
+        weighing: What micro-batches weigh.
+        corrections: The corrections for staleness.
+        given: The optimizer that the script gave.
+        optimizer: Its parts; None without one.
+        brought: The state that it already has, by name of its parameter.
+        names: The names of the trainable parameters, stage by stage.
+        changes_modes: Whether a layer does something when its mode is set.
+        notices: What is said at the start.
+    """
+
+    options: Options
+    model: UnsplitModel
+    plan: Plan
+    specs: Sequence[tuple[Tensor, ...]]
+    forwards: Forwards
+    loss_fn: LossFunction | None
+    weighing: Weighing
+    corrections: tuple[Correction, ...]
+    given: GivenOptimizer
+    optimizer: Parts | None
+    brought: Mapping[str, dict[str, Any]]
+    names: Sequence[str]
+    changes_modes: bool
+    notices: Sequence[str]
+
+    @property
+    def averages(self) -> bool:
+        """Whether every stage makes an average of its weights."""
+        return self.options.training.ema is not None and self.optimizer is not None
+
+    @property
+    def credits(self) -> int:
+        """The number of mini-batches that are injected before the first result is awaited."""
+        return self.options.layout.credits or self.plan.credits()
+
+
+def prepare(model: UnsplitModel, options: Options) -> Job:
+    """Prepare a run.
+
+    Args:
+        model: The unsplit model.
+        options: The options, with a number or a list of stages.
+
+    Raises:
+        ConfigError: They cannot work.
+        ScheduleError: A schedule that a user wrote breaks a rule, or its stages would wait for
+            each other.
+    """
+    training = options.training
+    weighing = Weighing(training.weigh, options.loss_fn)
+    pretrained = model.pretrained(options.layout.weights)
+    own = options.loss_fn is None and options.optimizer is not None and model.sequence is None
+    loss_fn = own_loss if own else options.loss_fn
+    forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=training.autocast)
+    split = split_model(model, options.stages, options.example, forward)
+    plan = _plan_of(split, options)
+    parts = [model.part(names) for names in plan.layers]
+    optimizer = grouped_names(options.optimizer, model.names, model.parameters)
+    plan, facts = _proved(plan, model, parts, options)
+    corrections = correcting(options.corrections, plan, optimizer)
+    refuse_conflicts(replace(facts, corrections=corrections))
+    common = StageSpec(
+        stage=0,
+        layers=nn.Module(),
+        loss_fn=None,
+        plan=plan,
+        seed=options.seed,
+        on_nan=training.on_nan,
+        blueprint=replace(model.blueprint, seed=options.seed),
+        pretrained=pretrained,
+        autocast=training.autocast,
+        rules=rule_options(training, corrections),
+        compile=compiling(training.compile, model.modules.values()),
+        trace_spans=SPANS_KEPT if options.observe.trace else 0,
+        modes=split.modes,
+    )
+    specs = pickled_specs(
+        model,
+        parts,
+        common,
+        loss_fn=loss_fn,
+        recompute=recomputing(training.recompute, plan.num_stages),
+        programs=[split.programs(stage) for stage in range(plan.num_stages)],
+        compared=options.workers != "serial",
+    )
+    left_out = LeftOut(
+        micro_batches=options.micro_batches is None, corrections=options.corrections is None
+    )
+    trains = loss_fn is not None and optimizer is not None
+    return Job(
+        options=options,
+        model=model,
+        plan=plan,
+        specs=specs,
+        forwards=split.forwards,
+        loss_fn=loss_fn,
+        weighing=weighing,
+        corrections=corrections,
+        given=GivenOptimizer(options.optimizer),
+        optimizer=optimizer,
+        brought=state_by_name(options.optimizer, model.names),
+        names=parameter_names(model, parts),
+        changes_modes=any(map(changes_modes, parts)),
+        notices=about_plan(plan, corrections, left_out) if trains else [],
+    )
+
+
+def _plan_of(split: Split, options: Options) -> Plan:
+    """Make the plan of the stages of a model, without ties and norms.
+
+    Raises:
+        ConfigError: There is none for these numbers.
+    """
+    layout = options.layout
+    assert layout.replicas != "auto"
+    plan = plan_for(
+        options.schedule,
+        num_stages=len(split.layers),
+        per_update=options.micro_batches,
+        stages_per_worker=layout.stages_per_worker,
+        synchronous=layout.synchronous_updates,
+        slack=layout.slack,
+        replicas=layout.replicas,
+        shard_optimizer=layout.shard_optimizer,
+        credits=layout.credits,
+        proved=False,  # it is once ties and norms are in it
+    )
+    links = plan.links if split.links is None else split.links
+    return replace(plan, layers=split.layers, links=links, entries=split.entries)
+
+
+def _proved(
+    plan: Plan, model: UnsplitModel, parts: Sequence[nn.Module], options: Options
+) -> tuple[Plan, Facts]:
+    """Return a plan with ties and norms, proved as it will run, and what is known of the job.
+
+    Raises:
+        ConfigError: Two features of the job do not go together.
+        ScheduleError: A rule is broken, or stages wait for each other.
+    """
+    training, ties = options.training, ties_of(parts, model.names)
+    scale, clip = scale_of(training), training.clip
+    of_model = scale is not None or (clip is not None and clip.of_model)
+    facts = replace(
+        facts_of_model(model.modules, model.parameters, [tie.name for tie in ties]),
+        schedule=plan.title,
+        flushes=plan.flushes,
+        reads_late=of_model and plan.reads_late,
+        per_update=plan.per_update,
+        num_stages=plan.num_stages,
+        replicas=max(plan.replicas),
+        shards=plan.shape.shard_optimizer and plan.replicated,
+        clip=clip,
+        scaled=scale is not None,
+        averages=training.ema is not None,
+        recomputes=bool(recomputing(training.recompute, plan.num_stages)),
+    )
+    refuse_conflicts(facts)
+    plan = replace(plan, ties=ties)
+    plan = plan.with_norms() if of_model else plan
+    prove(plan, options.schedule, options.layout.credits)
+    # The order of a schedule that a user wrote may be gone through now.
+    return plan, replace(facts, cuts_backward=plan.cuts_backward)
