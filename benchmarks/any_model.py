@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipedream_rt import LayerSpec, Pipeline, without_values
+from pipedream_rt import LayerSpec, Layout, Pipeline, Training, without_values
 from pipedream_rt.stage.memory import peak_memory_bytes
 
 
@@ -65,7 +65,7 @@ def memory(width: int, as_json: bool) -> None:
         built = _peaks([LayerSpec(nn.Linear, width, width, bias=False) for _ in range(16)])
         with without_values():
             model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(16)])
-        read = _peaks(model, weights=folder)
+        read = _peaks(model, layout=Layout(weights=folder))
     layer = width * width * 4
     found: dict[str, Any] = {"layer": layer, "part": 4 * layer}
     for name, peaks in (("built", built), ("read", read)):
@@ -93,7 +93,7 @@ def _peak(samples: int, width: int, depth: int, stages: int, recompute: bool) ->
         loss_fn=F.mse_loss,
         optimizer=(torch.optim.SGD, {"lr": 0.1}),
         micro_batches=1,
-        recompute=recompute,
+        training=Training(recompute=recompute),
     ) as pipe:
         for _ in pipe.train_epoch(data):
             pass

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
-from pipedream_rt import Pipeline, ScheduleOptions
+from pipedream_rt import Layout, Pipeline
 from pipedream_rt.stage.memory import peak_memory_bytes
 
 OPTIMIZER = (torch.optim.AdamW, {"lr": 1e-3, "fused": True})
@@ -64,7 +64,7 @@ def run_pipeline(schedule: str, shape: dict[str, int]) -> dict[str, Any]:
         micro_batches=shape["micro_batches"],
         corrections=(),  # the schedule alone is measured
         # Nothing here depends on a late learning rate.
-        schedule_options=ScheduleOptions(credits=2 if schedule != "async-1f1b" else None),
+        layout=Layout(credits=2 if schedule != "async-1f1b" else None),
     ) as pipe:
         for _ in pipe.train_epoch(train[:WARM_UP]):
             pass

@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Training
 from pipedream_rt.corrections.advice import advised
 from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 
@@ -170,7 +170,7 @@ def done(run: Run) -> dict[str, Any]:
         schedule=run.schedule,  # type: ignore[arg-type]
         seed=run.seed,
         workers="serial",
-        on_nan="ignore",
+        training=Training(on_nan="ignore"),
         **given,
     ) as pipe:
         last = 0.05 if run.task == "pictures" else 1.0  # of the rate

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from pipedream_rt import Clip, Pipeline, ScheduleOptions
+from pipedream_rt import Clip, Layout, Pipeline, Training
 from pipedream_rt.corrections import (
     Correction,
     DelayCompensation,
@@ -339,7 +339,7 @@ class Run:
         batch: The samples of an update.
         seed: Of the model and the data.
         synchronous: The number of updates at the start that flush the pipe.
-        options: Other `ScheduleOptions`.
+        options: Other options of the `Layout`.
     """
 
     task: str
@@ -392,11 +392,10 @@ def done(run: Run) -> dict[str, Any]:
         schedule=run.schedule,  # type: ignore[arg-type]
         micro_batches=run.k,
         corrections=corrections,
-        schedule_options=ScheduleOptions(synchronous_updates=run.synchronous, **dict(run.options)),
-        clip=Clip(norm=1.0),
+        layout=Layout(synchronous_updates=run.synchronous, **dict(run.options)),
+        training=Training(clip=Clip(norm=1.0), on_nan="ignore"),
         seed=run.seed,
         workers="serial",
-        on_nan="ignore",
     ) as pipe:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             pipe.optimizer, lambda step: run.rate * learning_rate_factor(step, run.updates, 10)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
 
-from pipedream_rt import Pipeline, ScheduleOptions
+from pipedream_rt import Layout, Pipeline
 
 TWO_STAGES = ("interleaved-1f1b",)
 """The schedules with two stages on each worker."""
@@ -64,7 +64,7 @@ def run(w: Workload, schedule: str) -> dict[str, Any]:
         micro_batches=w.micro_batches,
         corrections=(),  # the schedule alone is measured
         workers="local",
-        schedule_options=ScheduleOptions(
+        layout=Layout(
             stages_per_worker=2 if schedule in TWO_STAGES else None,
             # Nothing here depends on a late learning rate, and peers have the data already.
             credits=None if schedule.startswith("async") else 2,

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import nn
 from workload import EmulatedLayer
 
-from pipedream_rt import Pipeline, profile
+from pipedream_rt import Layout, Observe, Pipeline, profile
 from pipedream_rt.observe import summarize
 from pipedream_rt.planning.costing import Costing
 from pipedream_rt.planning.cuts import Cuts, cuts_of
@@ -70,9 +70,11 @@ def measured(plan: Partition, starts: list[int], updates: int) -> float:
             optimizer=(torch.optim.SGD, {"lr": 1e-3}),
             schedule=plan.schedule,  # type: ignore[arg-type]
             micro_batches=WORKERS,
-            slack=tuple(stage.slack for stage in plan.stages[:-1]),
-            replicas=[len(stage.workers) for stage in plan.stages],
-            trace=True,
+            layout=Layout(
+                slack=tuple(stage.slack for stage in plan.stages[:-1]),
+                replicas=[len(stage.workers) for stage in plan.stages],
+            ),
+            observe=Observe(trace=True),
         ) as pipe
     ):
         for _ in pipe.train_epoch([(x, y)] * updates):
@@ -129,8 +131,10 @@ def print_memory() -> None:
                     schedule=schedule,  # type: ignore[arg-type]
                     micro_batches=WORKERS,
                     corrections=(),  # whose memory no plan knows
-                    slack=tuple(stage.slack for stage in plan.stages[:-1]),
-                    replicas=[len(stage.workers) for stage in plan.stages],
+                    layout=Layout(
+                        slack=tuple(stage.slack for stage in plan.stages[:-1]),
+                        replicas=[len(stage.workers) for stage in plan.stages],
+                    ),
                 ) as pipe
             ):
                 list(pipe.train_epoch(corpus.batches(samples * WORKERS, CONTEXT, 15, seed=0)))

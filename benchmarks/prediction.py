@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
-from pipedream_rt import Pipeline, Trace
+from pipedream_rt import Observe, Pipeline, Trace
 from pipedream_rt.observe import summarize
 from pipedream_rt.simulation import predict, what_if
 
@@ -38,7 +38,8 @@ SCHEDULES = ("async-1f1b", "1f1b")
 
 def recorded(compute: str, schedule: str, updates: int) -> Trace:
     """Run with a trace; 4 micro-batches per update on 2 stages, 8 on 8."""
-    common: dict[str, Any] = {"schedule": schedule, "workers": "local", "trace": True}
+    common: dict[str, Any] = {"schedule": schedule, "workers": "local"}
+    common["observe"] = Observe(trace=True)
     common["corrections"] = ()  # the schedule alone is measured
     if compute == "real":
         torch.manual_seed(0)

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt import Checkpoints, Pipeline, Recovery
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
@@ -49,7 +49,7 @@ def opened(stages: int, every: int | None, max_restarts: int) -> Iterator[Pipeli
             corrections=(),  # what is computed again is one update for each mini-batch
             workers="local",
             checkpoint=Checkpoints(folder, every=every),
-            max_restarts=max_restarts,
+            recovery=Recovery(max_restarts=max_restarts),
         ) as pipe,
     ):
         yield pipe

@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 def options_of(setting: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Pipeline` for a setting."""
-    from pipedream_rt import Clip, LossScale, ScheduleOptions
+    from pipedream_rt import Clip, LossScale
 
     made = {
         "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -185,7 +186,7 @@ def options_of(setting: dict[str, Any]) -> dict[str, Any]:
         "slack": setting["slack"],
         "replicas": setting["replicas"],
         "shard_optimizer": setting["shard_optimizer"],
-        "schedule_options": ScheduleOptions(synchronous_updates=setting["synchronous"]),
+        "synchronous_updates": setting["synchronous"],
         "optimizer": made[setting["optimizer"]],
         "clip": clips[setting["clip"]],
         "loss_scale": LossScale(init_scale=512.0) if setting["loss_scale"] else None,
@@ -194,6 +195,23 @@ def options_of(setting: dict[str, Any]) -> dict[str, Any]:
         "recompute": setting["recompute"],
         "autocast": torch.bfloat16 if setting["autocast"] else None,
     }
+
+
+def opened(model: Any, **options: Any) -> Any:
+    """A pipeline, of this package or of one whose options do not stand in groups yet."""
+    import pipedream_rt
+
+    if hasattr(pipedream_rt, "Training"):
+        for name in ("Training", "Layout", "Recovery", "Observe"):
+            group = getattr(pipedream_rt, name)
+            own = {f.name: options.pop(f.name) for f in fields(group) if f.name in options}
+            options[name.lower()] = group(**own)
+    else:
+        synchronous = options.pop("synchronous_updates")
+        options["schedule_options"] = pipedream_rt.ScheduleOptions(  # type: ignore[attr-defined]
+            synchronous_updates=synchronous
+        )
+    return pipedream_rt.Pipeline(model, **options)
 
 
 # -- one run ------------------------------------------------------------------------------------
@@ -229,7 +247,7 @@ def kill(pipe: Any, stage: int) -> None:
 
 def trained(setting: dict[str, Any], how: str) -> dict[str, Any]:
     """Train with a setting; return digests, or why it is refused."""
-    from pipedream_rt import Checkpoints, ConfigError, Pipeline
+    from pipedream_rt import Checkpoints, ConfigError
 
     torch.manual_seed(setting["seed"])
     model, options = MODELS[setting["model"]](), options_of(setting)
@@ -244,7 +262,7 @@ def trained(setting: dict[str, Any], how: str) -> dict[str, Any]:
         else:
             options["workers"] = "serial"
         try:
-            pipe = Pipeline(model, **common, **options)
+            pipe = opened(model, **common, **options)
         except ConfigError as error:
             return {"refused": str(error).splitlines()[0]}
         with pipe:
@@ -265,7 +283,7 @@ def trained(setting: dict[str, Any], how: str) -> dict[str, Any]:
         if how == "resumed":
             torch.manual_seed(setting["seed"])
             try:
-                pipe = Pipeline(MODELS[setting["model"]](), **common, **options)
+                pipe = opened(MODELS[setting["model"]](), **common, **options)
                 with pipe:
                     pipe.load(Path(folder) / "saved")
                     losses += [(r.loss, r.staleness) for r in pipe.train_epoch(data[5:])]

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import mse_loss
 
-from pipedream_rt import Pipeline, ScheduleOptions
+from pipedream_rt import Layout, Observe, Pipeline
 from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
@@ -41,8 +41,8 @@ def measured(schedule: str, workers: int, micro_batches: int, updates: int) -> d
         schedule=schedule,
         micro_batches=micro_batches,
         workers="local",
-        trace=True,
-        schedule_options=ScheduleOptions(stages_per_worker=each),
+        observe=Observe(trace=True),
+        layout=Layout(stages_per_worker=each),
     ) as pipe:
         for _ in pipe.train_epoch(emulated_data(updates, micro_batches * 8, 256)):
             pass

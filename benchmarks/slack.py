@@ -21,7 +21,7 @@ from emulated import SlowLinks, emulated_data, emulated_model, slow_links
 from rich.console import Console
 from rich.table import Table
 
-from pipedream_rt import Costs, Pipeline, plan_for, simulate
+from pipedream_rt import Costs, Layout, Observe, Pipeline, plan_for, simulate
 from pipedream_rt.observe import summarize
 
 STAGES, HOP = 4, 1
@@ -42,9 +42,9 @@ def measured(schedule: str, slack: int, updates: int) -> float:
         optimizer=(torch.optim.SGD, {"lr": 1e-3}),
         schedule=schedule,
         micro_batches=per_update(schedule),
-        slack=slack_on_the_hop(slack),
+        layout=Layout(slack=slack_on_the_hop(slack)),
+        observe=Observe(trace=True),
         workers=slow_links(lambda: SlowLinks({(HOP, HOP + 1): LATENCY_S})),
-        trace=True,
     ) as pipe:
         for _ in pipe.train_epoch(emulated_data(updates, 8 * per_update(schedule), 64)):
             pass

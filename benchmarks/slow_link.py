@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from emulated import SlowLinks, emulated_model, slow_links
 
-from pipedream_rt import Costs, Pipeline, Timeouts, plan_for, simulate
+from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
 from pipedream_rt.messages.message import Message
 from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import COORDINATOR
@@ -139,10 +139,10 @@ def measured(case: Case, slack: int, workers: Any) -> float:
         optimizer=(torch.optim.SGD, {"lr": 1e-3}),
         schedule=case.schedule,
         micro_batches=MICRO_BATCHES,
-        slack=slack,
+        layout=Layout(slack=slack),
+        recovery=Recovery(heartbeat=timedelta(seconds=60), start=timedelta(seconds=START_S)),
         workers=workers,
         # Signs of life share the wire with what is measured, and queue behind it.
-        timeouts=Timeouts(heartbeat=timedelta(seconds=60), start=timedelta(seconds=START_S)),
     ) as pipe:
         for _ in pipe.train_epoch([batch] * WARM_UP):
             pass

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import mse_loss
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Observe, Pipeline
 from pipedream_rt.observe.spans import Recorder
 
 
@@ -34,7 +34,7 @@ def seconds(traced: bool, updates: int, stages: int) -> float:
         optimizer=(torch.optim.SGD, {"lr": 1e-3}),
         micro_batches=1,
         workers="local",
-        trace=traced,
+        observe=Observe(trace=traced),
     ) as pipe:
         for _ in pipe.train_epoch(data[:20]):
             pass

@@ -21,7 +21,7 @@ from torch import Tensor
 from train_charlm import BYTES, Corpus
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipedream_rt import Clip, Pipeline, without_values
+from pipedream_rt import Clip, Layout, Pipeline, Training, without_values
 
 CONTEXT, BATCH = 128, 8
 PROMPT = b"def "
@@ -100,13 +100,12 @@ def main(
         model,
         stages=stages,
         example=validation[0],
-        weights=weights,
+        layout=Layout(weights=weights),
+        training=Training(autocast=torch.bfloat16, clip=Clip(norm=1.0)),
         optimizer=(torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}, [no_decay]),
         schedule=schedule,
         micro_batches=micro_batches,
         workers=workers,
-        autocast=torch.bfloat16,
-        clip=Clip(norm=1.0),
     ) as pipe:
         scheduler = torch.optim.lr_scheduler.LambdaLR(pipe.optimizer, warm_up)
         print(f"before: {pipe.evaluate(validation):.3f} nats per byte")

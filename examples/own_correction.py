@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Training
 from pipedream_rt.corrections import Correction, Moment
 
 
@@ -38,7 +38,7 @@ def final_loss(corrections: list[Correction]) -> float:
         optimizer=(torch.optim.SGD, {"lr": 0.4}),
         corrections=corrections,
         workers="serial",
-        on_nan="ignore",
+        training=Training(on_nan="ignore"),
     ) as pipe:
         return [result.loss for result in pipe.train_epoch([(x, y)] * 300)][-1]
 

@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
-from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt import Checkpoints, Layout, Pipeline
 from pipedream_rt.optimizers import Muon, hidden_matrices
 
 BYTES = 256
@@ -264,7 +264,7 @@ def run(console: Console, corpus: Corpus, job: Job) -> tuple[nn.Module, float, f
     with Pipeline(
         model,
         stages=job.stages,
-        replicas=job.replicas or (),
+        layout=Layout(replicas=job.replicas or ()),
         example=next(corpus.batches(job.batch, job.context, 1, job.seed)),
         loss_fn=loss_fn,
         optimizer=job.optimizer_of(model),

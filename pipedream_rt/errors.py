@@ -159,7 +159,7 @@ class StageFailed(PipelineError):
 
 
 class NonFiniteLoss(StageFailed):
-    """The loss of a micro-batch is NaN or infinite (``on_nan="raise"``)."""
+    """The loss of a micro-batch is NaN or infinite (``Training(on_nan="raise")``)."""
 
 
 class PoisonedMicroBatch(PipelineError):

@@ -415,7 +415,9 @@ class Pipeline:
             ConfigError: No average is made, or a layer changes weights when its mode is set.
         """
         if ema and not self._job.averages:
-            raise ConfigError("no average of the weights is made; give Pipeline ema=0.999")
+            raise ConfigError(
+                "no average of the weights is made; give training=Training(ema=0.999)"
+            )
         if self._job.changes_modes:
             raise ConfigError(
                 "the model has a layer that does something when its mode is set, such as to merge "
@@ -708,7 +710,7 @@ class Pipeline:
         """Return what every stage did so far. Flushes the pipe.
 
         Raises:
-            ConfigError: Nothing is recorded; give Pipeline ``trace=True`` or a file.
+            ConfigError: Nothing is recorded; see `Observe`.
         """
         return self._trace.collect()
 

@@ -458,9 +458,7 @@ def test_what_cannot_be_is_refused(options, words):
 
 def test_tied_weights_and_hooks_on_sums_are_refused():
     options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "workers": "serial", "replicas": [1, 2]}
-    with pytest.raises(
-        ConfigError, match=r"0\.weight is used on several stages that have"
-    ):
+    with pytest.raises(ConfigError, match=r"0\.weight is used on several stages that have"):
         Pipeline(tied(), stages=[1], **options)
     model = network()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)

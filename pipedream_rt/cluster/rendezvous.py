@@ -342,6 +342,6 @@ class Rendezvous:
             + "".join(f"; {name!r} was refused: {why}" for name, why in self._refused.items())
             + "; start them with "
             f"`{self._command}`, or give Pipeline "
-            "timeouts=Timeouts(start=...) with more time",
+            "recovery=Recovery(start=...) with more time",
             missing=missing,
         )

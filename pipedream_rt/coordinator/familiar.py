@@ -16,7 +16,7 @@ _WHOLE = (
 )
 _BEFORE = "do it to the model before you give it to Pipeline"
 _HOOKS = f"{_BEFORE}; hooks go along with it"
-_DTYPE = "give Pipeline the model in that dtype, or autocast=torch.bfloat16"
+_DTYPE = "give Pipeline the model in that dtype, or Training(autocast=torch.bfloat16)"
 _CPU = "the stages compute on CPUs alone"
 _BY_ITSELF = (
     "the stages do it by themselves: for result in pipe.train_epoch(loader), or pipe.submit(x, y)"
@@ -34,7 +34,7 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("get_submodule", "get_parameter", "get_buffer", "model"), _WHOLE),
     **dict.fromkeys(("buffers", "named_buffers"), "pipe.state_dict() has them"),
     "forward": "call the pipeline: pipe(x)",
-    "compile": "Pipeline(..., compile=True) compiles the layers",
+    "compile": "Training(compile=True) compiles the layers",
     "training": "pipe.train() and pipe.eval() set the mode",
     "lr_scheduler": "a scheduler of torch over pipe.optimizer, stepped once for each result",
 }

@@ -49,7 +49,9 @@ class TraceCollection:
             ConfigError: No spans are recorded.
         """
         if self._recorder is None:
-            raise ConfigError("nothing is recorded; give Pipeline trace=True or a file")
+            raise ConfigError(
+                "nothing is recorded; give observe=Observe(trace=...), True or a file"
+            )
         self._feeder.flush()
         recorded = self._group.command(CommandName.TRACE)
         first = self._first_readings()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.base import overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.tensors import gradient_hooks
+from pipedream_rt.schedules import RECIPES, plan_for
 from pipedream_rt.stage.rules.clipping import Clip
 
 
@@ -172,21 +173,21 @@ CONFLICTS: tuple[Conflict, ...] = (
         "shard_optimizer", "norms over the model",
         "with shard_optimizer a replica sends weights at its step, and these steps would wait for "
         "the norm of all gradients of the model",
-        'use Clip(..., over="stage") and no scaling of losses, or shard_optimizer=False',
+        'use Clip(..., over="stage") and no scaling of losses, or Layout(shard_optimizer=False)',
         lambda f: f.shards and (f.scaled or f.over_model),
     ),
     Conflict(
         "shard_optimizer", "ema",
         "ema needs all weights of a stage after a step, of which each replica has done a part "
         "alone",
-        "use shard_optimizer=False",
+        "use Layout(shard_optimizer=False)",
         lambda f: f.shards and f.averages,
     ),
     Conflict(
         "shard_optimizer", "corrections",
         "corrections need all weights of a stage after a step, of which each replica has done a "
         "part alone",
-        "use shard_optimizer=False",
+        "use Layout(shard_optimizer=False)",
         lambda f: f.shards and f.corrections,
     ),
     Conflict(
@@ -294,17 +295,72 @@ def _first(names: Iterable[str]) -> str:
     return next(iter(names), "")
 
 
+_OF_SCHEDULES: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": (2, 1, 1, 1)},
+    "slack": {"slack": 1},
+    "synchronous_updates": {"synchronous": 2},
+    "stages_per_worker": {"stages_per_worker": 2},
+}
+"""Options of a `Layout` that only some schedules have, with arguments of `plan_for` to try them."""
+
+
 def as_markdown() -> str:
-    """Return the table for the docs."""
-    lines = ["| feature | with | why not | instead |", "|---|---|---|---|"]
-    for row in CONFLICTS:
-        fields = {name: f"*{name.replace('_', ' ')}*" for name in _fields_of(row.why)}
-        fields.update({"schedule": "the schedule"} if "schedule" in fields else {})
-        why = row.why.format(**fields)
-        lines.append(f"| {row.feature} | {row.other} | {why} | {row.instead} |")
-    return "\n".join(lines)
+    """Return the page of the docs: the table, and which schedule has which options."""
+    rows = [
+        (row.feature, row.other, row.why.format(**_placeholders(row.why)), row.instead)
+        for row in CONFLICTS
+    ]
+    schedules = [
+        (f"`{name}`", *("yes" if _takes(name, each) else "-" for each in _OF_SCHEDULES.values()))
+        for name in RECIPES
+    ]
+    named = [f"`{name}`" for name in _OF_SCHEDULES]
+    return "\n".join(
+        (
+            "# What does not go together",
+            "",
+            "<!-- Made by `python -m pipedream_rt.job.conflicts`. -->",
+            "",
+            "Each row is refused before anything starts, with the reason and the way out.",
+            "",
+            *_table(("feature", "with", "why not", "instead"), rows),
+            "",
+            "## Options of schedules",
+            "",
+            "A schedule of your own has slack if it says so (`takes_slack`), several stages on a",
+            "worker, and none of the others.",
+            "",
+            *_table(("schedule", *named), schedules),
+            "",
+        )
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    first, *rest = (f"| {' | '.join(row)} |" for row in (head, *rows))
+    return [first, "|---" * len(head) + "|", *rest]
+
+
+def _takes(schedule: str, options: dict[str, Any]) -> bool:
+    """Whether a schedule has an option."""
+    try:
+        plan_for(schedule, num_stages=4, per_update=8, **options)
+    except ConfigError:
+        return False
+    return True
+
+
+def _placeholders(text: str) -> dict[str, str]:
+    """Return what stands in the docs for the names in braces in a text."""
+    words = {"schedule": "this schedule", "correction": "the correction"}
+    return {name: words.get(name, "a layer or parameter") for name in _fields_of(text)}
 
 
 def _fields_of(text: str) -> list[str]:
     """Return the names in braces in a text."""
     return [name for _, name, _, _ in Formatter().parse(text) if name]
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

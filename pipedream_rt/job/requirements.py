@@ -50,21 +50,19 @@ def _unknown(owner: str, name: str) -> str:
     """Say which option was meant."""
     homes = {option: home for home, names in _NAMES.items() for option in names}
     homes.update(dict.fromkeys(_NAMES[owner], owner))
-    if name in homes:
-        meant = name
+    near = [get_close_matches(name, names, n=1) for names in (_NAMES[owner], homes)]
+    meant = name if name in homes else next((found[0] for found in near if found), "")
+    home = homes.get(meant, "")
+    if not home:
+        what = f"there are {', '.join(_NAMES[owner])}"
+    elif home == owner:
+        what = f"did you mean {meant}?"
+    elif owner == "Pipeline":
+        given = next(each for each in _NAMES[owner] if home.lower().startswith(each))
+        what = f"{meant} belongs to {home}: give {given}={home}({meant}=...)"
     else:
-        near = [get_close_matches(name, names, n=1) for names in (_NAMES[owner], homes)]
-        meant = next((found[0] for found in near if found), "")
-    if not meant:
-        what = f"; there are {', '.join(_NAMES[owner])}"
-    elif homes[meant] == owner:
-        what = f"; did you mean {meant}?"
-    elif homes[meant] in _NAMES["Pipeline"] or owner != "Pipeline":
-        what = f"; {meant} is an option of {homes[meant]}"
-    else:
-        home = homes[meant]
-        what = f"; {meant} belongs to {home}: give {home.lower()}={home}({meant}=...)"
-    return f"{owner} has no option {name!r}{what}"
+        what = f"{meant} is an option of {home}"
+    return f"{owner} has no option {name!r}; {what}"
 
 
 def require_count(name: str, value: int, least: int = 1) -> None:

@@ -80,7 +80,7 @@ def compiling(
             raise ConfigError(
                 f"{name or type(module).__name__} was compiled in place, by its method compile(), "
                 "and would come to a worker as it was before;\ngive the model as it was, and "
-                "compile=True, or compile=dict(...) with the arguments: then each worker compiles "
+                "Training(compile=True), or a dict with the arguments: then each worker compiles "
                 "its layers"
             )
     return dict(compile) if isinstance(compile, dict) else ({} if compile else None)

@@ -290,8 +290,8 @@ def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
     for name, tensor in named_tensors(model):
         if tensor.is_meta and id(tensor) not in spared:
             raise ConfigError(
-                f"{name} is on the meta device, where it has no values; give weights=, the folder "
-                "from which the workers read them, or a model with values"
+                f"{name} is on the meta device, where it has no values; give Layout(weights=...), "
+                "the folder from which the workers read them, or a model with values"
             )
 
 
@@ -300,11 +300,11 @@ def without_values() -> Iterator[None]:
     """Build modules whose parameters have shapes and no values, while the body runs.
 
     They are on the meta device, so a model of any size fits into memory; buffers have their values.
-    `Pipeline` takes such a model with ``weights=``, a folder of which each worker reads its part::
+    `Pipeline` takes such a model with a folder of which each worker reads its part::
 
         with pipedream_rt.without_values():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        pipe = Pipeline(model, weights=folder, stages=8, ...)
+        pipe = Pipeline(model, layout=Layout(weights=folder), stages=8, ...)
     """
     before = nn.Module.register_parameter
 

@@ -1111,8 +1111,8 @@ def _refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> 
         if compiled and id(module) not in inside:
             raise ConfigError(
                 f"{name or 'the model'} is compiled as a whole, and it is taken apart into layers; "
-                "give the model as it was before, and compile=True, with which each worker "
-                "compiles its layers"
+                "give the model as it was before, and Training(compile=True), with which each "
+                "worker compiles its layers"
             )
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         if id(module) not in inside and (any(hooks) or module._backward_pre_hooks):

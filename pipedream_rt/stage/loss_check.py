@@ -27,14 +27,14 @@ _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}
 
 RANDOM = (
     "the loss draws random numbers (is a dropout inside of it?), so the loss of a mini-batch was "
-    "not compared with those of its micro-batches; check_loss=0 leaves this out"
+    "not compared with those of its micro-batches; Training(check_loss=0) leaves this out"
 )
 """What is said of a loss that cannot be compared."""
 
 _NOT_COMPARED = (
     "the loss of a mini-batch was not compared with those of its micro-batches: %s. Training is "
-    "right if the loss is a mean over samples, or over what weigh= counts; check_loss=0 leaves "
-    "this out"
+    "right if the loss is a mean over samples, or over what weigh counts; Training(check_loss=0) "
+    "leaves this out"
 )
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -186,9 +186,10 @@ def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding:
             f"the loss is no mean over samples: for {len(parts)} micro-batches together it is "
             f"{whole:.6g}, and the weighed mean of theirs is {mean:.6g}, so training on "
             "micro-batches would train something else. Say what a micro-batch weighs, as "
-            "weigh=lambda x, y: (y != -100).sum() for ignored labels, or weights[y].sum() for "
-            "weights of classes; or give the loss whole mini-batches: micro_batches=1; or, if the "
-            "loss is made for parts of a mini-batch, leave this comparison out: check_loss=0"
+            "Training(weigh=lambda x, y: (y != -100).sum()) for ignored labels, or "
+            "weights[y].sum() for weights of classes; or give the loss whole mini-batches: "
+            "micro_batches=1; or, if the loss is made for parts of a mini-batch, leave this "
+            "comparison out: Training(check_loss=0)"
         )
 
 

@@ -215,10 +215,11 @@ class Stage:
             NonFiniteLoss: The loss is NaN or infinite.
         """
         if self.spec.on_nan == "raise" and not math.isfinite(reported):
-            uncounted = ", or, if none of its labels count, say what it weighs by weigh="
+            uncounted = ", or, if none of its labels count, say what it weighs by "
+            "Training(weigh=...)"
             raise NonFiniteLoss(
                 f"stage {self.index}: the loss of micro-batch {micro_batch} is {reported}; "
-                'lower the learning rate, look at the data, pass on_nan="ignore"'
+                'lower the learning rate, look at the data, pass Training(on_nan="ignore")'
                 + (uncounted if math.isnan(reported) and self.plan.per_update > 1 else ""),
                 stage=self.index,
                 action=f"F{micro_batch}",

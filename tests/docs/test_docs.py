@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from pipedream_rt.cli import main
+from pipedream_rt.job.conflicts import as_markdown
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
@@ -241,6 +242,11 @@ def test_the_way_of_a_micro_batch_is_ten_files_at_most():
     steps = [row for row in rows(DOCS / "design" / "reading-order.md") if row[0].isdigit()]
     assert [int(row[0]) for row in steps] == list(range(1, len(steps) + 1))
     assert len({row[1] for row in steps}) == len(steps) <= 10
+
+
+def test_the_table_of_conflicts_is_that_of_the_code():
+    page = (DOCS / "reference" / "conflicts.md").read_text()
+    assert page == as_markdown(), "python -m pipedream_rt.job.conflicts prints it"
 
 
 def test_the_map_is_drawn_from_the_code():

@@ -1,0 +1,101 @@
+"""A job is prepared before anything runs: nothing starts, nothing is written, and all is proved."""
+
+import inspect
+import os
+import pickle
+import threading
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pipedream_rt
+from pipedream_rt import (
+    Checkpoints,
+    Clip,
+    ConfigError,
+    Layout,
+    Recovery,
+    Training,
+    UnknownOption,
+)
+from pipedream_rt.job.job import prepare
+from pipedream_rt.job.options import Options
+from pipedream_rt.job.unsplit_model import UnsplitModel
+
+ADAM = (torch.optim.Adam, {"lr": 0.1})
+
+
+def model(tie=False):
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    if tie:
+        layers[3].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+def job(net=None, **options):
+    options = {"stages": 4, "loss_fn": F.mse_loss, "optimizer": ADAM, "seed": 7, **options}
+    return prepare(UnsplitModel(net or model(), options["loss_fn"]), Options(**options))
+
+
+def test_nothing_starts_and_nothing_is_written(tmp_path):
+    threads = set(threading.enumerate())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    made = job(checkpoint=Checkpoints(tmp_path / "run", every=1))
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not list(tmp_path.iterdir())
+    assert made.plan.num_stages == len(made.specs) == 4
+    assert made.options.makes_checkpoints
+
+
+def test_a_stage_can_be_made_of_what_is_packed():
+    made = job(training=Training(clip=Clip(norm=1.0), ema=0.9, autocast=torch.bfloat16))
+    specs = [
+        cloudpickle.loads(data.numpy().tobytes(), buffers=[b.numpy() for b in buffers])
+        for data, *buffers in made.specs
+    ]
+    assert [spec.stage for spec in specs] == [0, 1, 2, 3]
+    assert [spec.loss_fn is None for spec in specs] == [True, True, True, False]
+    assert {type(rule).__name__ for rule in specs[0].rules} >= {"Clip", "Averaging"}
+    assert specs[2].names == {"2.weight": "2.weight", "2.bias": "2.bias"}
+    assert all(spec.plan == made.plan and spec.seed == 7 for spec in specs)
+
+
+def test_a_plan_has_its_ties_and_norms():
+    made = job(model(tie=True), training=Training(clip=Clip(norm=1.0)))
+    assert [tie.stages for tie in made.plan.ties] == [(0, 3)]
+    assert made.plan.norms == "delayed"
+    late = job(schedule="1f1b", micro_batches=4, training=Training(clip=Clip(norm=1.0)))
+    assert late.plan.norms == "exact"
+
+
+def test_the_face_has_sixteen_parameters():
+    _, *names = inspect.signature(pipedream_rt.Pipeline.__init__).parameters
+    assert len(names) == 16
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Training(clipp=1), "Training has no option 'clipp'; did you mean clip?"),
+        (lambda: Layout(clip=1), "Layout has no option 'clip'; clip is an option of Training"),
+        (lambda: Recovery(restarts=1), "did you mean max_restarts?"),
+        (lambda: Checkpoints("run", evry=3), "did you mean every?"),
+        (
+            lambda: pipedream_rt.Pipeline(model(), slack=1),
+            "slack belongs to Layout: give layout=Layout(slack=...)",
+        ),
+        (lambda: pipedream_rt.Pipeline(model(), every=1), "give checkpoint=Checkpoints(every=...)"),
+        (lambda: pipedream_rt.Pipeline(model(), zzz=1), "there are model, stages, example"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(make, words):
+    with pytest.raises(UnknownOption) as e:
+        make()
+    assert words in str(e.value)
+    assert isinstance(e.value, ConfigError)
+    assert isinstance(e.value, TypeError)
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
