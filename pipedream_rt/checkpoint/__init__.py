@@ -4,7 +4,7 @@ from pipedream_rt.checkpoint.layout import checkpoints, replica_name
 from pipedream_rt.checkpoint.lock import RunLock
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest, refuse_unsaveable
 from pipedream_rt.checkpoint.reading import newest_good, read_stage, shapes, verify, weights_of
-from pipedream_rt.checkpoint.state import StageState
+from pipedream_rt.checkpoint.snapshot import Snapshot
 from pipedream_rt.checkpoint.writing import (
     Part,
     prune,
@@ -19,7 +19,7 @@ __all__ = [
     "Manifest",
     "Part",
     "RunLock",
-    "StageState",
+    "Snapshot",
     "checkpoints",
     "newest_good",
     "prune",

@@ -7,8 +7,9 @@ A run's folder holds a folder for each checkpoint::
         model.safetensors.index.json            which key is in which file, as in Hugging Face's
                                                 format
         loss-00004-of-00004.safetensors         weights of a loss that has some
-        optimizer-00001-of-00004.safetensors    ...  "PARAMETER/NAME" of each tensor of its state
-        versions-00001-of-00004.safetensors     ...  "VERSION/PARAMETER": older weights that later
+        optimizer-00001-of-00004.safetensors    what optimizer and rules keep, by the texts of keys
+                                                (`messages/keys.py`): "optimizer/PARAMETER/NAME"...
+        versions-00001-of-00004.safetensors     ...  "#VERSION/PARAMETER": older weights that later
                                                 micro-batches of an asynchronous schedule read
         buffers-00001-of-00004.safetensors      buffers that are in no state dict
         replica-00002-of-00004.safetensors      "1 of 2/NAME": the buffers of replica 1 of a stage
@@ -41,6 +42,10 @@ INDEX = "model.safetensors.index.json"
 AS_PAIRS = "complex128 as pairs"
 """Metadata of a file of tensors: a JSON list of the keys whose complex numbers stand there as pairs
 of real ones, along a last dimension."""
+
+EXTRA, EXTRA_OF_REPLICA = "extra", "extra-of-replica"
+"""The parts of keys, in a manifest, of what modules give by ``get_extra_state`` that is no tensor:
+of a stage, by its number, or of a replica, by its name."""
 
 BEING_REPLACED = ".old.part"
 """How the hidden name ends that a checkpoint has while another takes its place."""

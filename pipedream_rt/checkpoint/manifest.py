@@ -17,11 +17,10 @@ from torch import Tensor
 from pipedream_rt import schema
 from pipedream_rt.checkpoint.layout import MANIFEST, is_file_name
 from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.messages.keys import key_of
 
 _MAGIC = "pipedream-rt checkpoint"
-_FORMAT = 4
-_FIRST = 3
-"""The oldest format that can be read, which had no run."""
+_FORMAT = 5
 
 _LARGEST = 1 << 32
 """Bytes that a manifest may have; it holds the states of attached objects."""
@@ -42,7 +41,7 @@ class Manifest:
         per_update: Micro-batches per update.
         groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
-        plain: The optimizer state that is no tensor, by parameter and name.
+        plain: What stages keep that is no tensor, by the texts of its keys (`messages/keys.py`).
         extra: The user's own data.
         floor: Oldest weight version that may be read: that of weights loaded in mid-run.
         passes: Number of micro-batches that were evaluated or inferred from so far.
@@ -63,7 +62,7 @@ class Manifest:
     per_update: int
     groups: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, list[Any]] = field(default_factory=dict)
-    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
     floor: int = 0
     passes: int = 0
@@ -84,6 +83,15 @@ def _generator(value: Any) -> bool:
 def _run(value: Any) -> bool:
     """Whether a value can be the identity of a run."""
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32})?", value) is not None
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value is the text of a key."""
+    try:
+        key_of(value)
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return len(value) <= 1 << 12
 
 
 def _group(value: Any) -> bool:
@@ -190,7 +198,7 @@ _FIELDS = {
     "per_update": schema.whole(1),
     "groups": schema.list_of(_group),
     "files": schema.mapping(is_file_name, schema.row(_COUNT, schema.exactly(16))),
-    "plain": schema.mapping(_NAME, _VALUES),
+    "plain": schema.mapping(_is_key, schema.anything),
     "extra": schema.anything,
     "floor": _COUNT,
     "passes": _COUNT,
@@ -237,7 +245,7 @@ def read_manifest(folder: Path) -> Manifest:
         magic, version, packed, checksum = msgpack.unpackb(data)
         if magic != _MAGIC:
             raise ValueError("it is no manifest of pipedream-rt")
-        if version not in (_FIRST, _FORMAT):
+        if version != _FORMAT:
             raise CheckpointError(
                 f"{folder} is a checkpoint of format {schema.printable(repr(version), 20)}, this "
                 f"version reads {_FORMAT}"
@@ -247,8 +255,6 @@ def read_manifest(folder: Path) -> Manifest:
         found = _unpack(packed)
         if not isinstance(found, dict) or not found.keys() <= _FIELDS.keys():
             raise ValueError("it has other fields than a manifest")
-        if version == _FIRST:
-            found.setdefault("run", "")
         if problem := schema.problem_of(found, _FIELDS):
             raise ValueError(problem)
         return Manifest(**found)

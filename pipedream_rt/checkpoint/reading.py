@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from pipedream_rt.checkpoint.layout import (
     AS_PAIRS,
+    EXTRA,
+    EXTRA_OF_REPLICA,
     MANIFEST,
     checkpoints,
     digest_of,
@@ -25,9 +27,9 @@ from pipedream_rt.checkpoint.layout import (
 )
 from pipedream_rt.checkpoint.lock import give_back_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
-from pipedream_rt.checkpoint.state import StageState
+from pipedream_rt.checkpoint.snapshot import Snapshot
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.schedules.placement import EVERY_STAGE
+from pipedream_rt.messages.keys import OF_OPTIMIZERS, Key, StepState, by_key, parsed
 from pipedream_rt.schema import list_of, open_file, printable, text
 
 _log = logging.getLogger(__name__)
@@ -139,7 +141,7 @@ def read_stage(
     buffers: Sequence[str],
     plain: dict[str, Any],
     replica: str = "",
-) -> StageState:
+) -> Snapshot:
     """Read the state of a stage, whichever files it is in.
 
     The stages need not be those that wrote the checkpoint.
@@ -151,7 +153,7 @@ def read_stage(
         parameters: Names of the stage's trainable parameters.
         buffers: Names of the stage's buffers. They come as ``hidden``, also those that are in a
             state dict.
-        plain: The optimizer state that is no tensor, from the manifest.
+        plain: What is no tensor, from the manifest.
         replica: Name of the replica of the stage, whose own buffers and extra state are taken if
             there are any; empty for replica 0.
 
@@ -165,19 +167,32 @@ def read_stage(
     def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         return _tensors(files_of(folder, files, kind), wanted)
 
+    def written_tensors(kind: str, wanted: Callable[[Parts], bool]) -> dict[Parts, Tensor]:
+        found = _tensors(files_of(folder, files, kind), lambda text: wanted(parsed(text)))
+        return {parsed(text): tensor for text, tensor in found.items()}
+
+    said = by_key(plain)
     buffered = set(buffers).__contains__
     mine = set(weights).__contains__
-    own = _of_replica(tensors, replica)
+    own = {
+        str(name): tensor
+        for (_, name), tensor in written_tensors("replica", lambda key: key[0] == replica).items()
+    }
     found = tensors("model", mine) | tensors("loss", mine)
     found |= {key: tensor for key, tensor in own.items() if mine(key)}
     missing = [key for key in weights if key not in found]
     if missing:
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
-    return StageState(
+    return Snapshot(
         weights=found,
-        optimizer=_optimizer_state(tensors, parameters, plain),
-        versions=_older_versions(tensors, set(parameters)),
-        extra=_extra(plain, "extra") | (_extra(plain, f"replica/{replica}") if replica else {}),
+        steps=_step_state(written_tensors, set(parameters), said),
+        versions=_older_versions(written_tensors, set(parameters)),
+        extra={str(k.path[-1]): v for k, v in said.items() if k.part == EXTRA}
+        | {
+            str(k.path[-1]): v
+            for k, v in said.items()
+            if (k.part, k.name) == (EXTRA_OF_REPLICA, replica)
+        },
         hidden=tensors("buffers", buffered)
         | tensors("model", buffered)
         | tensors("loss", buffered)
@@ -185,59 +200,37 @@ def read_stage(
     )
 
 
-def _extra(plain: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Extra state that is no tensor, of one kind of entries of the manifest, by key."""
-    return {
-        key: value
-        for name, values in plain.items()
-        if name.startswith(f"{EVERY_STAGE}{kind}/")
-        for key, value in values.items()
-    }
+Parts: TypeAlias = tuple[str | int, ...]
+"""The parts of a key."""
 
-
-def _of_replica(tensors_of: Tensors, replica: str) -> dict[str, Tensor]:
-    """What is of one replica alone, by name."""
-    found = tensors_of("replica", lambda key: key.startswith(f"{replica}/"))
-    return {key.partition("/")[2]: tensor for key, tensor in found.items()}
-
-
-Tensors: TypeAlias = Callable[[str, Callable[[str], bool]], dict[str, Tensor]]
+Written: TypeAlias = Callable[[str, Callable[[Parts], bool]], dict[Parts, Tensor]]
 """``tensors(kind, wanted)`` reads the tensors of a kind whose keys are wanted."""
 
 
-def _optimizer_state(
-    tensors_of: Tensors, parameters: Sequence[str], plain: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Optimizer state of some parameters, by parameter and name; and that of the optimizers."""
-    own = tuple(f"{EVERY_STAGE}{kind}/" for kind in ("group", "attributes", "state"))
-    mine = {*parameters, *(name for name in plain if name.startswith(own))}
-    state = {name: dict(plain[name]) for name in mine if name in plain}
+def _step_state(tensors_of: Written, parameters: set[str], said: Mapping[Key, Any]) -> StepState:
+    """What is kept of some parameters, of optimizers themselves, and by all stages alike."""
 
-    def owner(key: str) -> str | None:
-        # Names of parameters and of what is kept of them may have slashes.
-        parts = key.split("/")
-        names = ("/".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
-        return next((name for name in names if name in mine), None)
+    def wanted(key: Key) -> bool:
+        return key.name in parameters or not key.name or key.part in OF_OPTIMIZERS
 
-    def known(key: str) -> bool:
-        return owner(key) is not None
+    def of_parameters(parts: Parts) -> bool:
+        return len(parts) > 1 and parts[1] in parameters
 
-    for key, tensor in {**tensors_of("optimizer", known), **tensors_of("shard", known)}.items():
-        parameter = owner(key)
-        assert parameter is not None
-        state.setdefault(parameter, {})[key[len(parameter) + 1 :]] = tensor
-    return state
+    found: StepState = {key: value for key, value in said.items() if wanted(key)}
+    for kind in ("optimizer", "shard"):
+        for (part, name, *path), tensor in tensors_of(kind, of_parameters).items():
+            found[Key(str(part), str(name), tuple(path))] = tensor
+    return found
 
 
-def _older_versions(tensors_of: Tensors, parameters: set[str]) -> dict[int, dict[str, Tensor]]:
+def _older_versions(tensors_of: Written, parameters: set[str]) -> dict[int, dict[str, Tensor]]:
     """The older weight versions that have all of some parameters, by version and name."""
     versions: dict[int, dict[str, Tensor]] = {}
-    tensors = tensors_of("versions", lambda key: key.partition("/")[2] in parameters)
-    for key, tensor in tensors.items():
-        version, _, name = key.partition("/")
-        if not (version.isascii() and version.isdecimal() and len(version) < 20):
-            raise CheckpointError(f"a file of versions has the key {printable(key, 100)!r}")
-        versions.setdefault(int(version), {})[name] = tensor
+    found = tensors_of("versions", lambda parts: parts[-1] in parameters)
+    for parts, tensor in found.items():
+        if len(parts) != 2 or not isinstance(parts[0], int) or parts[0] < 0:
+            raise CheckpointError(f"a file of versions has the key {printable(repr(parts), 100)}")
+        versions.setdefault(parts[0], {})[str(parts[1])] = tensor
     return {v: named for v, named in versions.items() if named.keys() == parameters}
 
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from pipedream_rt.checkpoint.layout import (
     AS_PAIRS,
     BEING_REPLACED,
+    EXTRA,
+    EXTRA_OF_REPLICA,
     INDEX,
     MANIFEST,
     checkpoints,
@@ -31,9 +33,10 @@ from pipedream_rt.checkpoint.layout import (
     sync,
 )
 from pipedream_rt.checkpoint.manifest import Manifest, is_plain, read_manifest, seal
-from pipedream_rt.checkpoint.state import StageState
+from pipedream_rt.checkpoint.snapshot import Snapshot
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.schedules.placement import EVERY_STAGE, LOSS_LAYER
+from pipedream_rt.messages.keys import Key, StepState, written
+from pipedream_rt.schedules.placement import LOSS_LAYER
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +104,8 @@ class Part:
 
 
 def write_stage(
-    folder: Path, stage: int, num_stages: int, state: StageState
-) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+    folder: Path, stage: int, num_stages: int, state: Snapshot
+) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
     """Write the files of one stage, and wait until they are on the disk.
 
     Args:
@@ -112,17 +115,20 @@ def write_stage(
         state: The state of the stage.
 
     Returns:
-        Size and checksum of each file, by name; the optimizer state that is no tensor, by parameter
-        and name, with ``extra``; the bytes of each weight, by file and key.
+        Size and checksum of each file, by name; what is no tensor, by the texts of its keys; the
+        bytes of each weight, by file and key.
 
     Raises:
         CheckpointError: A file cannot be written, or the optimizer state has a value that has no
             place in a checkpoint.
     """
-    moments, plain = _tensors_and_plain(state.optimizer)
-    if state.extra:
-        plain[f"{EVERY_STAGE}extra/{stage}"] = state.extra
-    older = {f"{v}/{name}": t for v, named in state.versions.items() for name, t in named.items()}
+    moments, plain = _tensors_and_plain(state.steps)
+    plain |= {str(Key(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
+    older = {
+        written(version, name): tensor
+        for version, named in state.versions.items()
+        for name, tensor in named.items()
+    }
     loss = {key: t for key, t in state.weights.items() if key.startswith(f"{LOSS_LAYER}.")}
     kinds = {
         "model": {key: t for key, t in state.weights.items() if key not in loss},
@@ -153,9 +159,9 @@ def write_replica(
     num_addresses: int,
     name: str,
     buffers: dict[str, Tensor],
-    optimizer: dict[str, dict[str, Any]],
+    steps: StepState,
     extra: dict[str, Any],
-) -> tuple[dict[str, list[Any]], dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
     """Write the files of a replica other than replica 0, and wait until they are on the disk.
 
     Args:
@@ -164,7 +170,7 @@ def write_replica(
         num_addresses: Number of addresses.
         name: Name of the replica; see `replica_name`.
         buffers: Its buffers, and its extra state that is a tensor, by name.
-        optimizer: Optimizer state of the parameters that it steps, if it steps a part alone.
+        steps: What its optimizer keeps, if it steps a part alone.
         extra: What its modules give by ``get_extra_state`` that is no tensor, packed.
 
     Returns:
@@ -173,35 +179,31 @@ def write_replica(
     Raises:
         CheckpointError: As `write_stage` does.
     """
-    moments, plain = _tensors_and_plain(optimizer)
-    if extra:
-        plain[f"{EVERY_STAGE}replica/{name}/{address}"] = extra
-    own = {f"{name}/{key}": tensor for key, tensor in buffers.items()}
+    moments, plain = _tensors_and_plain(steps)
+    plain |= {str(Key(EXTRA_OF_REPLICA, name, (address, k))): v for k, v in extra.items()}
+    own = {written(name, key): tensor for key, tensor in buffers.items()}
     kinds = {"replica": own, "shard": moments}
     return _write_kinds(folder, kinds, address, num_addresses), plain, {}
 
 
-def _tensors_and_plain(
-    optimizer: dict[str, dict[str, Any]],
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Divide the optimizer state into tensors, by ``"PARAMETER/NAME"``, and what is no tensor.
+def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Divide what a stage keeps for its steps into tensors and what is none, by texts of keys.
 
     Raises:
         CheckpointError: A value has no place in a checkpoint.
     """
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for parameter, values in optimizer.items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"{parameter}/{name}"] = value
-            elif is_plain(value):
-                plain.setdefault(parameter, {})[name] = value
-            else:
-                raise CheckpointError(
-                    f"the optimizer state {name!r} of {parameter} is a {type(value).__name__}; "
-                    "tensors, numbers, texts and lists of them can be saved"
-                )
+    plain: dict[str, Any] = {}
+    for key, value in steps.items():
+        if isinstance(value, Tensor):
+            tensors[str(key)] = value
+        elif is_plain(value):
+            plain[str(key)] = value
+        else:
+            raise CheckpointError(
+                f"the optimizer state {key.path[-1]!r} of {key.name} is a {type(value).__name__}; "
+                "tensors, numbers, texts and lists of them can be saved"
+            )
     return tensors, plain
 
 

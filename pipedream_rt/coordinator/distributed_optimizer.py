@@ -13,13 +13,12 @@ from pipedream_rt.cluster.base import Reference
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.given_optimizer import build_prototype, placeholder
+from pipedream_rt.messages.keys import GROUP, OPTIMIZER, Key, StepState, by_name, optimizer_state
 from pipedream_rt.models.code import code_of
-from pipedream_rt.schedules.placement import EVERY_STAGE
 from pipedream_rt.stage.optimizer import (
     GroupSpec,
     Hyper,
     OptimizerSpec,
-    is_ours,
     pack_group,
     pack_hyper,
     set_hyper,
@@ -32,11 +31,11 @@ class OptimizerLink(Protocol):
     def optimizer_references(self) -> list[Reference]:
         """Return references to the torch optimizers of the stages."""
 
-    def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of every parameter, by name in the unsplit model."""
+    def gather_optimizer_state(self) -> StepState:
+        """Return what the optimizers of all stages keep."""
 
-    def scatter_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
-        """Replace the state of the given parameters, by name in the unsplit model."""
+    def scatter_optimizer_state(self, state: StepState) -> None:
+        """Replace what the optimizers of all stages keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +281,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = link.pipeline.gather_optimizer_state()
         packed: dict[str, Any] = super().state_dict()
         for number, group in enumerate(packed["param_groups"]):
-            own = (v for k, v in state.items() if k.startswith(f"{EVERY_STAGE}group/{number}/"))
-            kept = next(own, {}).items()
-            set_hyper(group, {k: v for k, v in kept if not k.startswith(EVERY_STAGE)})
-        plain = {n: {k: v for k, v in s.items() if not is_ours(k)} for n, s in state.items()}
-        packed["state"] = {i: plain[n] for i, n in enumerate(link.names) if plain.get(n)}
+            own = {k: v for k, v in state.items() if k.part == GROUP and k.path[0] == number}
+            first = min((key.name for key in own), default="")
+            set_hyper(group, {str(k.path[1]): v for k, v in own.items() if k.name == first})
+        found = by_name(state, OPTIMIZER, link.names)
+        packed["state"] = {
+            i: {path[0]: value for path, value in found[name].items()}
+            for i, name in enumerate(link.names)
+            if any(found[name])
+        }
         return packed
 
     @dynamo_spared()
@@ -306,10 +309,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         state = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
-        groups = {f"{EVERY_STAGE}group/{i}/": g for i, g in enumerate(self.groups())}
-        link.pipeline.scatter_optimizer_state(
-            {name: state[i] for i, name in enumerate(link.names) if i in state} | groups
-        )
+        groups = {
+            Key(GROUP, path=(number, name)): value
+            for number, group in enumerate(self.groups())
+            for name, value in group.items()
+        }
+        named = {name: state[i] for i, name in enumerate(link.names) if i in state}
+        link.pipeline.scatter_optimizer_state(optimizer_state(named) | groups)
         self.begin_anew()
 
     def _linked(self) -> _Link:

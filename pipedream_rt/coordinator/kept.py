@@ -9,8 +9,9 @@ from typing import Any
 from pipedream_rt.coordinator.feeder import Feeder
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.keys import by_key
 from pipedream_rt.messages.message import CommandName
-from pipedream_rt.stage.optimizer import AVERAGE
+from pipedream_rt.stage.rules.ema import AVERAGE
 
 _numbers = itertools.count(1)
 
@@ -93,5 +94,6 @@ def _averages_of_ties(lease: Lease) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for part in group.command(CommandName.OPTIMIZER_STATE):
-        found.update({name: state[AVERAGE] for name, state in part.items() if AVERAGE in state})
+        state = by_key(part)
+        found.update({key.name: value for key, value in state.items() if key.part == AVERAGE})
     return {tie.name: found[tie.name] for tie in group.plan.ties if tie.name in found}

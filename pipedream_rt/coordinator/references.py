@@ -17,6 +17,7 @@ from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.stage_reference import StageReference, refuse_left_out
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.messages.keys import StepState, by_key
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan
@@ -202,20 +203,23 @@ class References:
             lambda cluster: [cluster.reference(address, "optimizer") for address in plan.addresses]
         )
 
-    def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Flush, and return the state of every parameter, by name in the unsplit model."""
+    def gather_optimizer_state(self) -> StepState:
+        """Flush, and return what the optimizers of all stages keep."""
         self._feeder.flush()
-        state: dict[str, dict[str, Any]] = {}
+        state: StepState = {}
         # Those of replicas are the same, or each is a part of the stage's.
         for part in self._group.command(CommandName.OPTIMIZER_STATE):
-            state.update(part)
+            state.update(by_key(part))
         return state
 
-    def scatter_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
-        """Flush, and replace the state of the given parameters, by name in the unsplit model."""
+    def scatter_optimizer_state(self, state: StepState) -> None:
+        """Flush, and replace what the optimizers of all stages keep."""
         if state:
             self._feeder.flush()
-            self._group.command(CommandName.LOAD_OPTIMIZER_STATE, dict(state), Role.OWN)
+            named: dict[str, dict[str, Any]] = {}
+            for key, value in state.items():
+                named.setdefault(key.name, {})[str(key)] = value
+            self._group.command(CommandName.LOAD_OPTIMIZER_STATE, named, Role.OWN)
 
 
 def refuse_not_stepped_once(spec: OptimizerSpec, plan: Plan, stepped: Sequence[list[str]]) -> None:

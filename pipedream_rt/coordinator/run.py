@@ -41,6 +41,7 @@ from pipedream_rt.job.notices import about_cores, about_micro_batches
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.job.weighing import samples_of
+from pipedream_rt.messages.keys import optimizer_state
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.auto_split import choose_stages
 from pipedream_rt.planning.profiling import profile_and_end
@@ -185,7 +186,7 @@ def attach(job: Job, group: WorkerGroup) -> Run:
         preemption.watch()
     if job.optimizer is not None:
         references.use(references.build_optimizer(*job.optimizer))
-        references.scatter_optimizer_state(dict(job.brought))
+        references.scatter_optimizer_state(optimizer_state(job.brought))
     if kept is not None and kept.resume:
         run_state.resume(require_acceptable(kept.accept))
     return Run(

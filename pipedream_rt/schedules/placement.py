@@ -22,10 +22,6 @@ from pipedream_rt.schedules.shape import Shape
 
 T = TypeVar("T")
 
-EVERY_STAGE = "/"
-"""The first character of keys, beside those that begin with a layer's name, that are for every
-stage: the state of optimizers themselves has such keys."""
-
 LOSS_LAYER = "(loss)"
 """The name under which a loss that is a module stands behind the layers of its stage. No layer of
 a user's has it, so the keys of the loss's weights are apart from those of the model."""
@@ -307,22 +303,23 @@ class Placement:
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
         """Return, by stage, the entries of a dictionary whose keys are names of or in its layers.
 
-        The stage that computes the loss has a layer more, `LOSS_LAYER`. Entries whose keys begin
-        with `EVERY_STAGE`, which no layer's name does, are for every stage.
+        The stage that computes the loss has a layer more, `LOSS_LAYER`. An entry with an empty key
+        is for every stage.
 
         Args:
             named: The entries, by name in the unsplit model, as ``"3.weight"``.
         """
-        prefixes = [
-            (
-                EVERY_STAGE,
-                *(f"{name}." for name in (*layers, *((LOSS_LAYER,) if s in self.exits else ()))),
-            )
-            for s, layers in enumerate(self.layers)
+        of_stages = [
+            (*names, LOSS_LAYER) if stage in self.exits else names
+            for stage, names in enumerate(self.layers)
         ]
         return [
-            {k: v for k, v in named.items() if k.startswith(own) or k in layers}
-            for own, layers in zip(prefixes, self.layers, strict=True)
+            {
+                key: value
+                for key, value in named.items()
+                if not key or key in layers or key.startswith(tuple(f"{name}." for name in layers))
+            }
+            for layers in of_stages
         ]
 
     def cycle(self, address: Address) -> int:

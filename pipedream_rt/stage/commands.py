@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any
 
 import cloudpickle
@@ -9,6 +10,7 @@ import torch
 from typing_extensions import assert_never
 
 from pipedream_rt.errors import ScheduleError
+from pipedream_rt.messages.keys import by_key, by_text
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.stage import snapshot
@@ -50,10 +52,10 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
         case CommandName.OPTIMIZER:
             return stage.set_optimizer(argument)
         case CommandName.OPTIMIZER_STATE:
-            return snapshot.optimizer_state(stage)
+            return by_text(snapshot.optimizer_state(stage))
         case CommandName.LOAD_OPTIMIZER_STATE:
             if stage.optimizer:
-                stage.optimizer.load_state(argument)
+                stage.optimizer.load_state(by_key(ChainMap(*argument.values())))
         case CommandName.TRAINING:
             only, training = argument
             if only in (None, stage.index):

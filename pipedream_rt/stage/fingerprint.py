@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.schedules.placement import EVERY_STAGE
+from pipedream_rt.messages.keys import OF_OPTIMIZERS, SPLIT, Key, written
 
 _BYTES = 16
 
@@ -50,7 +50,7 @@ def _digest(name: str, value: Any) -> str:
 def fingerprints_of(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    optimizer: Mapping[str, Mapping[str, Any]],
+    steps: Mapping[Key, Any],
     older: Mapping[int, Mapping[str, Tensor]],
     version: int,
     extra: Mapping[str, Any],
@@ -60,7 +60,7 @@ def fingerprints_of(
     Args:
         parameters: The newest weights by name, frozen ones too.
         buffers: All buffers by name.
-        optimizer: The optimizer state by parameter and name.
+        steps: What the optimizer and the rules keep.
         older: The trainable weights of each older version.
         version: Number of the newest version.
         extra: Extra state of modules that is no tensor, packed, by key of the state dict.
@@ -68,18 +68,12 @@ def fingerprints_of(
     # What optimizers keep for all their parameters is, as a rule, the same on all stages, and so
     # counts once: the digests are listed, without the number of the stage.
     own = {
-        f"{name.rpartition('/')[0]}/{key}": value
-        for name, values in optimizer.items()
-        if name.startswith(EVERY_STAGE)
-        for key, value in values.items()
-        if not key.startswith(EVERY_STAGE)
+        written(key.part, *key.path): value
+        for key, value in steps.items()
+        if key.part in OF_OPTIMIZERS and key.part != SPLIT
     }
-    state = {
-        f"{name}/{key}": value
-        for name, values in optimizer.items()
-        if not name.startswith(EVERY_STAGE)
-        for key, value in values.items()
-    }
+    # What all stages have agreed on has no name; the first stage alone keeps it.
+    state = {str(k): v for k, v in steps.items() if k.name and k.part not in OF_OPTIMIZERS}
     return {
         "version": version,
         "weights": fingerprint(parameters),

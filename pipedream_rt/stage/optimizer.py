@@ -16,8 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.keys import (
+    ATTRIBUTE,
+    GROUP,
+    OF_OPTIMIZERS,
+    OPTIMIZER,
+    OWN_STATE,
+    SPLIT,
+    Key,
+    StepState,
+    by_name,
+)
 from pipedream_rt.models.code import Code
-from pipedream_rt.schedules.placement import EVERY_STAGE
 
 Hyper = dict[str, Any]
 """The hyper-parameters of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
@@ -205,12 +215,11 @@ class StageOptimizer:
             self._from_script[i].update(hyper[number])
         return self.torch_optimizer
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state by parameter name, and the optimizer's own state.
+    def state(self) -> StepState:
+        """Return the state of every parameter, and the optimizer's own: see `Key`.
 
-        The own state stands under names that begin with `EVERY_STAGE`: ``/group/0/STAGE`` has what
-        the optimizer has changed in group 0, ``/attributes/STAGE`` its changed attributes, and
-        ``/state/STAGE`` its state under other keys than parameters, packed by `pack_hyper`.
+        The own state is what it has changed in its groups and attributes since it was built, and
+        what it keeps under keys that are no parameters, packed by `pack_hyper`.
 
         Raises:
             ConfigError: The optimizer has changed an attribute that cannot be packed, keeps one
@@ -219,36 +228,44 @@ class StageOptimizer:
         if self.torch_optimizer is None:
             return {}
         state = self.torch_optimizer.state
-        found = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         attributes = _attributes_of(self.torch_optimizer)
-        _refuse_unfit_tensors([*found.values(), attributes])
-        mine = {id(p) for p in self._parameters.values()}
-        others = {key: value for key, value in state.items() if id(key) not in mine}
-        if others:
-            packed = pack_hyper(others, "state")
-            found[f"{EVERY_STAGE}state/{self._stage}"] = {"state": packed, _OF: self._names}
-        for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
-            built, by_script = self._built[i], self._from_script[i]
-            own = {
-                name: value
-                for name, value in pack_group(group).items()
-                if name not in by_script and built.get(name) != value
-            }
-            if own:
-                found[f"{EVERY_STAGE}group/{number}/{self._stage}"] = {**own, _OF: self._names}
-        now = _digests(attributes, self._parameters)
-        changed = {
-            name: pack_hyper(value, name)
-            for name, value in attributes.items()
-            if self._attributes_built.get(name) != now[name]
+        named = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
+        _refuse_unfit_tensors([*named.values(), attributes])
+        found: StepState = {
+            Key(OPTIMIZER, name, (key,)): value
+            for name, values in named.items()
+            for key, value in values.items()
         }
+        # That there is a state, though an empty one, may count for an optimizer.
+        found.update({Key(OPTIMIZER, name): {} for name, values in named.items() if not values})
+        own = self._own_state(attributes)
+        return found | own | ({Key(SPLIT, str(self._stage)): self._names} if own else {})
+
+    def _own_state(self, attributes: Hyper) -> StepState:
+        """Return what the optimizer keeps for all its parameters.
+
+        Raises:
+            ConfigError: It cannot be kept.
+        """
+        assert self.torch_optimizer is not None
+        found: StepState = {}
+        stage, mine = str(self._stage), {id(p) for p in self._parameters.values()}
+        state = self.torch_optimizer.state
+        if others := {key: value for key, value in state.items() if id(key) not in mine}:
+            found[Key(OWN_STATE, stage)] = pack_hyper(others, "state")
+        for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
+            for name, value in pack_group(group).items():
+                if name not in self._from_script[i] and self._built[i].get(name) != value:
+                    found[Key(GROUP, stage, (number, name))] = value
+        now = _digests(attributes, self._parameters)
+        changed = [n for n in attributes if self._attributes_built.get(n) != now[n]]
         if any(_has_key(attributes[name], mine) for name in changed):
             raise ConfigError(
                 f"the optimizer keeps values under the id of a parameter in {sorted(changed)}; ids "
                 "differ in every process, so keep them in optimizer.state[parameter]"
             )
-        if changed:
-            found[f"{EVERY_STAGE}attributes/{self._stage}"] = {**changed, _OF: self._names}
+        for name in changed:
+            found[Key(ATTRIBUTE, stage, (name,))] = pack_hyper(attributes[name], name)
         return found
 
     @property
@@ -256,24 +273,25 @@ class StageOptimizer:
         """The names of the parameters of the stage, by which its own state is found again."""
         return list(self._parameters)
 
-    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+    def load_state(self, state: Mapping[Key, Any]) -> None:
         """Replace the optimizer state.
 
         Args:
-            state: The state by parameter name, of the whole model or of this stage alone, with
-                the own state of one or several stages.
+            state: The state of the whole model or of this stage alone, with the own state of one
+                or several optimizers.
         """
         if self.torch_optimizer is None:
             return
         # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
         # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
+        given = by_name(state, OPTIMIZER, self._parameters)
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
-            own = {k: value for k, value in state.get(name, {}).items() if not is_ours(k)}
-            if own or (name in state and not state[name]):
+            if given[name]:
                 self.torch_optimizer.state[parameter] = {
-                    key: like(parameter, value) if isinstance(value, Tensor) else value
-                    for key, value in own.items()
+                    path[0]: like(parameter, value) if isinstance(value, Tensor) else value
+                    for path, value in given[name].items()
+                    if path
                 }
         self._load_own_state(state)
         # This call brings states of older versions of torch up to date.
@@ -284,10 +302,10 @@ class StageOptimizer:
             }
         )
 
-    def _load_own_state(self, state: dict[str, dict[str, Any]]) -> None:
+    def _load_own_state(self, state: Mapping[Key, Any]) -> None:
         """Put groups and attributes back to what they were built with, then load what was saved."""
         assert self.torch_optimizer is not None
-        own = vars(self.torch_optimizer)
+        own, saved = vars(self.torch_optimizer), self._saved_own(state)
         self._from_script = [set() for _ in self._groups]
         for number, group, built in zip(
             self._group_numbers, self._groups, self._built, strict=True
@@ -295,21 +313,22 @@ class StageOptimizer:
             for name in [name for name in pack_group(group) if name not in built]:
                 del group[name]
             set_hyper(group, built)
-            set_hyper(group, self._own(state, f"group/{number}"))
+            of_groups = {path: v for (part, path), v in saved.items() if part == GROUP}
+            set_hyper(group, {name: v for (of, name), v in of_groups.items() if of == number})
         for name in [
             n for n in _attributes_of(self.torch_optimizer) if n not in self._attributes_built
         ]:
             del own[name]
         set_hyper(own, self._attributes_packed)
-        set_hyper(own, self._own(state, "attributes"))
+        set_hyper(own, {k[0]: v for (part, k), v in saved.items() if part == ATTRIBUTE})
         mine = {id(p) for p in self._parameters.values()}
         for key in [key for key in self.torch_optimizer.state if id(key) not in mine]:
             del self.torch_optimizer.state[key]
-        if others := self._own(state, "state"):
-            self.torch_optimizer.state.update(unpack_hyper(others["state"]))
+        if (OWN_STATE, ()) in saved:
+            self.torch_optimizer.state.update(unpack_hyper(saved[OWN_STATE, ()]))
 
-    def _own(self, state: dict[str, dict[str, Any]], kind: str) -> dict[str, Any]:
-        """Return the own state of one kind that belongs to this stage.
+    def _saved_own(self, state: Mapping[Key, Any]) -> dict[tuple[str, tuple[Any, ...]], Any]:
+        """Return the own state that belongs to this stage, by part and path.
 
         With the split of the checkpoint that is what this stage has saved. With another split it is
         what all stages have saved, as a count of steps is the same on all of them.
@@ -317,17 +336,23 @@ class StageOptimizer:
         Raises:
             ConfigError: The split is another one, and the stages have saved different values.
         """
-        saved = [v for k, v in sorted(state.items()) if k.startswith(f"{EVERY_STAGE}{kind}/")]
-        for values in saved:
-            if values.get(_OF) == self._names:
-                return {name: value for name, value in values.items() if name != _OF}
-        of_all = [{name: value for name, value in v.items() if name != _OF} for v in saved]
-        if any(values != of_all[0] for values in of_all):
-            raise ConfigError(
-                f"the optimizer has saved values of its own ({', '.join(of_all[0])}) that differ "
-                "from stage to stage; they can be loaded with the same split alone"
-            )
-        return of_all[0] if of_all else {}
+        saved: dict[str, dict[tuple[str, tuple[Any, ...]], Any]] = {}
+        for key, value in state.items():
+            if key.part in OF_OPTIMIZERS and key.part != SPLIT:
+                saved.setdefault(key.name, {})[key.part, key.path] = value
+        for stage, values in saved.items():
+            if state.get(Key(SPLIT, stage)) == self._names:
+                return values
+        merged: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        for values in saved.values():
+            for place, value in values.items():
+                if merged.setdefault(place, value) != value:
+                    raise ConfigError(
+                        f"the optimizer has saved values of its own ({place[1][-1:] or place[0]}) "
+                        "that differ from stage to stage; they can be loaded with the same split "
+                        "alone"
+                    )
+        return merged
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> Hyper:
@@ -421,22 +446,6 @@ def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:
                         f"{name!r}), which would be two after a recovery; give each its own"
                     )
                 seen[id(value)] = name
-
-
-AVERAGE = "(average)"
-"""The key, beside the optimizer's state of a parameter, of the average of the parameter."""
-
-
-def is_ours(key: str) -> bool:
-    """Whether what stands under a key beside the optimizer's state of a parameter is not its own.
-
-    Such keys begin with a bracket: `AVERAGE`, and the keys of corrections.
-    """
-    return key.startswith("(")
-
-
-_OF = "/of"
-"""The key, beside the own state of a stage's optimizer, of the names of the stage's parameters."""
 
 
 @functools.cache

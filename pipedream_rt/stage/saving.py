@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from pipedream_rt.checkpoint import (
-    StageState,
+    Snapshot,
     read_stage,
     replica_name,
     write_replica,
@@ -39,7 +39,6 @@ from pipedream_rt.stage import snapshot
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
-from pipedream_rt.stage.rules.totals import KEY
 from pipedream_rt.stage.stage import Stage
 
 _CHANGED_IN_BACKWARD = (
@@ -170,11 +169,11 @@ class StageSaver:
             return
         self._saving = None
         try:
-            optimizer = snapshot.step_state(stage)
+            steps = snapshot.step_state(stage)
         except ConfigError as error:
             self._tell(saving.position, str(error))
             return
-        state = StageState(
+        state = Snapshot(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
                 for name, tensor in snapshot.state_dict(stage).items()
@@ -182,10 +181,7 @@ class StageSaver:
             },
             extra=saving.extra,
             hidden=saving.hidden,
-            optimizer={
-                parameter: {k: _copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-                for parameter, values in optimizer.items()
-            },
+            steps={k: _copy(v) if isinstance(v, Tensor) else v for k, v in steps.items()},
             versions=saving.versions
             | {
                 version: {name: _copy(tensor) for name, tensor in named.items()}
@@ -207,7 +203,7 @@ class StageSaver:
             if first <= version < saving.step and is_whole and version not in saving.versions:
                 saving.versions[version] = {name: _copy(tensor) for name, tensor in named.items()}
 
-    def _write(self, saving: _Saving, state: StageState) -> None:
+    def _write(self, saving: _Saving, state: Snapshot) -> None:
         """Write the files and tell the result; the saver's thread runs this, on copies alone."""
         result: object
         try:
@@ -221,7 +217,7 @@ class StageSaver:
             result = str(error)
         self._tell(saving.position, result)
 
-    def _write_replica(self, saving: _Saving, state: StageState) -> tuple[Any, ...]:
+    def _write_replica(self, saving: _Saving, state: Snapshot) -> tuple[Any, ...]:
         """Write what is of this replica alone; return what `write_stage` does."""
         stage = self._stage
         shards = stage.plan.shape.shards(stage.index)
@@ -231,18 +227,18 @@ class StageSaver:
             len(stage.plan.addresses),
             replica_name(self._replica, self._count),
             {**saving.buffers, **saving.hidden},
-            state.optimizer if shards else {},
+            state.steps if shards else {},
             state.extra,
         )
 
-    def _fingerprints(self, step: int, state: StageState) -> dict[str, Any]:
+    def _fingerprints(self, step: int, state: Snapshot) -> dict[str, Any]:
         """Return the fingerprints of the state that was written; see `fingerprints_of`."""
         module, tensors = self._stage.module, {**state.weights, **state.hidden}
         buffers = [name for name, _ in module.named_buffers()]
         return fingerprints_of(
             snapshot.owned(self._stage, tensors),
             {name: tensors[name] for name in buffers if name in tensors},
-            state.optimizer,
+            state.steps,
             state.versions,
             step,
             state.extra,
@@ -285,7 +281,7 @@ def restore_stage(
         folder: Folder of the checkpoint.
         files: The names that its manifest lists.
         step: Number of updates after which the checkpoint was made.
-        plain: The part of the optimizer state that is no tensor, by parameter and name.
+        plain: What is no tensor of what its manifest keeps of stages, by the texts of its keys.
         floor: The oldest weight version that a micro-batch to come may read.
         with_optimizer: Whether to load the optimizer state too.
 
@@ -322,15 +318,14 @@ def restore_stage(
         stage.module.get_submodule(owner)._buffers[short] = None
     own = older.pop(stage.index)
     snapshot.restore(stage, step, {**state.weights, **extra}, own, state.hidden, older)
-    agreed = {KEY: plain[KEY]} if KEY in plain else {}
     if with_optimizer:
-        snapshot.load_step_state(stage, {**state.optimizer, **agreed}, step)
+        snapshot.load_step_state(stage, state.steps, step)
     else:
-        snapshot.load_totals(stage, agreed, step)
+        snapshot.load_totals(stage, state.steps, step)
     return whole
 
 
-def _read(folder: Path, *about: Any) -> StageState:
+def _read(folder: Path, *about: Any) -> Snapshot:
     """Read the state of a stage, and what is packed in it.
 
     Args:

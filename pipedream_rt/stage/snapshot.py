@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedream_rt.messages.keys import Key, StepState
 from pipedream_rt.stage.buffers import load_buffers, names_of_buffers
 from pipedream_rt.stage.buffers import load_state as load_module_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra
-from pipedream_rt.stage.rules.base import State
 from pipedream_rt.stage.rules.ema import Ema
 from pipedream_rt.stage.rules.scaling import Scaling
-from pipedream_rt.stage.rules.totals import KEY, Totals
+from pipedream_rt.stage.rules.totals import Totals
 from pipedream_rt.stage.stage import Stage
 
 _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
@@ -136,8 +136,8 @@ def keep(stage: Stage, number: int, average: bool, borrowed: Mapping[str, Tensor
 # -- the optimizer and the rules ----------------------------------------------------------------
 
 
-def optimizer_state(stage: Stage) -> State:
-    """Return the state of the optimizer, and averages; see `StageOptimizer.state`.
+def optimizer_state(stage: Stage) -> StepState:
+    """Return the state of the optimizer, and averages.
 
     Raises:
         ConfigError: It cannot be kept.
@@ -145,10 +145,10 @@ def optimizer_state(stage: Stage) -> State:
     if stage.optimizer is None:
         return {}
     ema = stage.rule(Ema)
-    return _merged(stage.optimizer.state(), {} if ema is None else ema.state())
+    return stage.optimizer.state() | ({} if ema is None else ema.state())
 
 
-def step_state(stage: Stage) -> State:
+def step_state(stage: Stage) -> StepState:
     """Return the state of the optimizer and of all rules.
 
     Raises:
@@ -156,19 +156,13 @@ def step_state(stage: Stage) -> State:
     """
     if stage.optimizer is None:
         return {}
-    return _merged(stage.optimizer.state(), *(rule.state() for rule in stage.rules))
-
-
-def _merged(*states: State) -> State:
-    """Return several states as one."""
-    found: State = {}
-    for state in states:
-        for name, values in state.items():
-            found.setdefault(name, {}).update(values)
+    found = stage.optimizer.state()
+    for rule in stage.rules:
+        found.update(rule.state())
     return found
 
 
-def load_step_state(stage: Stage, state: State, step: int) -> None:
+def load_step_state(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
     """Let a stage go on with what `step_state` has returned, after `restore`."""
     if stage.optimizer is not None:
         stage.optimizer.load_state(state)
@@ -176,7 +170,7 @@ def load_step_state(stage: Stage, state: State, step: int) -> None:
         rule.load_state(state, step)
 
 
-def load_totals(stage: Stage, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+def load_totals(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
     """Let a stage go on with what all stages agree on, and leave its optimizer as it is."""
     for rule in stage.rules:
         if isinstance(rule, Totals | Scaling):
@@ -190,12 +184,10 @@ def load_totals(stage: Stage, state: Mapping[str, Mapping[str, Any]], step: int)
 def fingerprints(stage: Stage) -> dict[str, Any]:
     """Return the fingerprints of a stage; see `fingerprints_of`."""
     parameters = stage.parameters
-    # Without what all stages have agreed on, of which the first stage alone keeps a copy.
-    state = {name: values for name, values in step_state(stage).items() if name != KEY}
     return fingerprints_of(
         owned(stage, dict(stage.module.named_parameters())),
         dict(stage.module.named_buffers()),
-        state,
+        step_state(stage),
         parameters.older(),
         parameters.ledger.newest,
         packed_extra({**stage.module.state_dict(), **dict.fromkeys(emptied(stage))}),

@@ -13,7 +13,7 @@ from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import (
     Manifest,
     RunLock,
-    StageState,
+    Snapshot,
     checkpoints,
     newest_good,
     prune,
@@ -24,6 +24,7 @@ from pipedream_rt.checkpoint import (
     write_manifest,
     write_stage,
 )
+from pipedream_rt.messages.keys import key_of, optimizer_state
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -43,9 +44,9 @@ def test_what_is_written_is_read(tmp_path):
     expected = state(1, 7)
     for key, tensor in expected.weights.items():
         assert torch.equal(found.weights[key], tensor)
-    assert found.optimizer["1.weight"]["on"] is True
-    assert found.optimizer["1.weight"]["none"] is None
-    assert torch.equal(found.optimizer["1.weight"]["m"], SHARED * 2)
+    assert found.steps[key_of("optimizer/1.weight/on")] is True
+    assert found.steps[key_of("optimizer/1.weight/none")] is None
+    assert torch.equal(found.steps[key_of("optimizer/1.weight/m")], SHARED * 2)
     assert found.versions.keys() == {6}
     # Of a stage that has a parameter whose older version is not there.
     assert not read_stage(
@@ -145,7 +146,7 @@ def test_there_is_none(tmp_path):
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
-    odd = StageState(weights={}, optimizer={"w": {"fn": print}}, versions={})
+    odd = Snapshot(weights={}, steps=optimizer_state({"w": {"fn": print}}), versions={})
     with pytest.raises(CheckpointError, match="optimizer state 'fn' of w is a builtin"):
         write_stage(tmp_path, 0, 1, odd)
     with pytest.raises(CheckpointError, match="can hold numbers"):

@@ -79,7 +79,7 @@ def test_plain_values_are_numbers_texts_and_lists_of_them(value, plain):
 
 def test_a_manifest_of_another_format_is_named(tmp_path):
     data = msgpack.packb(["pipedream-rt checkpoint", 9, b"", b""])
-    with pytest.raises(CheckpointError, match="of format 9, this version reads 4"):
+    with pytest.raises(CheckpointError, match="of format 9, this version reads 5"):
         read_manifest(written(tmp_path, data))
 
 
@@ -89,7 +89,7 @@ def test_a_manifest_of_another_format_is_named(tmp_path):
         (b"", "the manifest of .* cannot be used"),
         (b"junk", "the manifest of .* cannot be used"),
         (msgpack.packb(["another program", 2, b"", b""]), "it is no manifest of pipedream-rt"),
-        (msgpack.packb(["pipedream-rt checkpoint", 3, b"", b""]), "its checksum does not fit"),
+        (msgpack.packb(["pipedream-rt checkpoint", 5, b"", b""]), "its checksum does not fit"),
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path, data, reason):

@@ -143,7 +143,7 @@ def test_a_run_whose_folder_was_taken_over_harms_nobody(tmp_path):
         ("attached", None),
         ("results", [{"step": 3}]),
         ("fingerprints", [{}]),
-        ("plain", {"/group/0/0": {"x": 1}, "0.weight": 3}),
+        ("plain", {"optimizer/0.weight/step": 1, "group/0/#0": 3}),
     ],
     ids=range(16),
 )

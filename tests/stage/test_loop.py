@@ -623,7 +623,8 @@ def test_commands_change_what_they_say_and_reply():
     worker = Worker(ONE)
     stage = worker.stages[0]
     loaded = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
-    moments = {"0.weight": {"momentum_buffer": torch.full((2, 2), 3.0)}}
+    key = "optimizer/0.weight/momentum_buffer"
+    moments = {"0.weight": {key: torch.full((2, 2), 3.0)}}
     worker.put(
         command(0, 0, CommandName.TRAINING, (None, False)),
         command(0, 1, CommandName.LOAD_STATE, loaded),
@@ -638,7 +639,7 @@ def test_commands_change_what_they_say_and_reply():
     assert not stage.module.training
     assert stage.module[0].weight.tolist() == [[1, 1], [1, 1]]
     assert stage.optimizer.torch_optimizer.param_groups[0]["lr"] == 0.5
-    momentum = replied(worker, 4)["0.weight"]["momentum_buffer"]
+    momentum = replied(worker, 4)[key]
     assert momentum.tolist() == [[3, 3], [3, 3]]
     statistics = replied(worker, 5)
     assert statistics.items() >= stage.statistics().items()

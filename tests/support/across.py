@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipedream_rt import PipelineError
-from support.pinned import Flat as Pipeline
+from pipedream_rt import Layout, Pipeline, PipelineError, Recovery
 
 
 def train(arguments):
@@ -21,10 +20,13 @@ def train(arguments):
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(arguments.steps)]
     with Pipeline(
         model, stages=arguments.stages, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        workers=arguments.workers, replicas=arguments.replicas, micro_batches=1, corrections=(),
-        max_restarts=arguments.max_restarts,
-        heartbeat=timedelta(seconds=arguments.heartbeat),
+        workers=arguments.workers, micro_batches=1, corrections=(),
+        layout=Layout(replicas=arguments.replicas),
+        recovery=Recovery(
+            max_restarts=arguments.max_restarts,
+            heartbeat=timedelta(seconds=arguments.heartbeat),
             start=timedelta(seconds=arguments.start),
+        ),
     ) as pipe:  # fmt: skip
         print("workers", *(stage.worker for stage in pipe.stages), flush=True)
         for result in pipe.train_epoch(data):

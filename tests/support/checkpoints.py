@@ -7,11 +7,12 @@ import torch
 from pipedream_rt.checkpoint import (
     Manifest,
     Part,
-    StageState,
+    Snapshot,
     checkpoints,
     write_manifest,
     write_stage,
 )
+from pipedream_rt.messages.keys import optimizer_state
 
 
 @contextlib.contextmanager
@@ -29,13 +30,13 @@ SHARED = torch.arange(6.0).view(2, 3)
 
 def state(stage, step):
     names = (f"{stage}.weight", f"{stage}.bias")
-    return StageState(
+    return Snapshot(
         weights={
             names[0]: (SHARED.t() + step).contiguous(),
             names[1]: torch.zeros(0),
             f"{stage}.n": torch.tensor(step),
         },
-        optimizer={names[0]: {"m": SHARED * 2, "on": True, "none": None}},
+        steps=optimizer_state({names[0]: {"m": SHARED * 2, "on": True, "none": None}}),
         versions={step - 1: {name: torch.ones(2) for name in names}},
     )  # fmt: skip
 

@@ -24,16 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from pipedream_rt.messages.keys import Key, StepState
 from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.optimizer import Hyper
 from pipedream_rt.stage.parameters import Adjust
 from pipedream_rt.stage.values import Gifts
 from pipedream_rt.stage.weights import Weights
-
-State = dict[str, dict[str, Any]]
-"""What a rule keeps in checkpoints: by name of a parameter, or a name that begins with a slash for
-what belongs to no parameter, and then by key."""
 
 
 @dataclass(slots=True)
@@ -104,15 +101,17 @@ class Rule:
             value: What it carries; see `stage/values.py`.
         """
 
-    def state(self) -> State:
-        """Return what is to be kept in a checkpoint, as of the newest version.
+    def state(self) -> StepState:
+        """Return what is to be kept in a checkpoint, as of the newest version; see `Key`.
+
+        The part of its keys is the rule's name.
 
         Raises:
             ConfigError: It cannot be kept.
         """
         return {}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with what `state` has returned, on this stage or, after another split, on others.
 
         Args:

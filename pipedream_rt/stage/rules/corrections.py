@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,23 +14,21 @@ from torch import Tensor
 
 from pipedream_rt.corrections.base import Correction, Moment, Named, overrides
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.keys import Key, StepState, by_name
 from pipedream_rt.stage.optimizer import Hyper, like
 from pipedream_rt.stage.parameters import Adjust, VersionedParameters
 from pipedream_rt.stage.rules.base import (
     Context,
     MicroBatchRule,
     RuleOption,
-    State,
     Update,
     UpdateRule,
 )
 from pipedream_rt.stage.values import Gifts
 
-_STATE = "(correction "
-"""The beginning of the keys, beside the optimizer's state of a parameter, of corrections' state."""
-
-_VIEW = "(view of "
-"""The beginning of the keys, beside the optimizer's state of a parameter, of views of versions."""
+_PART = "corrections"
+"""The part of the keys of what is kept for a parameter. After the name comes ``state``, the number
+of a correction and its own key; or ``view``, the version and the staleness."""
 
 _FARTHEST = 1000
 """The most updates for which a version may be read, if corrections change what is read."""
@@ -263,21 +260,21 @@ class Corrections(UpdateRule, MicroBatchRule):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state(self) -> State:
+    def state(self) -> StepState:
         """Return the state of all corrections, and the views of versions.
 
         Raises:
             ConfigError: A correction keeps what cannot be kept.
         """
-        found: dict[str, dict[str, Any]] = {}
+        found: StepState = {}
         for number, correction in enumerate(self._all):
             self._check_state(correction, ())
             for name, values in correction.state.items():
-                entries = {f"{_STATE}{number}) {key}": value for key, value in values.items()}
-                found.setdefault(name, {}).update(entries)
-        for (version, staleness), named in self._own.views().items():
+                for key, value in values.items():
+                    found[Key(_PART, name, ("state", number, key))] = value
+        for place, named in self._own.views().items():
             for name, tensor in named.items():
-                found.setdefault(name, {})[f"{_VIEW}{version} at {staleness})"] = tensor
+                found[Key(_PART, name, ("view", *place))] = tensor
         return found
 
     def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
@@ -304,10 +301,9 @@ class Corrections(UpdateRule, MicroBatchRule):
                     'dictionary, as state[name] = {"average": tensor}'
                 )
             for key, value in values.items():
-                if not isinstance(key, str) or "/" in key:
+                if not isinstance(key, str):
                     raise ConfigError(
-                        f"{who} keeps state of {name!r} under {key!r}; the name must be a text "
-                        "without a slash"
+                        f"{who} keeps state of {name!r} under {key!r}, which must be a text"
                     )
                 if isinstance(value, Tensor) and (place := _place(value)):
                     if place in seen:
@@ -323,33 +319,32 @@ class Corrections(UpdateRule, MicroBatchRule):
         kept += [t for named in self._own.views().values() for t in named.values()]
         return {"correction_bytes": sum(v.nbytes for v in kept if isinstance(v, Tensor))}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Replace the state of all corrections, and the views of versions that are kept."""
-        for number, correction in enumerate(self._all):
+        given = by_name(state, _PART, self._parameters)
+        for correction in self._all:
             correction.state = {}
-            start = f"{_STATE}{number}) "
-            for name, parameter in self._parameters.items():
-                values = {
-                    key.removeprefix(start): like(parameter, v) if isinstance(v, Tensor) else v
-                    for key, v in state.get(name, {}).items()
-                    if key.startswith(start)
-                }
-                if values:
-                    correction.state[name] = values
-        self._own.restore_views(_views_in(state, self._own))
+        for name, parameter in self._parameters.items():
+            for path, value in given[name].items():
+                match path:
+                    case ("state", int() as number, str() as key) if number < len(self._all):
+                        own = self._all[number].state.setdefault(name, {})
+                        own[key] = like(parameter, value) if isinstance(value, Tensor) else value
+        self._own.restore_views(_views_in(given, self._own))
 
 
 def _views_in(
-    state: Mapping[str, Mapping[str, Any]], parameters: VersionedParameters
+    given: Mapping[str, Mapping[tuple[Any, ...], Any]], parameters: VersionedParameters
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """Return those views in a state that are whole, and of versions that are kept."""
+    """Return those views in a state, by name, that are whole, and of versions that are kept."""
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for name, parameter in parameters.named.items():
-        for key, value in state.get(name, {}).items():
-            named = re.fullmatch(re.escape(_VIEW) + r"(\d{1,18}) at (\d{1,18})\)", key)
-            if named and isinstance(value, Tensor) and value.shape == parameter.shape:
-                version, staleness = map(int, named.groups())
-                found.setdefault((version, staleness), {})[name] = value
+        for path, value in given[name].items():
+            match path:
+                case ("view", int() as version, int() as staleness) if (
+                    isinstance(value, Tensor) and value.shape == parameter.shape
+                ):
+                    found.setdefault((version, staleness), {})[name] = value
     return {
         (version, staleness): named
         for (version, staleness), named in found.items()

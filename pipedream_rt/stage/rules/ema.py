@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pipedream_rt.stage.optimizer import AVERAGE, like
-from pipedream_rt.stage.rules.base import Context, RuleOption, State, Update, UpdateRule
+from pipedream_rt.messages.keys import Key, StepState
+from pipedream_rt.stage.optimizer import like
+from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
+
+AVERAGE = "ema"
+"""The part of the keys of averages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,14 @@ class Ema(UpdateRule):
         """Return the average of the weights, by name; the weights themselves before any step."""
         return self._average or {n: p.detach() for n, p in self._parameters.items()}
 
-    def state(self) -> State:
-        """Return the average of each parameter, beside its optimizer's state."""
-        return {name: {AVERAGE: tensor} for name, tensor in self._average.items()}
+    def state(self) -> StepState:
+        """Return the average of each parameter."""
+        return {Key(AVERAGE, name): tensor for name, tensor in self._average.items()}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with the averages of a checkpoint."""
         self._average = {
-            name: like(parameter, state[name][AVERAGE])
+            name: like(parameter, state[Key(AVERAGE, name)])
             for name, parameter in self._parameters.items()
-            if AVERAGE in state.get(name, ())
+            if Key(AVERAGE, name) in state
         }

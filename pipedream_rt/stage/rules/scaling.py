@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.keys import Key, StepState
 from pipedream_rt.stage.rules.base import (
     Context,
     MicroBatchRule,
     RuleOption,
-    State,
     Update,
     UpdateRule,
 )
-from pipedream_rt.stage.rules.totals import KEY, NOT_FINITE, Norms, Totals
+from pipedream_rt.stage.rules.totals import NOT_FINITE, Norms, Totals
+
+_KEY = Key("scaling", path=("scales",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +159,15 @@ class Scaling(UpdateRule, MicroBatchRule):
         for version in [v for v in self._states if v < oldest]:
             del self._states[version]
 
-    def state(self) -> State:
+    def state(self) -> StepState:
         """Return the scales; on stage 0, for all."""
         if not self._is_first or not max(self._states):  # nothing was learned
             return {}
-        return {KEY: {"scales": [[version, *s] for version, s in sorted(self._states.items())]}}
+        return {_KEY: [[version, *s] for version, s in sorted(self._states.items())]}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with the scales of versions up to the checkpoint."""
-        saved = state.get(KEY, {}).get("scales", [])
+        saved = state.get(_KEY, [])
         states = {v: (scale, since, skipped) for v, scale, since, skipped in saved if v <= step}
         if states:
             self._states = states

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipedream_rt.messages.keys import Key, StepState
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.schedules.placement import EVERY_STAGE
-from pipedream_rt.stage.rules.base import Context, State, Update, UpdateRule
+from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
 
 Norms: TypeAlias = dict[int, Tensor]
@@ -33,8 +33,7 @@ Norms: TypeAlias = dict[int, Tensor]
 NOT_FINITE = -1
 """The place of the number that is not zero if a gradient is not finite."""
 
-KEY = f"{EVERY_STAGE}norms/0"
-"""The name of what totals, and the scales of losses, keep in checkpoints."""
+_KEY = Key("totals", path=("totals",))
 
 
 class Totals(UpdateRule):
@@ -115,16 +114,16 @@ class Totals(UpdateRule):
         """Return the total of an update; None if none is known."""
         return self._known.get(update)
 
-    def state(self) -> State:
+    def state(self) -> StepState:
         """Return the totals that later updates may need; on stage 0, for all."""
         if not self._is_first or not self._known:
             return {}
-        return {KEY: {"totals": [[update, total] for update, total in sorted(self._known.items())]}}
+        return {_KEY: [[update, total] for update, total in sorted(self._known.items())]}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with the totals of updates before the checkpoint."""
         self._known.clear()
         self._newest = -1
-        for update, total in state.get(KEY, {}).get("totals", []):
+        for update, total in state.get(_KEY, []):
             if update < step:
                 self._learn(update, total)

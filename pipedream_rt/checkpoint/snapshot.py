@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one stage."""
+"""The snapshot of a stage: what a checkpoint holds of it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
+from pipedream_rt.messages.keys import StepState
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageState:
+class Snapshot:
     """The state of a stage after an update, as if nothing were in flight. It owns its tensors.
 
     Attributes:
         weights: State dict of the stage, newest version, under the keys of the unsplit model.
-        optimizer: Optimizer state of each parameter, by name of the parameter.
+        steps: What its optimizer and its rules keep for the next steps.
         versions: Older weight versions that later micro-batches read: the trainable weights by
             name, by version.
         hidden: Buffers that are in no state dict, by name.
@@ -23,7 +25,7 @@ class StageState:
     """
 
     weights: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Any]]
+    steps: StepState
     versions: dict[int, dict[str, Tensor]]
     hidden: dict[str, Tensor] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,137 @@
+"""Keys: where a value stands in the state of a stage, in memory, in messages and on disk alike.
+
+Everything that a stage keeps for its next steps, beside weights and buffers, is one dictionary from
+`Key` to a tensor or a plain value. As text a key is its parts, joined by slashes::
+
+    optimizer/0.weight/exp_avg          of a parameter, from its optimizer
+    group/1/#0/step                     of the optimizer of stage 1 itself, in its group 0
+    attribute/1/count                   an attribute of it
+    state/1                             what it keeps under keys that are no parameters
+    split/1                             the parameters of that stage, by which it is found again
+    ema/0.weight                        of a parameter, from a rule
+    corrections/0.weight/view/#12/#2    the same; a rule says what comes after the name
+    totals//totals                      what all stages have agreed on, kept by the first one
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+OPTIMIZER = "optimizer"
+GROUP, ATTRIBUTE, OWN_STATE, SPLIT = "group", "attribute", "state", "split"
+OF_OPTIMIZERS = (GROUP, ATTRIBUTE, OWN_STATE, SPLIT)
+"""The parts that belong to the optimizer of a stage, whose number is the name of their keys."""
+
+_PATHS: dict[str, tuple[tuple[type, ...], ...]] = {
+    OPTIMIZER: ((), (str,), (int,)), GROUP: ((int, str),), ATTRIBUTE: ((str,),),
+    OWN_STATE: ((),), SPLIT: ((),),
+}  # fmt: skip
+"""By part, the kinds of its paths; a rule knows those of its own part."""
+
+_ESCAPED = {"%": "%25", "/": "%2F", "#": "%23"}
+_PLAIN = {text: sign for sign, text in _ESCAPED.items()}
+
+
+class Key(NamedTuple):
+    """Where a value stands in the state of a stage.
+
+    Attributes:
+        part: Whose it is: the optimizer's, or a rule's by its name.
+        name: The parameter that it belongs to, by its name in the unsplit model; the stage, of an
+            optimizer's own; empty for what all stages have agreed on.
+        path: Its place there.
+    """
+
+    part: str
+    name: str = ""
+    path: tuple[str | int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the key as text; `key_of` is the inverse."""
+        return written(self.part, self.name, *self.path)
+
+
+StepState: TypeAlias = dict[Key, Any]
+"""What a stage keeps for its next steps, beside weights and buffers: tensors and plain values."""
+
+
+def written(*parts: str | int) -> str:
+    """Return parts of a key as one text; `parsed` is the inverse."""
+    return "/".join(
+        f"#{each}" if isinstance(each, int) else re.sub("[%/#]", lambda m: _ESCAPED[m[0]], each)
+        for each in parts
+    )
+
+
+def parsed(text: str) -> tuple[str | int, ...]:
+    """Return the parts of a key.
+
+    Raises:
+        ValueError: The text is none.
+    """
+    return tuple(map(_part_of, text.split("/")))
+
+
+def _part_of(text: str) -> str | int:
+    """Return one part of a key.
+
+    Raises:
+        ValueError: The text is none.
+    """
+    if text.startswith("#"):
+        if not re.fullmatch("#(0|-?[1-9][0-9]{0,17})", text):
+            raise ValueError(f"{text!r} is no number of a key")
+        return int(text[1:])
+    if re.search("%(?!25|2F|23)|#", text):
+        raise ValueError(f"{text!r} is no part of a key")
+    return re.sub("%25|%2F|%23", lambda m: _PLAIN[m[0]], text)
+
+
+def key_of(text: str) -> Key:
+    """Return the key that `Key.__str__` has written.
+
+    Raises:
+        ValueError: The text is none.
+    """
+    match parsed(text):
+        case (str() as part, str() as name, *path) if part:
+            kinds = tuple(map(type, path))
+            if kinds not in _PATHS.get(part, (kinds,)):
+                raise ValueError(f"{text!r} is no key: its path is not that of {part}")
+            return Key(part, name, tuple(path))
+    raise ValueError(f"{text!r} is no key: it begins with no part and name")
+
+
+def by_text(state: Mapping[Key, T]) -> dict[str, T]:
+    """Return a state by the texts of its keys, as messages and files have it."""
+    return {str(key): value for key, value in state.items()}
+
+
+def by_key(state: Mapping[str, T]) -> dict[Key, T]:
+    """Return a state of which `by_text` has written the keys.
+
+    Raises:
+        ValueError: One is no key.
+    """
+    return {key_of(text): value for text, value in state.items()}
+
+
+def by_name(state: Mapping[Key, T], part: str, names: Iterable[str]) -> dict[str, dict[Any, T]]:
+    """Return one part of a state, by names that are wanted and then by path."""
+    found: dict[str, dict[Any, T]] = {name: {} for name in names}
+    for key, value in state.items():
+        if key.part == part and key.name in found:
+            found[key.name][key.path] = value
+    return found
+
+
+def optimizer_state(named: Mapping[str, Mapping[str, Any]]) -> StepState:
+    """Return the state of some parameters from their optimizer, by name and then by its own key."""
+    found: StepState = {Key(OPTIMIZER, name): {} for name, values in named.items() if not values}
+    for name, values in named.items():
+        found.update({Key(OPTIMIZER, name, (key,)): value for key, value in values.items()})
+    return found
