@@ -108,7 +108,6 @@ class ForwardBuffers:
 
     @contextmanager
     def _kept(self, others: bool) -> Iterator[None]:
-        """See `kept_for_backward`."""
         if others:
             for number in self._changing:
                 self._replace(self._slots[number])

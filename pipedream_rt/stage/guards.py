@@ -57,7 +57,6 @@ class Guards:
 
     @contextmanager
     def _watching(self, micro_batch: int, looks: bool) -> Iterator[None]:
-        """See `watching`; weights are only looked at if ``looks``."""
         compared = frozenset(self._weights.tied) if self._alone else None
         owners = [weights for _, weights in self._weights.by_owner]
         before = [weights.copies(micro_batch, compared) if looks else [] for weights in owners]

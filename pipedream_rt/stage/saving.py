@@ -147,7 +147,6 @@ class StageSaver:
 
     @contextmanager
     def _watching(self, saving: _Saving) -> Iterator[None]:
-        """See `watching_buffers`."""
         before = self._buffers_now()
         yield
         if before != self._buffers_now():
