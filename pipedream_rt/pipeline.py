@@ -55,7 +55,6 @@ from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.observe.trace import Trace
-from pipedream_rt.schedules.edges import name_of
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.evaluation import Metric
@@ -686,7 +685,7 @@ class Pipeline:
         found = self._group.command(CommandName.CALL, data)
         for address, (went_well, result) in zip(self.plan.addresses, found, strict=True):
             if not went_well:
-                raise ConfigError(f"the function raised on {name_of(address)}: {result}")
+                raise ConfigError(f"the function raised on {self.plan.title_of(address)}: {result}")
         return [result for _, result in found]
 
     def explain(self, *, program: bool = False) -> str:

@@ -118,6 +118,7 @@ def host_stage(
     generation = welcome["generation"]
     host = StageHost(
         worker,
+        welcome["title"],
         stages,
         generation,
         lambda stage: sender(transport, stage, generation),

@@ -96,6 +96,7 @@ class Formation:
                     "beat_s": self._heartbeat.total_seconds() / 4,
                     "rank": rank,
                     "stages": list(member.stages),
+                    "title": member.title,
                     "names": list(self._names),
                     "hosts": list(self._hosts),
                     "host": None if self._inherits else self._meeting_host(),
@@ -264,7 +265,7 @@ class Formation:
                 raise WorkerLost(
                     f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
                     worker=member.name,
-                    stage=member.stages[0],
+                    stage=member.stage,
                 )
             self._found[member.name] = (record["host"], record["port"])
         return False

@@ -84,6 +84,7 @@ class ClusterHere:
         self._hosts = [
             StageHost(
                 worker,
+                plan.name_of(worker),
                 plan.stages_of(worker),
                 generation,
                 lambda stage: sender(transport, stage, generation),

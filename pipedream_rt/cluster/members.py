@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
-from pipedream_rt.schedules.edges import name_of
-from pipedream_rt.schedules.placement import stage_at
+from pipedream_rt.schedules.edges import Address
 
 
 @dataclass(slots=True)
@@ -28,6 +27,8 @@ class Member:
         control: The control connection.
         same_clock: Whether the worker runs on the coordinator's kernel.
         stages: Addresses of the stages that it hosts; empty until all workers have said hello.
+        title: What it is called by what it hosts, as ``stage 2``.
+        stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
         stopped: Whether its stages compute no more, or its connection has ended.
@@ -42,7 +43,9 @@ class Member:
     description: str
     control: Control
     same_clock: bool = False
-    stages: tuple[int, ...] = ()
+    stages: tuple[Address, ...] = ()
+    title: str = ""
+    stage: int | None = None
     ready: bool = False
     processor: str = ""
     stopped: bool = False
@@ -58,7 +61,7 @@ class Member:
         if not self.stages:
             return "no stage yet"
         if len(self.stages) == 1:
-            return name_of(self.stages[0])
+            return self.title
         return f"stages {', '.join(map(str, self.stages))}"
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
@@ -78,7 +81,7 @@ class Member:
             + (f": {ending}" if ending else "")
             + note,
             worker=self.name,
-            stage=stage_at(self.stages[0]) if self.stages else None,
+            stage=self.stage,
             doing=self.doing,
         )
         error.__cause__ = problem

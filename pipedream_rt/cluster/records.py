@@ -58,6 +58,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "beat_s": seconds,
         "rank": whole(1, MOST_STAGES),
         "stages": list_of(_NUMBER),
+        "title": line(255),
         "names": list_of(is_name),
         "hosts": list_of(_NUMBER),
         "host": maybe(line(255)),

@@ -103,6 +103,8 @@ class Rendezvous:
         self.members.sort(key=lambda member: natural(member.name))
         for worker, member in enumerate(self.members):
             member.stages = self._plan.stages_of(worker)
+            member.title = self._plan.name_of(worker)
+            member.stage = self._plan.stage_of(member.stages[0])
         self._tell_of_processors()
 
     def _tell_of_processors(self) -> None:

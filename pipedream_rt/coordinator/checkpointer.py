@@ -37,7 +37,6 @@ from pipedream_rt.errors import CheckpointError
 from pipedream_rt.job.options import Checkpoints
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schedules import EdgeKind
-from pipedream_rt.schedules.edges import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -272,10 +271,10 @@ class Checkpointer:
             first = plan.address_of(plan.stage_of(address))
             if fingerprints[address]["weights"] != fingerprints[first]["weights"]:
                 raise CheckpointError(
-                    f"{name_of(address)} has other weights than {name_of(first)}. If nothing in "
-                    "the model changes weights by itself, their machines round differently: give "
-                    "the replicas of a stage machines of one kind, with the same version of torch "
-                    "and the same number of threads"
+                    f"{plan.title_of(address)} has other weights than {plan.title_of(first)}. If "
+                    "nothing in the model changes weights by itself, their machines round "
+                    "differently: give the replicas of a stage machines of one kind, with the same "
+                    "version of torch and the same number of threads"
                 )
 
     def abandon(self) -> None:

@@ -49,7 +49,7 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, EdgeKind, Plan
-from pipedream_rt.schedules.edges import Address, name_of
+from pipedream_rt.schedules.edges import Address
 from pipedream_rt.transport.base import Receive, sender
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class WorkerGroup:
         self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
-        self._reception = Reception(plan.addresses)
+        self._reception = Reception(plan)
         self._cluster: Cluster | None = None
         self._send: Send = lambda *_: None
         self._status_server: StatusServer | None = None
@@ -365,7 +365,7 @@ class WorkerGroup:
             assert isinstance(message.payload, Reply | Saved)
             found.append(unflatten(message.payload.structure, message.tensors))
             if isinstance(message.payload, Reply) and message.payload.refused:
-                refused.append(f"{name_of(edge.source)}: {message.payload.refused}")
+                refused.append(f"{self.plan.title_of(edge.source)}: {message.payload.refused}")
         if refused:
             raise ConfigError(refused[0])
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 
 import cloudpickle
 
@@ -12,8 +11,8 @@ from pipedream_rt.cluster.base import Cluster, Fail, Failure, once
 from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
-from pipedream_rt.schedules.edges import Address, name_of
-from pipedream_rt.schedules.placement import stage_at
+from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules.edges import Address
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ class Reception:
     the error from it.
 
     Args:
-        addresses: The addresses of the stages, which know what they are called.
+        plan: The plan, which knows what addresses are called.
 
     Attributes:
         inbox: The coordinator's inbox, the same in all generations.
@@ -35,10 +34,11 @@ class Reception:
         generation: Number of the present generation.
     """
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
+    def __init__(self, plan: Plan) -> None:
         """Begin without a generation."""
-        self._addresses = addresses
+        self._plan = plan
         self.inbox = Inbox("the coordinator")
+        self.inbox.titles = plan.title_of
         self.cluster: Cluster | None = None
         self.generation = 0
         self._failure: Failure | None = None
@@ -81,14 +81,13 @@ class Reception:
 
     def _error_of(self, address: Address, failed: Failed) -> BaseException:
         """Return the error to raise for a failure that a stage has sent as a message."""
-        where = self._addresses[address]
         cause = _cause_of(failed)
         if isinstance(cause, PeerLost) and self.cluster is not None:
             return self.cluster.name_loss(cause)
         cls = NonFiniteLoss if isinstance(cause, NonFiniteLoss) else StageFailed
         error = cls(
-            f"{name_of(where)}, {failed.action}: {failed.type_name}: {failed.text}",
-            stage=stage_at(where),
+            f"{self._plan.title_of(address)}, {failed.action}: {failed.type_name}: {failed.text}",
+            stage=self._plan.stage_of(address),
             action=failed.action,
             trace=failed.trace,
         )

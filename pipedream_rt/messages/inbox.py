@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
 from pipedream_rt.messages.message import Key, Message
-from pipedream_rt.schedules.edges import Edge
+from pipedream_rt.schedules.edges import Edge, Titles, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ class Inbox:
         arrived_ns: When the message that was taken last had arrived, on the clock of
             ``time.monotonic_ns``.
         recent: The last ten things that the taker has done, for a stall report.
+        titles: Says what addresses are called, for messages; a plan knows of replicas.
     """
 
     def __init__(self, owner: str, generation: int = 0, waiter: Waiter | None = None) -> None:
@@ -118,6 +119,7 @@ class Inbox:
         self._also: Sequence[Key] = ()
         self.arrived_ns = 0
         self.recent: deque[object] = deque(maxlen=10)
+        self.titles: Titles = name_of
 
     def put(self, message: Message) -> bool:
         """Keep a message until it is taken. Never blocks.
@@ -255,11 +257,11 @@ class Inbox:
 
     def _late(self, deadline: Deadline) -> MessageTimeout:
         """Return the error that says which message is missing and which ones are there."""
-        there = ", ".join(map(str, self._waiting)) or "nothing"
+        there = ", ".join(key.words(self.titles) for key in self._waiting) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
-            f"{self._owner} waited {seconds:g} s for {_text_of(self.awaited)}, which did not come; "
-            f"the inbox holds {there}; {self.story()}"
+            f"{self._owner} waited {seconds:g} s for {self._words(self.awaited)}, which did not "
+            f"come; the inbox holds {there}; {self.story()}"
         )
 
     def holds(self, key: Key) -> bool:
@@ -307,10 +309,9 @@ class Inbox:
         """Return what is awaited and the last ten actions, for a stall report. Any thread."""
         # A copy, which is made at once: the taker adds to it while the texts are made.
         keys, last = self.awaited, " ".join(map(str, self.recent.copy()))
-        awaited = f"waiting for {_text_of(keys)}" if keys else "computing"
+        awaited = f"waiting for {self._words(keys)}" if keys else "computing"
         return f"{awaited}; last actions: {last or 'none'}"
 
-
-def _text_of(keys: Sequence[Key]) -> str:
-    """Return keys for people, joined by "or"."""
-    return " or ".join(map(str, keys))
+    def _words(self, keys: Sequence[Key]) -> str:
+        """Return keys for people, joined by "or"."""
+        return " or ".join(key.words(self.titles) for key in keys)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.messages.tree import Structure
-from pipedream_rt.schedules.edges import Address, Edge, EdgeKind, name_of
+from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
 
 Passed: TypeAlias = list[Any]
 """What a stage adds to the trail of a micro-batch; see `MicroBatch`."""
@@ -410,9 +410,9 @@ class Key(NamedTuple):
     edge: Edge
     number: int
 
-    def __str__(self) -> str:
+    def words(self, titles: Titles) -> str:
         """Return the key for people, as ``gradient 7 from stage 2``."""
-        return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
+        return f"{self.edge.kind.value} {self.number} from {titles(self.edge.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,6 +447,9 @@ class Message:
         return Key(Edge(payload.kind, self.sender, self.to), number)
 
     def __str__(self) -> str:
-        """Return the message for logs, as ``gradient 7 from stage 2 to stage 1``."""
-        ends = f"from {name_of(self.sender)} to {name_of(self.to)}"
-        return f"{self.payload.kind.value} {self.index} {ends}"
+        """Return the message for logs, as ``gradient 7 from address 2 to address 1``."""
+        source, target = (
+            "the coordinator" if end == COORDINATOR else f"address {end}"
+            for end in (self.sender, self.to)
+        )
+        return f"{self.payload.kind.value} {self.index} from {source} to {target}"

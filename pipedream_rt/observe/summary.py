@@ -13,7 +13,6 @@ from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY, Spans
 from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, PASS, Trace
 from pipedream_rt.schedules import Edge, EdgeKind, Kind, Plan
-from pipedream_rt.schedules.edges import name_of
 
 _COMPUTES = (*COMPUTES, PASS)
 _FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]
@@ -280,7 +279,7 @@ def _stage_table(trace: Trace, summary: Summary) -> str:
     ]
     for stage in summary.stages:
         waits = ", ".join(
-            f"{'coordinator' if cause < 0 else name_of(trace.plan.addresses[cause])} {share:.1%}"
+            f"{'coordinator' if cause < 0 else trace.plan.title_of(cause)} {share:.1%}"
             for cause, waited in sorted(stage.waits.items())
             if (share := waited / makespan) >= 0.001
         )

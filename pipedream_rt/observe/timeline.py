@@ -14,7 +14,6 @@ from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, PASS, Trace
 from pipedream_rt.schedules import Kind, Plan
-from pipedream_rt.schedules.edges import name_of
 
 MOST_DRAWN = 2000
 """The number of actions that a picture shows where its end is not given; more would blur."""
@@ -255,7 +254,7 @@ def _svg_box(trace: Trace, box: Box, x: Any) -> str:
     y = _TOP + box.worker * _ROW
     label = _full_label(trace.plan, box)
     tip = (
-        f"{name_of(trace.plan.addresses[box.stage])} {box.label}, version {box.version}, "
+        f"{trace.plan.title_of(box.stage)} {box.label}, version {box.version}, "
         f"{seconds_text((box.end - box.start) / 1e9)}"
     )
     # The first stage of a worker has the full colour, each further one a lighter shade.
@@ -312,7 +311,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _named("process_name", w, 0, f"worker {w}: {facts.name}")
     yield _named("process_name", plan.workers, 0, "coordinator")
     for address in plan.addresses:
-        yield _named("thread_name", plan.worker_of(address), int(address), name_of(address))
+        yield _named("thread_name", plan.worker_of(address), address, plan.title_of(address))
     spans = trace.spans[np.isin(trace.spans["kind"], [*_NAMES, INJECTED, LOSS_CAME])]
     zero = int(spans["start"].min(initial=0)) if len(spans) else 0
     order = np.argsort(spans["start"], kind="stable")
@@ -362,7 +361,7 @@ def _action_events(plan: Plan, row: _Row, zero: int) -> Iterator[dict[str, Any]]
     label = f"{chr(row.kind)}{row.index}"
     yield _complete(label, _NAMES[row.kind], worker, row.stage, at, duration, details)
     yield {
-        "ph": "C", "name": f"versions of {name_of(plan.addresses[row.stage])}",
+        "ph": "C", "name": f"versions of {plan.title_of(row.stage)}",
         "pid": worker, "tid": row.stage, "ts": row.end / 1e3 - zero / 1e3,
         "args": {"versions": row.kept},
     }  # fmt: skip
@@ -392,7 +391,7 @@ def _cause(plan: Plan, waited_for: int) -> str:
     """Return the name of the stage that an action waited for."""
     if waited_for == NOBODY:
         return "nobody"
-    return "coordinator" if waited_for < 0 else name_of(plan.addresses[waited_for])
+    return "coordinator" if waited_for < 0 else plan.title_of(waited_for)
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

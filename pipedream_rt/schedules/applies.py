@@ -42,6 +42,6 @@ def with_applies(
                     yield apply(update, named)
         yield action
     for address in apart:  # the order of a replay ends
-        named = None if len(plan.stages_of(plan.worker_of(address))) == 1 else int(address)
+        named = None if len(plan.stages_of(plan.worker_of(address))) == 1 else address
         for update in range(applied[address], stepped[address]):
             yield apply(update, named)

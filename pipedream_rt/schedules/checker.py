@@ -23,7 +23,7 @@ from typing_extensions import assert_never
 
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
 from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, Action, Kind
-from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, name_of
+from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.schedules.grid import Grid
 from pipedream_rt.schedules.ledger import VersionLedger
@@ -245,23 +245,23 @@ class _Checker:
         # A coordinator that waits for a loss in vain is told by the stage that does not give it.
         waiting = [each for each in self._execution.waiting if each.worker != COORDINATOR]
         if waiting:
-            first, text = waiting[0], deadlock_of(waiting)
+            first, text = waiting[0], deadlock_of(waiting, self._plan.title_of)
             if self._credits is not None:
                 text += f" (with {self._credits} mini-batches injected ahead, the credits)"
             raise self._broken(first.worker, first.address, first.action, text)
         updates = self._micro_batches // self._plan.per_update
         for address, state in zip(self._plan.addresses, self._stages, strict=True):
-            where = name_of(address)
+            where = self._plan.title_of(address)
             for letter, done in (("F", state.forwards), ("B", state.backs), ("W", state.ends)):
                 if done < self._micro_batches:
                     raise self._error(where, f"{where} never does {letter}{done}")
             if min(state.steps, state.whole) < updates:
                 raise self._error(where, f"{where} never does S{state.steps}")
 
-    def _broken(self, worker: int, stage: Address, action: Action, rule: str) -> ScheduleError:
+    def _broken(self, worker: int, address: Address, action: Action, rule: str) -> ScheduleError:
         """Return the error about an action, which the grid shows between > and <."""
         self.grid.place(worker, self._clocks[worker], f">{action}<")
-        return self._error(f"{name_of(stage)}, {action}", rule)
+        return self._error(f"{self._plan.title_of(address)}, {action}", rule)
 
     def _error(self, where: str, rule: str) -> ScheduleError:
         """Return the error with the place, the rule, and the end of the grid."""
@@ -406,5 +406,5 @@ def _refuse_deadlock(plan: Plan, micro_batches: int, credits: int) -> None:
     execution = Execution(plan, micro_batches, flushes=(middle,), credits=credits)
     for _ in execution:
         pass
-    if text := deadlock_of(execution.waiting):
+    if text := deadlock_of(execution.waiting, plan.title_of):
         raise ScheduleError(f"with the schedule {plan.title}, stages would wait for ever: {text}")

@@ -13,23 +13,16 @@ COORDINATOR: Address = -1
 """The address of the coordinator."""
 
 
-class Place(int):
-    """The address of one of several replicas, which knows what it is called.
+Titles: TypeAlias = Callable[[Address], str]
+"""Returns what an address is called, for people."""
 
-    Attributes:
-        title: Its name for people: ``stage 1, replica 0``.
-        stage: The stage that it has a replica of.
+
+def name_of(stage: int) -> str:
+    """Return the name of a stage, or of the coordinator, for people.
+
+    It is that of an address too as long as no stage has replicas; else `Placement.title_of` knows.
     """
-
-    title: str
-    stage: int
-
-
-def name_of(address: Address) -> str:
-    """Return the name of an address for people: ``the coordinator`` or ``stage 2``."""
-    if isinstance(address, Place):
-        return address.title
-    return "the coordinator" if address == COORDINATOR else f"stage {address}"
+    return "the coordinator" if stage == COORDINATOR else f"stage {stage}"
 
 
 class EdgeKind(Enum):
@@ -99,9 +92,9 @@ class Need(NamedTuple):
     number: int
     peek: bool = False
 
-    def __str__(self) -> str:
+    def words(self, titles: Titles = name_of) -> str:
         """Return the need for people, as ``share 0 from stage 1``."""
-        return f"{self.edge.kind.value} {self.number} from {name_of(self.edge.source)}"
+        return f"{self.edge.kind.value} {self.number} from {titles(self.edge.source)}"
 
 
 class Row(NamedTuple):

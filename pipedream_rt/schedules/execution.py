@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pipedream_rt.schedules.actions import Action
 from pipedream_rt.schedules.channels import OF_ACTIONS
-from pipedream_rt.schedules.edges import COORDINATOR, Address, By, EdgeKind, Need, Row, name_of
+from pipedream_rt.schedules.edges import COORDINATOR, Address, By, EdgeKind, Need, Row, Titles
 from pipedream_rt.schedules.plan import Plan
 
 Done: TypeAlias = tuple[int, Address, Action]
@@ -44,9 +44,9 @@ class Waiting(NamedTuple):
     action: Action
     need: Need
 
-    def __str__(self) -> str:
+    def words(self, titles: Titles) -> str:
         """Return it for people: ``stage 0 waits in B0 for gradient 0 from stage 1``."""
-        return f"{name_of(self.address)} waits in {self.action} for {self.need}"
+        return f"{titles(self.address)} waits in {self.action} for {self.need.words(titles)}"
 
 
 class _Ways:
@@ -224,10 +224,15 @@ _HINTS = {
 """What to do about a deadlock, by the kind of message that is waited for."""
 
 
-def deadlock_of(waiting: Sequence[Waiting]) -> str:
-    """Return who waits for what, for people, and what to do; empty if no stage waits."""
+def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:
+    """Return who waits for what, for people, and what to do; empty if no stage waits.
+
+    Args:
+        waiting: The workers that wait for ever.
+        titles: Says what addresses are called.
+    """
     stages = [each for each in waiting if each.worker != COORDINATOR]
     if not stages:
         return ""
     hints = {_HINTS[e.need.edge.kind] for e in stages if e.need.edge.kind in _HINTS}
-    return "\n".join(["deadlock: " + ", ".join(map(str, stages)), *sorted(hints)])
+    return "\n".join(["deadlock: " + ", ".join(e.words(titles) for e in stages), *sorted(hints)])

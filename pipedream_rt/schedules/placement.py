@@ -9,14 +9,14 @@ replica.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules.actions import Kind
-from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Place, name_of
+from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, name_of
 from pipedream_rt.schedules.recipes import Recipe
 from pipedream_rt.schedules.shape import Shape
 
@@ -25,16 +25,6 @@ T = TypeVar("T")
 LOSS_LAYER = "(loss)"
 """The name under which a loss that is a module stands behind the layers of its stage. No layer of
 a user's has it, so the keys of the loss's weights are apart from those of the model."""
-
-
-def stage_at(address: Address) -> int:
-    """Return the stage at an address of a plan."""
-    return address.stage if isinstance(address, Place) else address
-
-
-def name_of_worker(worker: int, stages: Sequence[Address]) -> str:
-    """Return ``stage 2`` for a worker that hosts that stage alone, else ``worker 1``."""
-    return name_of(stages[0]) if len(stages) == 1 else f"worker {worker}"
 
 
 class Tie(NamedTuple):
@@ -120,7 +110,7 @@ class Placement:
         put(self, "replicated", bool(self.shape.replicas))
         put(self, "_firsts", tuple(accumulate((0, *counts[:-1]))))
         put(self, "_stages", tuple(s for s, count in enumerate(counts) for _ in range(count)))
-        put(self, "addresses", _addresses(counts))
+        put(self, "addresses", tuple(range(sum(counts))))
         put(self, "hosts", self.hosts or tuple(map(self.shape.worker_of, self.addresses)))
         self._refuse_misfits()
         producers: list[list[int]] = [[] for _ in stages]
@@ -282,7 +272,16 @@ class Placement:
 
     def name_of(self, worker: int) -> str:
         """Return a worker's name: ``"stage 2"`` if it hosts one stage, else ``"worker 1"``."""
-        return name_of_worker(worker, self.stages_of(worker))
+        hosted = self.stages_of(worker)
+        return self.title_of(hosted[0]) if len(hosted) == 1 else f"worker {worker}"
+
+    def title_of(self, address: Address) -> str:
+        """Return the name of an address for people, as ``stage 1, replica 0``."""
+        if address == COORDINATOR or not self.replicated:
+            return name_of(address)
+        stage = self.stage_of(address)
+        alone = self.replicas[stage] == 1
+        return name_of(stage) + ("" if alone else f", replica {self.replica_of(address)}")
 
     def label_of(self, address: Address) -> str:
         """Return the number of a stage, with that of the replica if it has several, as ``1.0``."""
@@ -438,20 +437,6 @@ class Placement:
             return 1
         deepest = max(self.in_flight(s) * self.replicas[s] for s in self.entries)
         return -(-deepest // self.per_update) + 1
-
-
-def _addresses(replicas: Sequence[int]) -> tuple[Address, ...]:
-    """Return all addresses of stages with these numbers of replicas; see `Place`."""
-    if set(replicas) == {1}:
-        return tuple(range(len(replicas)))
-    found: list[Place] = []
-    for stage, several in enumerate(replicas):
-        for replica in range(several):
-            place = Place(len(found))
-            place.stage = stage
-            place.title = f"stage {stage}, replica {replica}" if several > 1 else f"stage {stage}"
-            found.append(place)
-    return tuple(found)
 
 
 def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:

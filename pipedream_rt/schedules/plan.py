@@ -155,7 +155,7 @@ class Plan(Placement):
         yield from until(order, stop, self.per_update, left)
         hosted = self.stages_of(worker)
         for address in hosted:
-            yield drain(stop // self.per_update, int(address) if len(hosted) > 1 else None)
+            yield drain(stop // self.per_update, address if len(hosted) > 1 else None)
 
     def work(self, worker: int, start: int, stop: int) -> int:
         """Return how many steps, ``T``, ``A``, and ends of micro-batches a worker has to do.

@@ -351,7 +351,7 @@ class _Run:
                 doing.code, stage, m, version, len(ledger.kept), len(ledger.in_flight),
                 waited_for, ready, arrived, start, end, doing.size,
             )  # fmt: skip
-        if text := deadlock_of(execution.waiting):
+        if text := deadlock_of(execution.waiting, plan.title_of):
             raise ScheduleError(
                 f"the schedule {self._plan.name} does not end; {text}; "
                 "pipedream_rt.schedules.check shows where"

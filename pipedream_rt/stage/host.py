@@ -19,8 +19,6 @@ from pipedream_rt.models.code import refuse_other_code
 from pipedream_rt.models.settings import apply_settings
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
-from pipedream_rt.schedules.edges import name_of
-from pipedream_rt.schedules.placement import name_of_worker
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.memory import give_memory_back_at_once
 from pipedream_rt.stage.report import advice_on, place_of, trace_of
@@ -38,6 +36,7 @@ class StageHost:
 
     Args:
         worker: Index of the worker.
+        name: The name for messages: ``"stage 2"``, or ``"worker 1"`` if it hosts several stages.
         stages: Addresses of the stages that the worker hosts, in the order of the model.
         generation: Number of the generation; the inbox drops messages of others.
         send_of: Returns, for the address of a stage, the function that the stage sends with.
@@ -56,6 +55,7 @@ class StageHost:
     def __init__(
         self,
         worker: int,
+        name: str,
         stages: Sequence[int],
         generation: int,
         send_of: Callable[[int], Send],
@@ -67,7 +67,7 @@ class StageHost:
     ) -> None:
         """Build no stage yet."""
         self.worker = worker
-        self.name = name_of_worker(worker, stages)
+        self.name = name
         self.inbox = Inbox(self.name, generation, waiter)
         self._stages: dict[int, Stage] = {}
         self._loop: Loop | None = None
@@ -123,7 +123,7 @@ class StageHost:
         """
         stage = self._stages.get(index)
         if stage is None:
-            raise PipelineClosed(f"{name_of(index)} has ended")
+            raise PipelineClosed(f"{self.inbox.titles(index)} has ended")
         if part == "module":
             return stage.module
         if part == "parameters":
@@ -150,6 +150,7 @@ class StageHost:
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
             message = yield Wanted(key, Deadline(self._timeout))
             start, spec = _spec_of(message, self._own_process)
+            self.inbox.titles = spec.plan.title_of
             apply_settings(spec.settings)
             spec.build()
             if spec.recompute and self._own_process:

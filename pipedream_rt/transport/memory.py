@@ -31,7 +31,7 @@ class MemoryTransport:
         if not self._life.is_open:
             return
         if message.to not in self._open:
-            error = PeerLost(f"{message}: no receiver is open there", peer=f"stage {message.to}")
+            error = PeerLost(f"{message}: no receiver is open there", peer=f"address {message.to}")
             self._open[message.sender][1](error)
             return
         self.deliver(self.copy_of(message))

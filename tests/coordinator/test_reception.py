@@ -18,7 +18,7 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.messages.inbox import Wanted
 from pipedream_rt.messages.message import Failed, Message, Ready
-from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.schedules import COORDINATOR, plan_named
 
 GENERATION = 3
 
@@ -32,7 +32,7 @@ class NamesLosses:
 
 @pytest.fixture
 def reception():
-    made = Reception((0, 1, 2, 3))
+    made = Reception(plan_named("1f1b", num_stages=4))
     made.begin(GENERATION)
     return made
 

@@ -60,7 +60,7 @@ def test_replies_of_two_stages_do_not_hide_each_other():
 def test_another_generation_is_refused(caplog):
     inbox = Inbox("stage 1", generation=2)
     assert not inbox.put(gradient(0, generation=1))
-    assert "dropped gradient 0 from stage 2 to stage 1 of generation 1" in caplog.text
+    assert "dropped gradient 0 from address 2 to address 1 of generation 1" in caplog.text
     assert inbox.put(gradient(0, generation=2))
 
 

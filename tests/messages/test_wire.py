@@ -54,7 +54,7 @@ def test_every_payload_goes_round(payload):
 def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
     payload = Loss(loss=0.0, trail=[[2**70]])
     message = Message(to=-1, sender=1, index=7, generation=0, payload=payload)
-    with pytest.raises(TransportError, match="loss 7 from stage 1 to the coordinator cannot be"):
+    with pytest.raises(TransportError, match="loss 7 from address 1 to the coordinator cannot be"):
         encode(message)
 
 

@@ -491,11 +491,10 @@ def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
 
 def test_a_replica_knows_what_it_is_called():
     plan = plan_named("async-1f1b", num_stages=2, replicas=[2, 1])
-    assert [name_of(address) for address in plan.addresses] == [
+    assert [plan.title_of(address) for address in plan.addresses] == [
         "stage 0, replica 0", "stage 0, replica 1", "stage 1"
     ]  # fmt: skip
     assert [plan.label_of(address) for address in plan.addresses] == ["0.0", "0.1", "1"]
     assert [plan.stages_of(worker) for worker in range(3)] == [(0,), (1,), (2,)]
     again = Plan.unpacked(plan.packed())
     assert again == plan
-    assert list(map(name_of, again.addresses)) == list(map(name_of, plan.addresses))

@@ -61,7 +61,11 @@ class Host:
         self.sent, self.tensors, self.before = [], [], {}
         defaults = {"generation": GENERATION, "timeout": timedelta(0), "threads": 1}
         self.host = StageHost(
-            worker=0, stages=stages, send_of=self._sender, **{**defaults, **options}
+            worker=0,
+            name=f"stage {stages[0]}" if len(stages) == 1 else "worker 0",
+            stages=stages,
+            send_of=self._sender,
+            **{**defaults, **options},
         )
 
     def _sender(self, stage):

@@ -175,7 +175,7 @@ def test_sending_to_an_address_that_is_not_open_tells_the_sender(transport):
     transport.send(message(0, to=2))
     error = sender.lost.get(timeout=20)
     assert isinstance(error, PeerLost)
-    assert "gradient 0 from stage 0 to stage 2" in str(error)
+    assert "gradient 0 from address 0 to address 2" in str(error)
 
 
 def test_after_close_sending_does_nothing(transport):

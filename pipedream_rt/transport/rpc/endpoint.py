@@ -201,7 +201,7 @@ class Endpoint:
             part: ``"module"`` or ``"optimizer"``.
         """
         # A plain integer: a worker unpickles no class that it need not.
-        name, args = self._host_of(address), (int(address), part)
+        name, args = self._host_of(address), (address, part)
         reference: rpc.RRef[Any] = rpc.remote(name, _part, args=args)
         return reference
 
@@ -214,7 +214,7 @@ class Endpoint:
         name = self._host_of(address)
         try:
             references: list[rpc.RRef[nn.Parameter]] = rpc.rpc_sync(
-                name, _parameters, args=(int(address),), timeout=self._timeout_s
+                name, _parameters, args=(address,), timeout=self._timeout_s
             )
         except RuntimeError as error:
             raise PeerLost(f"worker {name!r} does not answer: {error}", peer=name) from error
