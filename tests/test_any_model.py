@@ -533,7 +533,7 @@ def three_layers():
 def test_a_layer_that_was_compiled_in_place_is_refused():
     layers = three_layers()
     layers[0].compile()
-    with pytest.raises(ConfigError, match=r"was compiled in place, .* give the model as it was"):
+    with pytest.raises(ConfigError, match=r"(?s)was compiled in place, .*give the model as it was"):
         Pipeline(layers, stages=2)
     with pytest.raises(ConfigError, match="compile must be True, False or a dict"):
         Pipeline(three_layers(), stages=2, compile="max-autotune")
@@ -1090,7 +1090,7 @@ def test_scales_that_make_no_sense_are_refused():
     for wrong in ({"init_scale": 0}, {"growth_factor": 1.0}, {"backoff_factor": 2.0}):
         with pytest.raises(ConfigError, match=r"LossScale|growth_factor"):
             LossScale(**wrong)
-    with pytest.raises(ConfigError, match="a parameter is float16"):
+    with pytest.raises(ConfigError, match=r"0\.weight is float16"):
         Pipeline([nn.Linear(2, 2).half()], loss_scale=LossScale(), schedule="1f1b")
 
 

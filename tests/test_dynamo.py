@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from torch import nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Training
 
 OPTIMIZERS = sorted(
     name
@@ -71,7 +71,7 @@ def test_workers_import_it_if_they_compile():
     data = [(torch.randn(8, 4), torch.randn(8, 4))] * 3
     adam = (torch.optim.Adam, {"lr": 0.01})
     options = {"stages": 2, "loss_fn": F.mse_loss, "optimizer": adam, "workers": "local"}
-    with Pipeline(model, compile={"backend": "eager"}, **options) as pipe:
+    with Pipeline(model, training=Training(compile={"backend": "eager"}), **options) as pipe:
         list(pipe.train_epoch(data))
         assert pipe.on_stages(is_imported) == [True, True]
 
@@ -80,7 +80,7 @@ FRESH = """
 import sys, torch
 import torch.nn.functional as F
 from torch import nn
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Training
 
 def is_imported(module):
     return "torch._dynamo" in sys.modules

@@ -21,6 +21,7 @@ SAMPLES = [
     errors.NonFiniteLoss("m", stage=1, action="F3"),
     errors.PoisonedMicroBatch("m", micro_batch=3, stage=1),
     errors.RemoteError("m"),
+    errors.UnknownOption("m"),
     errors.PipelineClosed("m"),
 ]
 

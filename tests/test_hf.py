@@ -511,7 +511,7 @@ def test_what_generation_does_not_do_is_refused():
         assert filled.get_seq_length() == 2
         with pytest.raises(ConfigError, match="holds what another model has computed"):
             pipe.generate(ids(1, 3), past_key_values=filled, **NEW)
-        with pytest.raises(ConfigError, match=r"give Pipeline ema=0\.999"):
+        with pytest.raises(ConfigError, match=r"give training=Training\(ema=0\.999"):
             pipe.keep_version(ema=True)
         version = pipe.keep_version()
         pipe.load_state_dict(pipe.state_dict())

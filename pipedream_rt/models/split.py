@@ -196,9 +196,9 @@ def ties_of(parts: Sequence[nn.Module], names: Mapping[int, str]) -> tuple[Tie, 
         parts: The layers of each stage, as one module.
         names: The name of each trainable parameter in the unsplit model, by its ``id``.
     """
-    users: dict[str, list[int]] = {}
+    users: dict[int, list[int]] = {}
     for stage, part in enumerate(parts):
         for parameter in part.parameters():
             if parameter.requires_grad:
-                users.setdefault(names[id(parameter)], []).append(stage)
-    return tuple(Tie(name, tuple(stages)) for name, stages in users.items() if len(stages) > 1)
+                users.setdefault(id(parameter), []).append(stage)
+    return tuple(Tie(names[i], tuple(stages)) for i, stages in users.items() if len(stages) > 1)

@@ -344,14 +344,12 @@ class StageOptimizer:
             if state.get(Key(SPLIT, stage)) == self._names:
                 return values
         merged: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        for values in saved.values():
-            for place, value in values.items():
-                if merged.setdefault(place, value) != value:
-                    raise ConfigError(
-                        f"the optimizer has saved values of its own ({place[1][-1:] or place[0]}) "
-                        "that differ from stage to stage; they can be loaded with the same split "
-                        "alone"
-                    )
+        for (part, path), value in (each for values in saved.values() for each in values.items()):
+            if merged.setdefault((part, path), value) != value:
+                raise ConfigError(
+                    f"the optimizer has saved values of its own ({path[-1] if path else part}) "
+                    "that differ from stage to stage; they can be loaded with the same split alone"
+                )
         return merged
 
 

@@ -215,8 +215,7 @@ class Stage:
             NonFiniteLoss: The loss is NaN or infinite.
         """
         if self.spec.on_nan == "raise" and not math.isfinite(reported):
-            uncounted = ", or, if none of its labels count, say what it weighs by "
-            "Training(weigh=...)"
+            uncounted = ", or, if none of its labels count, say so by Training(weigh=...)"
             raise NonFiniteLoss(
                 f"stage {self.index}: the loss of micro-batch {micro_batch} is {reported}; "
                 'lower the learning rate, look at the data, pass Training(on_nan="ignore")'

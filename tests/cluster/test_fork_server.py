@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.models import mlp, regression
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Recovery
 from pipedream_rt.cluster.fork_server import UNKNOWN, ForkServer, fork_server
 from pipedream_rt.errors import PeerLost
 
@@ -96,7 +96,7 @@ def test_it_is_replaced_while_the_workers_go_on(monkeypatch):
     for disturbed in (False, True):
         with Pipeline(
             mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            max_restarts=1,
+            recovery=Recovery(max_restarts=1),
         ) as pipe:  # fmt: skip
             data = regression(12)
             for result in pipe.train_epoch(data):

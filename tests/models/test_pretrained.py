@@ -132,7 +132,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
             opened(model(values=False), weights=saved(tmp_path / str(number), kept))
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
         opened(model(), weights=tmp_path)
-    with pytest.raises(ConfigError, match="give weights=, the folder"):
+    with pytest.raises(ConfigError, match=r"give Layout\(weights=...\), the folder"):
         opened(model(values=False))
     with torch.device("meta"):
         bare = model()

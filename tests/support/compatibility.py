@@ -914,7 +914,7 @@ def rows_of_models():
     yield Row(
         "weights", "nn.Embedding(max_norm=...), async-1f1b", edits,
         options={"schedule": "async-1f1b"},
-        refused="is an Embedding with max_norm, which changes its weight in forward",
+        refused="has max_norm, which changes its weight in forward",
     )  # fmt: skip
 
     def constant(model):
