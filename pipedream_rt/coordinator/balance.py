@@ -65,8 +65,7 @@ def about_balance(plan: Plan, busy_s: Sequence[float]) -> list[str]:
     slowest, fastest = (pick(range(len(busy_s)), key=busy_s.__getitem__) for pick in (max, min))
     alone = ""
     if plan.layers and len(layers := plan.layers[slowest]) == 1:
-        alone = f"its one layer, {layers[0]}, can have several workers, by Layout(replicas=...); "
-        "or "
+        alone = f"its one layer, {layers[0]}, takes several workers by Layout(replicas=...); or "
     return [
         f"{name_of(slowest)} has computed {busy_s[slowest]:.2g} s, and {name_of(fastest)} "
         f"{busy_s[fastest]:.2g} s: if all workers computed equally long, the pipe would be "

@@ -32,7 +32,7 @@ def test_a_stage_of_one_layer_cannot_be_cut():
     layers = (("a", "b"), ("c",))
     uneven = dataclasses.replace(plan(stages=2), layers=layers)
     (said,) = about_balance(uneven, [0.3, 5.0])
-    assert "its one layer, c, can have several workers, by Layout(replicas=" in said
+    assert "its one layer, c, takes several workers by Layout(replicas=" in said
     (said,) = about_balance(uneven, [5.0, 0.3])
     assert "its one layer" not in said
 
