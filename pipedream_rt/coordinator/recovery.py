@@ -15,7 +15,7 @@ from pipedream_rt.errors import (
     TransportError,
     WorkerLost,
 )
-from pipedream_rt.schedules import Action
+from pipedream_rt.schedules import Action, Plan
 from pipedream_rt.schedules.actions import OF_UPDATES
 
 _MOST_OF_ONE = 3
@@ -56,13 +56,13 @@ class Failures:
 
     Args:
         most: Number of failures to recover from.
-        per_update: Number of micro-batches per update.
+        plan: The plan of the pipeline.
     """
 
-    def __init__(self, most: int, per_update: int) -> None:
+    def __init__(self, most: int, plan: Plan) -> None:
         """Begin without failures."""
         self._left = self._most = most
-        self._per_update = per_update
+        self._plan = plan
         self._by_action: Counter[Action] = Counter()
         self._unexplained: list[range] = []
 
@@ -79,7 +79,7 @@ class Failures:
         """
         if not is_passing(error) or not self._most:
             raise error
-        action = action_of(error)
+        action = action_of(error, self._plan)
         if action is None:
             self._unexplained.append(open_micro_batches)
         else:
@@ -123,7 +123,7 @@ class Failures:
     def micro_batch_of(self, action: Action) -> int:
         """Return the micro-batch of an action; of an update, its last one."""
         if action.kind in OF_UPDATES:
-            return (action.index + 1) * self._per_update - 1
+            return (action.index + 1) * self._plan.per_update - 1
         return action.index
 
     @property
@@ -132,15 +132,20 @@ class Failures:
         return self._left
 
 
-def action_of(error: BaseException) -> Action | None:
-    """Return the action in which a worker failed, with its stage; None if it is not known."""
+def action_of(error: BaseException, plan: Plan) -> Action | None:
+    """Return the action in which a worker failed, with its stage; None if it is not known.
+
+    Workers name addresses in their actions; of a replica, the stage counts.
+    """
     if isinstance(error, StageFailed):
-        text = error.action if ":" in error.action else f"{error.stage}:{error.action}"
+        text = error.action
     elif isinstance(error, WorkerLost):
         text = error.doing
     else:
         return None
     try:
-        return Action.parse(text)
+        kind, index, address = Action.parse(text)
     except ScheduleError:
         return None
+    stage = error.stage if address is None else plan.stage_of(address)
+    return Action(kind, index, stage)

@@ -120,7 +120,7 @@ def start(job: Job, forks: ForkServer) -> WorkerGroup:
         list(job.specs),
         job.forwards,
         job.options.recovery.answer,
-        Failures(most, job.plan.per_update),
+        Failures(most, job.plan),
     )
 
 

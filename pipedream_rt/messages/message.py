@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -89,8 +89,37 @@ _ONLY_LOOK = {
 }
 
 
+class Payload:
+    """The content of a message without its tensors: a frozen class for each kind of edge.
+
+    Attributes:
+        kind: The kind of the edges on which it travels.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[EdgeKind]
+
+
+P = TypeVar("P", bound=Payload)
+
+PAYLOADS: list[type[Payload]] = []
+"""The classes of payloads, in the order in which they are written; the wire counts them."""
+
+
+def payload(kind: EdgeKind) -> Callable[[type[P]], type[P]]:
+    """Register the class of the payloads of a kind of edge."""
+
+    def register(cls: type[P]) -> type[P]:
+        cls.kind = kind
+        PAYLOADS.append(cls)
+        return cls
+
+    return register
+
+
+@payload(EdgeKind.START)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Payload):
     """Coordinator to stage, as the first message: how to build the stage.
 
     The first tensor of the message holds the pickled `StageSpec`, the others the memory of tensors
@@ -108,7 +137,6 @@ class Start:
             order of their numbers.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.START
     digest: bytes
     optimizer: bytes = b""
     training: bool | None = None
@@ -117,15 +145,15 @@ class Start:
     definitions: list[bytes] = field(default_factory=list)
 
 
+@payload(EdgeKind.READY)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(Payload):
     """Stage to coordinator: the stage is built. The index of the message is the generation."""
 
-    kind: ClassVar[EdgeKind] = EdgeKind.READY
 
-
+@payload(EdgeKind.ACTIVATION)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(Payload):
     """The input of a forward, from the coordinator to the first stages or from stage to stage.
 
     Attributes:
@@ -151,7 +179,6 @@ class MicroBatch:
             evaluation has a text there where the evaluation has changed buffers so far.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.ACTIVATION
     turn: int = 0
     turns: list[int] = field(default_factory=list)
     micro_batch: int
@@ -168,8 +195,9 @@ class MicroBatch:
     trail: list[Passed] = field(default_factory=list)
 
 
+@payload(EdgeKind.COMMAND)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(Payload):
     """Coordinator to every stage: a command to carry out at its turn and to reply to.
 
     Attributes:
@@ -178,14 +206,14 @@ class Command:
         structure: The structure of the argument whose tensors the message carries; empty for none.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.COMMAND
     turn: int = 0
     name: CommandName
     structure: Structure = field(default_factory=list)
 
 
+@payload(EdgeKind.TARGET)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Payload):
     """Coordinator to the stage that computes the loss: the target, and the weight of the loss.
 
     Attributes:
@@ -197,27 +225,27 @@ class Target:
         metrics: The pickled functions that are computed beside the loss of an evaluation.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.TARGET
     structure: Structure
     share: float
     compared: list[int] = field(default_factory=list)
     metrics: bytes = b""
 
 
+@payload(EdgeKind.GRADIENT)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
+class Gradient(Payload):
     """Consumer to producer: the gradients of the activations that the producer sent.
 
     Attributes:
         present: For each tensor that asked for a gradient, whether the message carries one.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.GRADIENT
     present: list[bool]
 
 
+@payload(EdgeKind.LOSS)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Loss(Payload):
     """Last stage to coordinator: the loss of a micro-batch, or the output in inference.
 
     Attributes:
@@ -227,25 +255,24 @@ class Loss:
         structure: The structure of the output in inference; empty otherwise.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.LOSS
     loss: float | None
     trail: list[Passed]
     metrics: list[float | str] = field(default_factory=list)
     structure: Structure = field(default_factory=list)
 
 
+@payload(EdgeKind.WEIGHT)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class Weight(Payload):
     """Owner to user: the next version of the weights that the user has of it, in the plan's order.
 
     The index of the message is the number of the version.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.WEIGHT
 
-
+@payload(EdgeKind.SHARE)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(Payload):
     """A stage to the one before it: its share of the gradients of the weights that both use.
 
     The index of the message is the number of the update.
@@ -254,12 +281,12 @@ class Share:
         present: For each weight, in the plan's order, whether the message carries a gradient.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.SHARE
     present: list[bool]
 
 
+@payload(EdgeKind.PARTIAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partial:
+class Partial(Payload):
     """A replica of a stage to another one: what it has summed of the gradients of an update.
 
     The index of the message is the number of the update.
@@ -270,24 +297,23 @@ class Partial:
         read: The versions that its micro-batches with samples have read.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.PARTIAL
     present: list[bool]
     hyper: list[dict[str, Any]]
     read: list[int]
 
 
+@payload(EdgeKind.STEPPED)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
+class Stepped(Payload):
     """A replica of a stage to another one: the weights that the sender steps, after an update.
 
     The index of the message is the number of the update.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.STEPPED
 
-
+@payload(EdgeKind.NORM)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class Norm(Payload):
     """A stage to the one before it: the norms of its gradients and of those of stages behind it.
 
     The index of the message is the number of the update; its one tensor has the norms.
@@ -296,12 +322,12 @@ class Norm:
         numbers: For each norm, the place of its parameter in the unsplit model.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.NORM
     numbers: list[int]
 
 
+@payload(EdgeKind.TOTAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
+class Total(Payload):
     """The first stage to another: the total norm of all gradients of an update.
 
     The index of the message is the number of the update.
@@ -311,13 +337,13 @@ class Total:
         total: The norm; infinite for an update that is skipped.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.TOTAL
     update: int
     total: float
 
 
+@payload(EdgeKind.REPLY)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(Payload):
     """Stage to coordinator: the result of a command.
 
     Attributes:
@@ -325,25 +351,25 @@ class Reply:
         refused: Why there is none, of a command that only looks; empty if there is one.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.REPLY
     structure: Structure
     refused: str = ""
 
 
+@payload(EdgeKind.SAVED)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(Payload):
     """Stage to coordinator: the result of a command to save, which later replies may overtake.
 
     Attributes:
         structure: The structure of the result: what `write_stage` returned, or an error's text.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.SAVED
     structure: Structure
 
 
+@payload(EdgeKind.FAILED)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(Payload):
     """Stage to coordinator: an error as data, since no exception crosses a transport.
 
     Attributes:
@@ -354,32 +380,11 @@ class Failed:
         pickled: The error itself, pickled; empty if it cannot be.
     """
 
-    kind: ClassVar[EdgeKind] = EdgeKind.FAILED
     action: str
     type_name: str
     text: str
     trace: str
     pickled: bytes = b""
-
-
-Payload: TypeAlias = (
-    Start
-    | Ready
-    | MicroBatch
-    | Command
-    | Target
-    | Gradient
-    | Loss
-    | Weight
-    | Share
-    | Partial
-    | Stepped
-    | Norm
-    | Total
-    | Reply
-    | Saved
-    | Failed
-)
 
 
 def digest_of(tensors: Sequence[Tensor]) -> bytes:

@@ -6,50 +6,29 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgpack
 import torch
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.messages.message import (
-    Command,
-    CommandName,
-    Failed,
-    Gradient,
-    Loss,
-    Message,
-    MicroBatch,
-    Mode,
-    Norm,
-    Partial,
-    Payload,
-    Ready,
-    Reply,
-    Saved,
-    Share,
-    Start,
-    Stepped,
-    Target,
-    Total,
-    Weight,
-)
+from pipedream_rt.messages.message import PAYLOADS, Message, Payload
 from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
-FORMAT = 7
+FORMAT = 8
 """The first element of every message, by which a peer with another format is refused."""
 
-_PAYLOADS: tuple[type[Payload], ...] = (
-    Start, Ready, MicroBatch, Command, Target, Gradient, Loss, Reply, Saved, Failed, Weight, Share,
-    Norm, Total, Partial, Stepped,
-)  # fmt: skip
-_NUMBERS = {cls: number for number, cls in enumerate(_PAYLOADS)}
-_FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _PAYLOADS}
-_ENUM_PLACES: dict[type[Any], dict[int, type[Enum]]] = {
-    MicroBatch: {_FIELDS[MicroBatch].index("mode"): Mode},
-    Command: {_FIELDS[Command].index("name"): CommandName},
+_NUMBERS = {cls: number for number, cls in enumerate(PAYLOADS)}
+_FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in PAYLOADS}  # type: ignore[arg-type]
+_ENUM_PLACES: dict[type[Payload], dict[int, type[Enum]]] = {
+    cls: {
+        names.index(name): hint
+        for name, hint in get_type_hints(cls).items()
+        if isinstance(hint, type) and issubclass(hint, Enum)
+    }
+    for cls, names in _FIELDS.items()
 }
 """Which fields are of an enum, whose values travel."""
 
@@ -62,7 +41,7 @@ def _values(cls: type[Payload]) -> Callable[[Payload], tuple[Any, ...]]:
     return lambda payload: tuple(getattr(payload, name) for name in names)
 
 
-_VALUES = {cls: _values(cls) for cls in _PAYLOADS}
+_VALUES = {cls: _values(cls) for cls in PAYLOADS}
 
 
 def encode(message: Message) -> bytes:
@@ -74,7 +53,7 @@ def encode(message: Message) -> bytes:
     payload = message.payload
     cls = type(payload)
     values = list(_VALUES[cls](payload))
-    for place in _ENUM_PLACES.get(cls, ()):
+    for place in _ENUM_PLACES[cls]:
         values[place] = values[place].value
     head = [FORMAT, message.to, message.sender, message.index, message.generation, _NUMBERS[cls]]
     try:
@@ -105,8 +84,8 @@ def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
                 f"a message has format {found}, but this version of pipedream-rt reads format "
                 f"{FORMAT}; install the same version on all machines"
             )
-        cls = _PAYLOADS[number]
-        for place, enum in _ENUM_PLACES.get(cls, {}).items():
+        cls = PAYLOADS[number]
+        for place, enum in _ENUM_PLACES[cls].items():
             values[place] = enum(values[place])
         payload = cls(**dict(zip(_FIELDS[cls], values, strict=True)))
     except (ValueError, TypeError, IndexError, KeyError, msgpack.UnpackException) as error:

@@ -218,9 +218,7 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
     start, (data, *buffers) = message.payload, message.tensors
     assert isinstance(start, Start)
     if digest_of(message.tensors) != start.digest:
-        raise TransportError(
-            f"the specification of stage {message.to} was changed on its way from the coordinator"
-        )
+        raise TransportError(f"the specification for address {message.to} was changed on its way")
     if not own_process:  # the coordinator keeps them for recoveries
         buffers = [buffer.clone() for buffer in buffers]
     spec: StageSpec = cloudpickle.loads(

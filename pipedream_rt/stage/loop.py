@@ -411,9 +411,8 @@ class Loop:
             return
         due = stage.steps if kind is Kind.STEP else stage.ended
         if m != due:
-            raise ScheduleError(
-                f"stage {stage.index}: the order has {action} before {kind.value}{due}"
-            )
+            where = self._plan.title_of(stage.address)
+            raise ScheduleError(f"{where}: the order has {action} before {kind.value}{due}")
 
     def _forward(self, hosted: Exchange, micro_batch: int, came: _Came) -> int:
         """Do a forward and send its output or loss; return the weight version that it read."""
@@ -421,7 +420,8 @@ class Loop:
         head = item.payload
         if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
             raise ScheduleError(
-                f"stage {hosted.address}: the order says F{micro_batch}, got {item}"
+                f"{stage.plan.title_of(stage.address)}: the order says F{micro_batch}, got "
+                f"{item.key.words(self._plan.title_of)}"
             )
         hosted.positions[micro_batch] = item.index
         inputs = None if head.empty else list(map(value_of, came.messages))
@@ -475,7 +475,7 @@ class Loop:
                 self._note(hosted, command.name.value)
                 self._obey(hosted, item, command)
             case other:
-                raise ScheduleError(f"stage {hosted.address}: {other!r} in the feed")
+                raise ScheduleError(f"{self._plan.title_of(hosted.address)}: {other!r} in the feed")
         version = hosted.stage.parameters.ledger.newest
         self._record(kind, hosted, item.index, version, came, start)
 

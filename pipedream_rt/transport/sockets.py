@@ -132,7 +132,7 @@ class SocketTransport:
     def _deliver(self, message: Message) -> str | None:
         """Give a message to its receiver; return why not, or None."""
         if message.to not in self._open:
-            return f"no stage {message.to} is open there"
+            return f"nothing is open there at address {message.to}"
         self._open[message.to][0](message)
         return None
 

@@ -245,7 +245,7 @@ def test_what_a_stage_is_made_of_must_be_what_was_sent():
     failed = host.failure()
     assert (failed.type_name, failed.action) == ("TransportError", "start")
     assert isinstance(cloudpickle.loads(failed.pickled), TransportError)
-    assert "stage 0" in failed.text
+    assert "address 0" in failed.text
     assert Ready() not in [payload for _, _, _, payload in host.sent]
 
 

@@ -1003,7 +1003,7 @@ def test_a_written_schedule_that_comes_out_of_turn_is_refused(texts, words):
 
 def test_an_order_and_a_feed_that_disagree_are_both_named():
     error = fed(written("F0 F2", per_update=2)).stops_with(ScheduleError)
-    for words in ("stage 0", "F2", "activation 1 from the coordinator to stage 0"):
+    for words in ("stage 0", "F2", "activation 1 from the coordinator"):
         assert words in str(error)
 
 
