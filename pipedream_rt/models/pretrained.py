@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +25,6 @@ _log = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 """The name of the file of a folder whose weights are in one."""
-
-_MOST_HEADER = 100_000_000
-"""The size in bytes up to which the header of a file is believed, as in safetensors."""
 
 
 _UNREADABLE = (
@@ -236,20 +232,14 @@ def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
         ConfigError: It cannot be read, or is no file of safetensors.
     """
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MOST_HEADER:
-                raise ValueError(f"a header of {size} bytes")
-            header = file.read(size)
-            listed: dict[str, Any] = json.loads(header)
-            entries = {
-                key: _Entry(tuple(map(operator.index, entry["shape"])), str(entry["dtype"]))
-                for key, entry in listed.items()
-                if key != "__metadata__"
-            }
-            digest = blake2b(header, digest_size=16).digest()
-            return entries, (digest, path.stat().st_size)
-    except _UNREADABLE as error:
+        with safe_open(path, framework="pt") as file:
+            entries = {}
+            for key in file.keys():  # noqa: SIM118 - no dict
+                tensor = file.get_slice(key)
+                entries[key] = _Entry(tuple(tensor.get_shape()), str(tensor.get_dtype()))
+        digest = blake2b(repr(sorted(entries.items())).encode(), digest_size=16).digest()
+        return entries, (digest, path.stat().st_size)
+    except (*_UNREADABLE, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read: {printable(repr(error))}") from error
 
 
