@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -35,6 +36,30 @@ from pipedream_rt.stage.values import (
 _BY = {channel.kind: channel.by for channel in OF_ACTIONS}
 
 
+class Computing:
+    """A context around every computation of a stage, which counts the time that they take.
+
+    A class, since contexts that are generators are slow, and one is entered for each action.
+
+    Attributes:
+        busy_ns: The time so far, in ns.
+    """
+
+    __slots__ = ("_start", "busy_ns")
+
+    def __init__(self) -> None:
+        """Begin outside of any computation."""
+        self.busy_ns = self._start = 0
+
+    def __enter__(self) -> None:
+        """Begin a computation."""
+        self._start = time.perf_counter_ns()
+
+    def __exit__(self, *error: object) -> None:
+        """End the computation."""
+        self.busy_ns += time.perf_counter_ns() - self._start
+
+
 class Exchange:
     """A stage on its worker, with its place in the feed, its messages and its counters.
 
@@ -52,7 +77,7 @@ class Exchange:
         turn: The turn of the next item of its feed.
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
         positions: The position of each micro-batch in flight.
-        busy_ns: The time that the stage has computed, in ns.
+        computing: The context of each computation, which counts the time that it takes.
         sent_bytes: The bytes of tensors that it has sent since its last span.
     """
 
@@ -75,7 +100,8 @@ class Exchange:
         self._taken: dict[Edge, int] = {}
         self._given: dict[Edge, int] = {}
         self._begun = stage.steps
-        self.busy_ns = self.sent_bytes = 0
+        self.computing = Computing()
+        self.sent_bytes = 0
 
     def begin(self) -> None:
         """Begin a stretch of the order: nothing is in flight, and no message is on its way."""
@@ -192,7 +218,7 @@ class Exchange:
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
-        trail = [*trail_of(inputs), [self.stage.index, version, self.busy_ns, mark]]
+        trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
         outputs = self.route_of(head).outputs
         values = made if isinstance(made, Sequence) else [NOTHING] * len(outputs)
         for edge, output in zip(outputs, values, strict=True):

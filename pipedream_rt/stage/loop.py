@@ -84,34 +84,6 @@ class Doing:
     action: Action | str = "start"
 
 
-class _Computing:
-    """A context around every computation of a loop, which counts the time that it takes.
-
-    A class and one object for all, since it is entered several times for each micro-batch.
-    """
-
-    __slots__ = ("_hosted", "_start")
-
-    def __init__(self) -> None:
-        """Begin outside of any computation."""
-        self._hosted: Exchange | None = None
-        self._start = 0
-
-    def of(self, hosted: Exchange) -> _Computing:
-        """Return this context, for a computation of a stage."""
-        self._hosted = hosted
-        return self
-
-    def __enter__(self) -> None:
-        """Begin a computation."""
-        self._start = time.perf_counter_ns()
-
-    def __exit__(self, *error: Any) -> None:
-        """End the computation."""
-        assert self._hosted is not None
-        self._hosted.busy_ns += time.perf_counter_ns() - self._start
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
     """The options of a loop.
@@ -159,7 +131,6 @@ class Loop:
         self._worker = worker
         self._inbox = inbox
         self._options = options
-        self._computing = _Computing()
         self._free_ns = time.monotonic_ns()
         # The micro-batch at which the order began, and how much of `Plan.work` is done since.
         self._start = self._ended = 0
@@ -190,10 +161,11 @@ class Loop:
         order = self._plan.order(self._worker, self._start)
         for action in order:
             hosted = self._host_of(action)
-            command = yield from self._peek(hosted, action)
-            if command is not None:
-                yield from self._flush(chain((action,), order), hosted, command)
-                return
+            if self._plan.replicated and action.kind is Kind.STEP:
+                command = yield from self._peek(hosted, action)
+                if command is not None:
+                    yield from self._flush(chain((action,), order), hosted, command)
+                    return
             came = yield from self._fence(hosted, action)
             if came.messages and isinstance(came.messages[0].payload, Command):
                 yield from self._flush(order, hosted, came.messages[0])
@@ -211,11 +183,11 @@ class Loop:
     def _peek(self, hosted: Exchange, action: Action) -> Steps[Message | None]:
         """Wait until a message has come that stays for a later action, or a flush in its place.
 
+        A step of a replica waits so, which may have no micro-batch of the update.
+
         Returns:
             The command to flush, if it came; else None.
         """
-        if action.kind is not Kind.STEP or not self._plan.replicated:
-            return None
         for row in self._plan.rows(action, hosted.address)[0]:
             if row.peek and not hosted.has_peeked(row, action.index):
                 item = yield from self._next_item(hosted)
@@ -357,7 +329,8 @@ class Loop:
     def _do(self, hosted: Exchange, action: Action, came: _Came) -> None:
         """Do an action whose messages are there, and send what it gives."""
         stage, (kind, m, _) = hosted.stage, action
-        self._refuse_out_of_turn(stage, action)
+        if kind is Kind.STEP or kind in ENDS:
+            self._refuse_out_of_turn(stage, action)
         announced = m < self._options.announced and kind is not Kind.DRAIN
         if announced:
             self._options.announce(f"{hosted.address}:{kind.value}{m}")
@@ -376,7 +349,8 @@ class Loop:
         if announced:
             self._options.announce("")  # the action went well
         self._ended += kind in COUNTED
-        self._record(CODES[kind], hosted, m, version, came, start)
+        if self._options.recorder is not None:
+            self._record(CODES[kind], hosted, m, version, came, start)
 
     def _update(self, hosted: Exchange, action: Action, came: _Came) -> None:
         """Do an action of an update; or reply that a flush has ended and nothing is in flight."""
@@ -385,7 +359,7 @@ class Loop:
             hosted.reply(came.messages[0].index, None)
             return
         gifts: Gifts = {}
-        with self._computing.of(hosted):
+        with hosted.computing:
             match kind:
                 case Kind.REDUCE:
                     gifts = stage.reduce(update)
@@ -407,8 +381,6 @@ class Loop:
             ScheduleError: The action is a step or the end of a backward, and not the next one.
         """
         kind, m, _ = action
-        if kind is not Kind.STEP and kind not in ENDS:
-            return
         due = stage.steps if kind is Kind.STEP else stage.ended
         if m != due:
             where = self._plan.title_of(stage.address)
@@ -426,7 +398,7 @@ class Loop:
         hosted.positions[micro_batch] = item.index
         inputs = None if head.empty else list(map(value_of, came.messages))
         target, beside = target_of(came.target)
-        with self._computing.of(hosted):
+        with hosted.computing:
             hyper = head.hyper or []
             made = stage.forward(
                 micro_batch, inputs, hyper, target, beside.share, head.program, beside.compared
@@ -442,7 +414,7 @@ class Loop:
         gradients = list(map(gradients_of, came.messages))
         found: list[Gradients] = []
         gifts: Gifts = {}
-        with self._computing.of(hosted), hosted.saver.watching_buffers():
+        with hosted.computing, hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
                 found = stage.backward(m, gradients)
             elif kind is Kind.INPUT:
@@ -477,7 +449,8 @@ class Loop:
             case other:
                 raise ScheduleError(f"{self._plan.title_of(hosted.address)}: {other!r} in the feed")
         version = hosted.stage.parameters.ledger.newest
-        self._record(kind, hosted, item.index, version, came, start)
+        if self._options.recorder is not None:
+            self._record(kind, hosted, item.index, version, came, start)
 
     def _pass(self, hosted: Exchange, head: MicroBatch, came: _Came) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
@@ -486,7 +459,7 @@ class Loop:
         made: list[Value] | float
         mark = ""
         metrics: list[float | str] = []
-        with self._computing.of(hosted), stage.kept.read(head.version):
+        with hosted.computing, stage.kept.read(head.version):
             if head.mode.evaluates:
                 target, beside = target_of(came.target)
                 made, metrics = stage.passes.evaluate(
@@ -512,18 +485,18 @@ class Loop:
             case CommandName.STATISTICS:
                 result = {
                     **hosted.stage.statistics(),
-                    "busy_ns": hosted.busy_ns,
+                    "busy_ns": hosted.computing.busy_ns,
                     "peak_memory_bytes": peak_memory_bytes(),
                 }
             case CommandName.SAVE:
-                with self._computing.of(hosted):
+                with hosted.computing:
                     hosted.saver.begin(item.index, **argument)
                 return  # the saver replies when its files are written
             case name if name.leaves_no_trace:
                 self._look(hosted, item.index, name, argument)
                 return
             case name:
-                with self._computing.of(hosted):
+                with hosted.computing:
                     result = carry_out(hosted.stage, name, argument)
                 if name is CommandName.LOAD:  # a flush follows, from which the order begins anew
                     hosted.loads += 1
@@ -533,7 +506,7 @@ class Loop:
     def _look(self, hosted: Exchange, position: int, name: CommandName, argument: Any) -> None:
         """Carry out a command that only looks; what it refuses ends nothing."""
         try:
-            with self._computing.of(hosted):
+            with hosted.computing:
                 result = carry_out(hosted.stage, name, argument)
             hosted.reply(position, result)
         except ConfigError as error:
@@ -544,7 +517,7 @@ class Loop:
     def _record(
         self, kind: int, hosted: Exchange, index: int, version: int, came: _Came, start: int
     ) -> None:
-        """Write a span that ends now, if spans are recorded.
+        """Write a span that ends now; only where spans are recorded.
 
         Args:
             kind: Kind of the span.
@@ -555,8 +528,7 @@ class Loop:
             start: When the work began, in ns.
         """
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
-        if recorder is None:
-            return
+        assert recorder is not None
         end = time.monotonic_ns()
         recorder.record(
             kind, hosted.address, index, version, len(ledger.kept), len(ledger.in_flight),
