@@ -27,7 +27,7 @@ def test_names_that_differ_have_different_keys():
 
 
 def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
-    member = Member("w1", "pid 7 on here", pair[0], stages=(1, 3), doing="F4")
+    member = Member("w1", "pid 7 on here", pair[0], stages=(1, 3), stage=1, doing="F4")
     problem = MessageTimeout("silent")
     error = member.lost("killed by SIGKILL", problem, " (note)")
     assert str(error) == (
@@ -38,7 +38,7 @@ def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
 
 
 def test_a_member_whose_process_still_runs_does_not_answer(pair):
-    member = Member("w1", "pid 7 on here", pair[0], stages=(2,))
+    member = Member("w1", "pid 7 on here", pair[0], stages=(2,), stage=2, title="stage 2")
     text = "worker 'w1' (stage 2, pid 7 on here) does not answer: still running"
     assert str(member.lost("still running")) == text
     assert str(member.lost("")) == "worker 'w1' (stage 2, pid 7 on here) is gone"
