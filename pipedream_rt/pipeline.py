@@ -165,8 +165,8 @@ class Pipeline:
         unsplit = UnsplitModel(model, loss_fn)
         options, self._why = with_stages_chosen(unsplit, resolved(options))
         forks = warmed(unsplit, options)
-        self._job = job = prepare(unsplit, options)
-        self.plan = job.plan
+        job = prepare(unsplit, options)
+        self._job, self.plan = job.lasting, job.plan
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.

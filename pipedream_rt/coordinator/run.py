@@ -178,7 +178,7 @@ def attach(job: Job, group: WorkerGroup) -> Run:
         epochs,
         job.model,
         checkpointer,
-        functools.partial(_identity, job, feeder),
+        functools.partial(_identity, job.lasting, feeder),
         preemption,
     )
     if preemption is not None:
@@ -214,7 +214,7 @@ def _first(job: Job) -> Callable[[Batch], object]:
     """Return what is called with the first mini-batch."""
     options = job.options
     if (path := profile_option()) is None:
-        return functools.partial(_say_of_first, job=job)
+        return functools.partial(_say_of_first, job=job.lasting)
     return functools.partial(
         profile_and_end,
         path=path,

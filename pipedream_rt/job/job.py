@@ -78,6 +78,12 @@ class Job:
         return self.options.training.ema is not None and self.optimizer is not None
 
     @property
+    def lasting(self) -> Job:
+        """This job without what is used at the start alone, and would be memory for a whole run."""
+        options = replace(self.options, example=None, optimizer=None)
+        return replace(self, options=options, specs=(), brought={})
+
+    @property
     def credits(self) -> int:
         """The number of mini-batches that are injected before the first result is awaited."""
         return self.options.layout.credits or self.plan.credits()
