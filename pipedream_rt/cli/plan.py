@@ -186,11 +186,7 @@ def plan(
 
 
 def _refuse_given(cost_model: str, *names: str) -> None:
-    """Refuse options of the runtime's cost model, which another one would ignore.
-
-    Raises:
-        ConfigError: One was given.
-    """
+    """Refuse options of the runtime's cost model, which another one would ignore."""
     context = click.get_current_context()
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")

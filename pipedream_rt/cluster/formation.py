@@ -241,7 +241,7 @@ class Formation:
         """Notice a member that says nothing after its welcome, because it was stopped.
 
         Raises:
-            WorkerLost: There is one.
+            WorkerLost: A member is silent for longer than the heartbeat allows.
         """
         if self._alive.expired() and self._silent:
             member = next(iter(self._silent.values()))
@@ -282,11 +282,7 @@ class Formation:
             tell(self._members, {"type": "doors", "by_name": self._found})
 
     def _refuse_unreachable(self) -> None:
-        """Refuse a member that listens on loopback while others listen elsewhere.
-
-        Raises:
-            RendezvousTimeout: There is one.
-        """
+        """Refuse a member that listens on loopback while others listen elsewhere."""
         inside = [name for name, (host, _) in self._found.items() if is_loopback(host)]
         if inside and len(inside) < len(self._found):
             where = ", ".join(f"{name} {joined(*at)}" for name, at in self._found.items())

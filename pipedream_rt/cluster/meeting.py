@@ -331,11 +331,7 @@ class Meeting:
         return proof(self._group.key, b"meeting", word, about, *nonces, channel)
 
     def _refuse_met(self, talk: _Talk) -> None:
-        """Refuse a member that has been met already, or that is not to call.
-
-        Raises:
-            OSError: It is one.
-        """
+        """Refuse a member that has been met already, or that is not to call."""
         if talk.rank in self._met or (talk.calls is not (talk.rank < self._group.rank)):
             raise PermissionError("that member has come already")
 

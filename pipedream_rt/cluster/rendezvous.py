@@ -196,7 +196,7 @@ class Rendezvous:
         It has torch already, so it speaks at once, unless it was stopped.
 
         Raises:
-            WorkerLost: There is one.
+            WorkerLost: A worker is silent for longer than that.
         """
         if time.monotonic() - self._began < self._heartbeat_s:
             return

@@ -262,9 +262,6 @@ class Checkpointer:
 
         Args:
             fingerprints: The fingerprints of the state at each address.
-
-        Raises:
-            CheckpointError: They have not, as on machines whose processors round differently.
         """
         plan = self._group.plan
         for address in plan.addresses:

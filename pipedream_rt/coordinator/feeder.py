@@ -164,11 +164,7 @@ class Feeder:
         return pending
 
     def _refuse_what_stays_here(self) -> None:
-        """Refuse settings and contexts of this process that would not reach the workers.
-
-        Raises:
-            ConfigError: There is one.
-        """
+        """Refuse settings and contexts of this process that would not reach the workers."""
         refuse_other_settings(self._settings)
         refuse_contexts()
 

@@ -85,11 +85,7 @@ class _Generation:
         return output
 
     def _refuse_inputs(self, inputs: dict[str, Any]) -> None:
-        """Refuse inputs that no stage can take, or outputs that none gives.
-
-        Raises:
-            ConfigError: There is one.
-        """
+        """Refuse inputs that no stage can take, or outputs that none gives."""
         for name in ("output_attentions", "output_hidden_states"):
             if inputs.get(name):
                 raise ConfigError(f"{name} is not available: the stages give the scores alone")
@@ -154,11 +150,7 @@ def generate(
 
 
 def _refuse_model(model: nn.Module) -> None:
-    """Refuse a model that does not generate as causal models of transformers do.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Refuse a model that does not generate as causal models of transformers do."""
     config = getattr(model, "config", None)
     if not (hasattr(model, "generate") and hasattr(model, "generation_config")):
         raise ConfigError(

@@ -102,11 +102,7 @@ class Failures:
             del self._by_action[other]
 
     def _refuse_poison(self, action: Action, error: BaseException) -> None:
-        """Raise if an action has failed too often.
-
-        Raises:
-            PoisonedMicroBatch: The action has failed for the third time.
-        """
+        """Raise if an action has failed too often."""
         number = self.micro_batch_of(action)
         # All failures whose action is unknown count as one here, if one may have been this action.
         unexplained = sum(number in micro_batches for micro_batches in self._unexplained)

@@ -233,7 +233,7 @@ def refuse_not_stepped_once(spec: OptimizerSpec, plan: Plan, stepped: Sequence[l
         stepped: By address, the names of the parameters that are stepped there.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A parameter of it is, which is an error of ours.
     """
     counts: Counter[str] = Counter()
     for address, names in enumerate(stepped):

@@ -266,12 +266,7 @@ class RunState:
             )
 
     def _require_fit(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
-        """Refuse a checkpoint that does not belong to this model, optimizer and split.
-
-        Raises:
-            CheckpointError: The shapes of the weights, the parameter groups or the micro-batches
-                per update differ, or what `Identity.compare` refuses.
-        """
+        """Refuse a checkpoint that does not belong to this model, optimizer and split."""
         per_update, optimizer = self._group.plan.per_update, self._feeder.optimizer
         if manifest.per_update != per_update:
             raise CheckpointError(

@@ -204,7 +204,7 @@ class StageReference:
         """Return the mode that a call of ``train`` or ``eval`` sets.
 
         Raises:
-            ConfigError: It makes no sense.
+            ConfigError: It has other arguments than `Module.train` takes.
         """
         args = (*args, *named.values())
         if set(named) - {"mode"}:

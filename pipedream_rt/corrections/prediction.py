@@ -147,11 +147,7 @@ def expected_step(
 
 
 def _require_rule(optimizer: type, group: Mapping[str, Any]) -> None:
-    """Refuse a class of optimizers whose next step cannot be told.
-
-    Raises:
-        ConfigError: There is no rule for it.
-    """
+    """Refuse a class of optimizers whose next step cannot be told."""
     moments = issubclass(optimizer, torch.optim.Adam | torch.optim.NAdam)
     if hasattr(optimizer, "expected_step") or moments:
         return

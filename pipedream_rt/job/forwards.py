@@ -439,9 +439,6 @@ class RecordedForwards:
         Args:
             made: The program, cut.
             homes: The stage of each layer that was called by now.
-
-        Raises:
-            ConfigError: It calls a layer or uses something that the example did not.
         """
         if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(

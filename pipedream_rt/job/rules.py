@@ -43,7 +43,7 @@ def correcting(corrections: Any, plan: Plan, optimizer: Parts | None) -> tuple[C
     """Return the corrections, of the argument ``corrections`` of `Pipeline`.
 
     Raises:
-        ConfigError: It makes no sense, or a correction does not fit the optimizer.
+        ConfigError: It is no list of corrections, or a correction does not fit the optimizer.
     """
     if corrections is None or corrections == "auto":
         stalest = max(map(plan.staleness, range(plan.num_stages)))
@@ -90,7 +90,7 @@ def recomputing(recompute: Any, num_stages: int) -> frozenset[int]:
     """Return the stages that compute activations again, of the option ``recompute``.
 
     Raises:
-        ConfigError: It makes no sense.
+        ConfigError: It is no list of stages, and neither True nor False.
     """
     stages = range(num_stages)
     if isinstance(recompute, bool):

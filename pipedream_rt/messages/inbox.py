@@ -243,11 +243,7 @@ class Inbox:
         return None
 
     def _claim(self) -> None:
-        """Refuse a second taker, since two would take each other's messages.
-
-        Raises:
-            RuntimeError: Another thread is waiting already.
-        """
+        """Refuse a second taker, since two would take each other's messages."""
         if self._taker is not None:
             raise RuntimeError(
                 f"the inbox of {self._owner} is waited on by two threads; a pipeline is used by "

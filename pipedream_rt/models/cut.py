@@ -241,9 +241,6 @@ class _Cutter:
         A value that has gone to another stage is a copy there. So a change is seen by those that
         get the value from the stage that has changed it, and by nobody else: not by a stage that
         gets an input from the coordinator, and not through another view of the same memory.
-
-        Raises:
-            ConfigError: There is one.
         """
         steps, last = self._program.steps, len(self._done) - 1
         stage_of = [*self._stage_of, last]
@@ -279,9 +276,6 @@ class _Cutter:
         """Refuse to change a weight or a buffer in place on one stage that another one uses.
 
         Each has a copy of it, and the change would reach that of one stage alone.
-
-        Raises:
-            ConfigError: A step does.
         """
         steps = self._program.steps
         for here, step in zip(self._stage_of, steps, strict=True):

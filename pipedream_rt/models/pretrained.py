@@ -275,7 +275,7 @@ def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
         spared: The ``id`` of each tensor that a worker will make.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A tensor has no values, and no worker will make it.
     """
     for name, tensor in named_tensors(model):
         if tensor.is_meta and id(tensor) not in spared:

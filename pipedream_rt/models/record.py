@@ -582,11 +582,7 @@ class _Recorder(TorchFunctionMode):
         return Around(None if grad == self._grad else grad, None if cast == self._cast else cast)
 
     def _refuse_foreign(self, given: Any) -> None:
-        """Refuse to hand an object on that a layer has made and that is no tensor.
-
-        Raises:
-            ConfigError: There is one.
-        """
+        """Refuse to hand an object on that a layer has made and that is no tensor."""
         for value in _leaves_of(given):
             maker, there = self._foreign.get(id(value), ("", None))
             if there is value and there is not None:
@@ -712,11 +708,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _refuse_other_weights(self, layer: nn.Module, name: str) -> None:
-        """Refuse to call a layer with other weights than its own, as functional_call does.
-
-        Raises:
-            ConfigError: It has some.
-        """
+        """Refuse to call a layer with other weights than its own, as functional_call does."""
         for short, tensor in (*layer.named_parameters(name), *layer.named_buffers(name)):
             if id(tensor) not in self._held:
                 raise _refusal(
@@ -774,11 +766,7 @@ class _Recorder(TorchFunctionMode):
             self.paused -= 1
 
     def _refuse_surroundings(self, what: str) -> None:
-        """Refuse to call something under a context that the stages would not be in.
-
-        Raises:
-            ConfigError: The forward is in one.
-        """
+        """Refuse to call something under a context that the stages would not be in."""
         if name := difference(self._surroundings(), self._before):
             raise _refusal(
                 f"{what} is called while {name} is on, without which the stages would compute; put "
@@ -1095,11 +1083,7 @@ def _inside(layers: Mapping[str, nn.Module]) -> set[int]:
 
 
 def _refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse modules of torch.jit; and compiled modules and hooks where it is taken apart.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Refuse modules of torch.jit; and compiled modules and hooks where it is taken apart."""
     inside = _inside(layers)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -50,11 +50,7 @@ def tensors_of(layer: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_overlaps(layers: Layers) -> None:
-    """Refuse two tensors that share memory: a change of one would have to change the other.
-
-    Raises:
-        ConfigError: Two do.
-    """
+    """Refuse two tensors that share memory: a change of one would have to change the other."""
     ranges = {}
     for name, layer in layers.items():
         for key, tensor in tensors_of(layer, name):

@@ -197,7 +197,7 @@ def refuse_global_hooks() -> None:
     """Refuse hooks on all modules of the process, which the workers would not have.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: Such a hook is there; the message has its name.
     """
     for name, hooks in vars(torch.nn.modules.module).items():
         if name.startswith("_global_") and name.endswith("_hooks") and hooks:

@@ -66,11 +66,7 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
 
 
 def _refuse_more_than_a_sequence(model: nn.Module) -> None:
-    """Refuse a model that has more than its layers, which would be lost when it is cut.
-
-    Raises:
-        ConfigError: It has parameters, buffers or hooks of its own.
-    """
+    """Refuse a model that has more than its layers, which would be lost when it is cut."""
     lost = []
     if model._parameters or model._buffers:
         lost.append("parameters or buffers")

@@ -243,7 +243,7 @@ def _fitting(trace: Trace) -> Trace:
     """Return a trace whose parts fit each other.
 
     Raises:
-        ValueError: They do not.
+        ValueError: Its plan, its workers and its spans do not.
     """
     plan, spans = trace.plan, trace.spans
     stages, kinds = spans["stage"], spans["kind"]

@@ -148,11 +148,7 @@ class Placement:
         put(self, "_delay", [])
 
     def _refuse_misfits(self) -> None:
-        """Refuse parts that do not fit each other.
-
-        Raises:
-            ConfigError: They do not.
-        """
+        """Refuse parts that do not fit each other."""
         assert self.links is not None
         count, workers = self.num_stages, self.shape.workers
         if len(self.hosts) != len(self.addresses):

@@ -97,7 +97,7 @@ class Shape:
         """Return the numbers of replicas; none if each stage has one.
 
         Raises:
-            ConfigError: They make no sense.
+            ConfigError: A number is below 1, or they are not as many as the workers.
         """
         for count in self.replicas:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -317,11 +317,7 @@ def parsed(name: str, value: Any) -> Any:
 
 
 def _check(name: str, value: float) -> None:
-    """Refuse a value that is no cost.
-
-    Raises:
-        ConfigError: It is no number, negative, or too large.
-    """
+    """Refuse a value that is no cost."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"costs: {name} must be a number of at least 0, not {value!r}")
     if value > _MOST:

@@ -246,7 +246,7 @@ def refuse_bad_metrics(names: Sequence[str], said: Sequence[float | str]) -> Non
     """Refuse a metric that said no number.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A metric returned something else; the message has its name.
     """
     for name, value in zip(names, said, strict=True):
         if isinstance(value, str):

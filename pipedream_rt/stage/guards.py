@@ -77,11 +77,7 @@ class Guards:
                 )
 
     def _refuse_new_names(self) -> None:
-        """Refuse parameters and buffers that the layers did not have at the start.
-
-        Raises:
-            ConfigError: There is one, or a parameter that was frozen is so no more.
-        """
+        """Refuse parameters and buffers that the layers did not have at the start."""
         now = _kinds(self._module)
         for name, kind in now.items():
             if self._kinds.get(name) != kind:

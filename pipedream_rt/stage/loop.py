@@ -376,9 +376,6 @@ class Loop:
         """Refuse an order that would sum gradients in another order than that of the micro-batches.
 
         The checker has looked at only the first actions of a schedule that a user wrote.
-
-        Raises:
-            ScheduleError: The action is a step or the end of a backward, and not the next one.
         """
         kind, m, _ = action
         due = stage.steps if kind is Kind.STEP else stage.ended

@@ -423,9 +423,6 @@ def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:
     """Refuse a tensor that an optimizer keeps in two places, which would part when they are loaded.
 
     And one that is not dense, which cannot be saved or sent.
-
-    Raises:
-        ConfigError: There is one.
     """
     seen: dict[int, str] = {}
     for place in places:

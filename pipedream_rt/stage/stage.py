@@ -209,11 +209,7 @@ class Stage:
         return reported
 
     def _check_finite(self, reported: float, micro_batch: int) -> None:
-        """Refuse to train on a loss that is NaN or infinite, unless the pipeline ignores that.
-
-        Raises:
-            NonFiniteLoss: The loss is NaN or infinite.
-        """
+        """Refuse to train on a loss that is NaN or infinite, unless the pipeline ignores that."""
         if self.spec.on_nan == "raise" and not math.isfinite(reported):
             uncounted = ", or, if none of its labels count, say so by Training(weigh=...)"
             raise NonFiniteLoss(

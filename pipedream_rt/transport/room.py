@@ -42,11 +42,7 @@ def make_room(others: int, rpc: bool = True) -> None:
 
 
 def _allow_descriptors(needed: int) -> None:
-    """Raise the soft limit of open files to what is needed, and no further.
-
-    Raises:
-        ConfigError: The hard limit forbids it.
-    """
+    """Raise the soft limit of open files to what is needed, and no further."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         there = len(os.listdir("/proc/self/fd"))

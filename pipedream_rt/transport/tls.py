@@ -293,11 +293,7 @@ def _made(name: str, days: int) -> tuple[bytes, bytes]:
 
 
 def _no_password() -> str:
-    """Refuse a key that needs a password, which nobody could type in on all machines.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Refuse a key that needs a password, which nobody could type in on all machines."""
     raise ValueError("the key is protected by a password")
 
 

@@ -188,11 +188,7 @@ class Corrections(UpdateRule, MicroBatchRule):
     def _refuse_a_second_change(
         self, group: Hyper, became: Hyper, was: Hyper, marks: dict[str, int]
     ) -> None:
-        """Refuse a step that has changed an option which corrections had changed for it alone.
-
-        Raises:
-            ConfigError: It has.
-        """
+        """Refuse a step that has changed an option which corrections had changed for it alone."""
         now = _marks(group)
         for name, value in became.items():
             changed = group.get(name) is not value or now.get(name) != marks.get(name)
@@ -283,9 +279,6 @@ class Corrections(UpdateRule, MicroBatchRule):
         Args:
             correction: The correction.
             given: The tensors that it was given, which others change.
-
-        Raises:
-            ConfigError: It belongs to no parameter, has no name, or shares memory.
         """
         who = f"{type(correction).__name__} on stage {self._stage}"
         seen = set(map(_place, (*given, *self._parameters.values())))
