@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from workload import EmulatedLayer
 
+from pipedream_rt.cluster.base import ClusterSpec
 from pipedream_rt.cluster.here import ClusterHere
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
@@ -107,14 +108,13 @@ class Threads(ClusterHere):
     """Every worker is a thread, and all compute side by side: stages that draw no random numbers.
 
     Args:
-        plan: Which workers there are, and which stages each hosts.
+        spec: What the cluster is told.
         transport: Carries the messages.
-        **options: What `Cluster` is told.
     """
 
-    def __init__(self, plan: Any, transport: MemoryTransport, **options: Any) -> None:
+    def __init__(self, spec: ClusterSpec, transport: MemoryTransport) -> None:
         self._life = Lifecycle("the cluster")
-        super().__init__(plan, transport, options.pop("receive"), options.pop("fail"), **options)
+        super().__init__(spec, transport)
         self._threads = []
         for host, name in zip(self._hosts, self.names, strict=True):
             self._open(host, host.inbox.put, host.inbox.close)
@@ -149,7 +149,7 @@ def slow_links(transport: Callable[[], SlowLinks]) -> Callable[..., Threads]:
         transport: Makes the transport of a cluster.
     """
 
-    def start(plan: Any, **options: Any) -> Threads:
-        return Threads(plan, transport(), **options)
+    def start(spec: ClusterSpec) -> Threads:
+        return Threads(spec, transport())
 
     return start

@@ -24,7 +24,7 @@ from pipedream_rt.coordinator.generation import generate
 from pipedream_rt.coordinator.kept import KeptVersion
 from pipedream_rt.coordinator.recovery import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
-from pipedream_rt.coordinator.run import attach, notices_of, start, warmed, with_stages_chosen
+from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
 from pipedream_rt.coordinator.surroundings import resolved
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.corrections import Correction
@@ -164,13 +164,13 @@ class Pipeline:
         )
         unsplit = UnsplitModel(model, loss_fn)
         options, self._why = with_stages_chosen(unsplit, resolved(options))
-        forks = warmed(unsplit, options)
+        warm_up(unsplit, options)
         job = prepare(unsplit, options)
         self._job, self.plan = job.lasting, job.plan
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.
-        self._group = start(job, forks)
+        self._group = start(job)
         with self._group.life.guard():
             run = attach(job, self._group)
             self._lease = run.lease

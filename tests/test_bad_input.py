@@ -1,5 +1,6 @@
 """Every wrong input is a clear error, before anything is lost; every failure ends everything."""
 
+import dataclasses
 import threading
 from datetime import timedelta
 
@@ -328,8 +329,8 @@ def test_a_failed_submit_sends_nothing(wrong):
 class LosingCluster(SerialCluster):
     """Loses what stage 0 sends on of the second mini-batch; its stages are patient."""
 
-    def __init__(self, *args, timeout, **kwargs):
-        super().__init__(*args, timeout=timedelta(seconds=60), **kwargs)
+    def __init__(self, spec):
+        super().__init__(dataclasses.replace(spec, timeout=timedelta(seconds=60)))
         send = self.transport.send
 
         def losing(message):

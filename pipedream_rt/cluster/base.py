@@ -1,15 +1,18 @@
-"""What a pipeline needs of its workers, whether they are threads or processes."""
+"""What a pipeline needs of its workers, and what they are told."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.transport.base import Transport
+from pipedream_rt.schedules import Plan
+from pipedream_rt.transport.base import Receive, Transport
 
 Failure: TypeAlias = BaseException | Callable[[], BaseException]
 """Why a cluster cannot go on: an error, or a function that finds it out, which may wait a while."""
@@ -21,6 +24,31 @@ Fail: TypeAlias = Callable[[Failure], object]
 def once(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
     """Return a function that finds an error out when it is first called, and then keeps it."""
     return functools.lru_cache(maxsize=1)(find_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What every kind of cluster is told.
+
+    Attributes:
+        plan: How many workers are needed, and which stages each hosts.
+        receive: Takes messages for the coordinator.
+        fail: Called with the error when the cluster cannot go on, as when a worker dies.
+        generation: Number of this group in the process.
+        timeout: How long to wait for a message that is sure to come.
+        start_timeout: How long to wait for all workers to join.
+        heartbeat: How long a worker process may be silent.
+        threads: Number of threads for torch's own parallel loops in each worker started here.
+    """
+
+    plan: Plan
+    receive: Receive
+    fail: Fail
+    generation: int
+    timeout: timedelta
+    start_timeout: timedelta
+    heartbeat: timedelta
+    threads: int
 
 
 class Reference(Protocol):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from pipedream_rt.cluster.base import Fail, Reference
+from pipedream_rt.cluster.base import ClusterSpec, Reference
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.models.settings import refuse_global_hooks, refuse_other_settings, settings_now
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.schedules import COORDINATOR, Plan
+from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.base import Lost, Receive, Transport, sender
 
@@ -49,13 +48,8 @@ class ClusterHere:
     """The part of a `Cluster` that does not depend on how the stages get their turns.
 
     Args:
-        plan: Which workers there are, and which stages each hosts.
+        spec: What the cluster is told.
         transport: Carries the messages.
-        receive: Takes messages for the coordinator.
-        fail: Called with the error when the coordinator's messages cannot be handed over.
-        generation: Number of this group in the process.
-        timeout: How long to wait for a message that is sure to come.
-        threads: Number of threads for torch's own parallel loops.
 
     Attributes:
         names: Names of the workers.
@@ -65,31 +59,21 @@ class ClusterHere:
 
     has_rrefs = True
 
-    def __init__(
-        self,
-        plan: Plan,
-        transport: Transport,
-        receive: Receive,
-        fail: Fail,
-        *,
-        generation: int,
-        timeout: timedelta,
-        threads: int,
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, transport: Transport) -> None:
         """Make a host for each worker, for whose stages `_open` is called then."""
-        self._plan = plan
+        self._plan = plan = spec.plan
         self._settings = settings_now()
         self.transport = transport
-        transport.open(COORDINATOR, receive, fail)
+        transport.open(COORDINATOR, spec.receive, spec.fail)
         self._hosts = [
             StageHost(
                 worker,
                 plan.name_of(worker),
                 plan.stages_of(worker),
-                generation,
-                lambda stage: sender(transport, stage, generation),
-                timeout,
-                threads,
+                spec.generation,
+                lambda stage: sender(transport, stage, spec.generation),
+                spec.timeout,
+                spec.threads,
             )
             for worker in range(plan.workers)
         ]

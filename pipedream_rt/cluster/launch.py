@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from pipedream_rt.cluster.addresses import joined, listening, parse_address
-from pipedream_rt.cluster.base import Cluster, Fail
+from pipedream_rt.cluster.base import Cluster, ClusterSpec
 from pipedream_rt.cluster.environment import (
     LISTEN_FD,
     NPROC,
@@ -20,7 +19,6 @@ from pipedream_rt.cluster.environment import (
     socket_of_environment,
     tls_of_environment,
 )
-from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import JobKey, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.serial import SerialCluster
@@ -34,8 +32,6 @@ from pipedream_rt.cluster.torchrun import (
 )
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.job.options import Workers
-from pipedream_rt.schedules import Plan
-from pipedream_rt.transport.base import Receive
 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
@@ -44,60 +40,32 @@ _secret_of_run: Secret | None = None
 """The secret that `pipedream-rt run` has made; read once, since it comes through a pipe."""
 
 
-def start_cluster(
-    workers: Workers,
-    *,
-    plan: Plan,
-    receive: Receive,
-    fail: Fail,
-    generation: int,
-    timeout: timedelta,
-    start_timeout: timedelta,
-    threads: int,
-    heartbeat: timedelta,
-    forks: ForkServer,
-) -> Cluster:
-    """Start the threads or processes that host the stages, or await workers.
+def start_cluster(workers: Workers, spec: ClusterSpec) -> Cluster:
+    """Start what hosts the stages, or await workers.
 
     Under torchrun it returns on rank 0 alone: the processes of the other ranks become workers.
 
     Args:
         workers: See `Pipeline`.
-        plan: How many workers are needed, and which stages each hosts.
-        receive: Takes messages for the coordinator.
-        fail: Called with the error when the cluster cannot go on.
-        generation: Number of this group in the process.
-        timeout: How long to wait for a message that is sure to come.
-        start_timeout: How long to wait for all workers to join.
-        threads: Number of threads for torch's own parallel loops in each worker started here.
-        heartbeat: How long a worker process may be silent.
-        forks: The fork server that starts worker processes here.
+        spec: What the cluster is told.
 
     Raises:
         ConfigError: The argument or the environment makes no sense.
         RendezvousTimeout: Some workers did not join in time.
         WorkerLost: A worker died on the way.
     """
-    common: dict[str, Any] = {
-        "receive": receive,
-        "fail": fail,
-        "generation": generation,
-        "timeout": timeout,
-        "threads": threads,
-    }
     if workers == "serial":
-        return SerialCluster(plan, **common)
+        return SerialCluster(spec)
     if callable(workers):
-        made: Cluster = workers(plan, **common)
+        made: Cluster = workers(spec)
         return made
-    common.update(start_timeout=start_timeout, heartbeat=heartbeat, forks=forks)
     if workers is not None and workers != "local":
-        return _await_at(workers, plan, common)
-    if starts_here(workers):
-        return _start_local(plan, common)
+        return _await_at(workers, spec)
+    if starts_here(workers):  # the key goes to them over inherited connections
+        return ProcessCluster(spec, key=JobKey.new())
     if LISTEN_FD in os.environ:
-        return _await_workers_of_run(plan, common)
-    return start_under_torchrun(plan, common)
+        return _await_workers_of_run(spec)
+    return start_under_torchrun(spec)
 
 
 def starts_here(workers: Workers) -> bool:
@@ -157,12 +125,7 @@ def numbers_of_workers(workers: Workers) -> Sequence[int]:
     return ()
 
 
-def _start_local(plan: Plan, common: dict[str, Any]) -> Cluster:
-    """Start worker processes here; the key goes to them over inherited connections."""
-    return ProcessCluster(plan, key=JobKey.new(), **common)
-
-
-def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
+def _await_at(workers: object, spec: ClusterSpec) -> Cluster:
     """Listen at an address for workers that the user starts elsewhere.
 
     Raises:
@@ -175,22 +138,21 @@ def _await_at(workers: object, plan: Plan, common: dict[str, Any]) -> Cluster:
         host, port = listener.getsockname()[:2]
         command = f"pipedream-rt worker {joined(host, port)} --name NAME"
         return ProcessCluster(
-            plan,
+            spec,
             listener=listener,
             key=secret.job_key(),
             command=command,
             tls=tls_of_environment(),
-            **common,
         )
 
 
-def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
+def _await_workers_of_run(spec: ClusterSpec) -> Cluster:
     """Use the workers that `pipedream-rt run` has started.
 
     Raises:
         ConfigError: It has started too few.
     """
-    available = count_of_environment(NPROC)
+    plan, available = spec.plan, count_of_environment(NPROC)
     if plan.workers > available:
         raise ConfigError(
             f"{plan.in_words}: `pipedream-rt run` has started {available}; raise --nproc-per-node"
@@ -201,12 +163,11 @@ def _await_workers_of_run(plan: Plan, common: dict[str, Any]) -> Cluster:
         assert _secret_of_run is not None
     with socket_of_environment(LISTEN_FD) as listener:
         return ProcessCluster(
-            plan,
+            spec,
             listener=listener,
             key=_secret_of_run.job_key(),
             replace=_replace_workers,
             tls=tls_of_environment(),
-            **common,
         )
 
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from pipedream_rt.cluster.base import Fail, Reference, once
+from pipedream_rt.cluster.base import ClusterSpec, Reference, once
 from pipedream_rt.cluster.environment import rpc_of_environment
-from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.fork_server import fork_server
 from pipedream_rt.cluster.formation import Formation
 from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -22,8 +22,8 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.observe.clock import Reading
-from pipedream_rt.schedules import COORDINATOR, Plan
-from pipedream_rt.transport.base import Receive, Transport
+from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.transport.base import Transport
 from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
@@ -43,16 +43,8 @@ class ProcessCluster:
     """Worker processes, each hosting its stages; links join them, and torch RPC holds references.
 
     Args:
-        plan: How many workers are needed, and which stages each hosts.
-        receive: Takes messages for the coordinator.
-        fail: Called with the error when the cluster cannot go on, as when a worker dies.
-        generation: Number of this group in the process.
-        timeout: How long to wait for a message that is sure to come.
-        start_timeout: How long to wait for all workers to join.
-        threads: Number of threads for torch's own parallel loops in workers started here.
-        heartbeat: How long a worker may be silent.
+        spec: What the cluster is told.
         key: The key of the job; a worker that joins by the listener proves that it knows it.
-        forks: The fork server that starts workers here.
         listener: Where workers that are started elsewhere join; None to start all of them here.
         own: With a listener, how many workers to start here besides.
         replace: Has the launcher of workers that were started elsewhere kill them and start others;
@@ -64,17 +56,9 @@ class ProcessCluster:
 
     def __init__(
         self,
-        plan: Plan,
-        receive: Receive,
-        fail: Fail,
+        spec: ClusterSpec,
         *,
-        generation: int,
-        timeout: timedelta,
-        start_timeout: timedelta,
-        threads: int,
-        heartbeat: timedelta,
         key: JobKey,
-        forks: ForkServer,
         listener: socket.socket | None = None,
         own: int = 0,
         replace: Callable[[], None] | None = None,
@@ -92,35 +76,37 @@ class ProcessCluster:
         self.has_rrefs = rpc_of_environment()
         if self.has_rrefs:
             refuse_second()
-        make_room(plan.workers, self.has_rrefs)
-        self.generation = generation
+        make_room(spec.plan.workers, self.has_rrefs)
+        self.generation = spec.generation
         self._life = Lifecycle("the cluster")
-        self._fail = fail
+        self._fail = spec.fail
         self._key = key
         self._replace = replace
         self._killed = False
         self._tls = tls
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
-        self._local = LocalWorkers(threads, forks)
-        rendezvous = Rendezvous(plan, self._local, key, heartbeat, command, tls)
+        self._local = LocalWorkers(spec.threads, fork_server())
+        rendezvous = Rendezvous(spec.plan, self._local, key, spec.heartbeat, command, tls)
         self._members = rendezvous.members
-        self._watch = Watch(self._members, self._local, fail, heartbeat, command)
+        self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, command)
         try:
-            deadline = Deadline(start_timeout)
-            count = plan.workers if listener is None else own
+            deadline = Deadline(spec.start_timeout)
+            count = spec.plan.workers if listener is None else own
             self._local.start([f"worker-{i}" for i in range(count)])
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
-            formation = Formation(plan, self._members, self._local, deadline, heartbeat, tls)
+            formation = Formation(
+                spec.plan, self._members, self._local, deadline, spec.heartbeat, tls
+            )
             group = formation.welcome(
-                generation=generation, timeout=timeout, key=key.key, rpc=self.has_rrefs
+                generation=spec.generation, timeout=spec.timeout, key=key.key, rpc=self.has_rrefs
             )
             self._sockets = SocketTransport(group)
             self.transport: Transport = self._sockets
             if self.has_rrefs:
-                self._rpc = Endpoint(group, self._sockets.tunnel, timeout)
-            self._sockets.open(COORDINATOR, receive, self._peer_lost)
+                self._rpc = Endpoint(group, self._sockets.tunnel, spec.timeout)
+            self._sockets.open(COORDINATOR, spec.receive, self._peer_lost)
             formation.join(group, self._sockets, self._rpc)
             self._watch.start()
         except BaseException:

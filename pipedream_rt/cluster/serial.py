@@ -15,21 +15,18 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 
-from pipedream_rt.cluster.base import Fail
+from pipedream_rt.cluster.base import ClusterSpec
 from pipedream_rt.cluster.here import ClusterHere
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Reason, Steps, Wanted
 from pipedream_rt.messages.message import Message
 from pipedream_rt.models.settings import refuse_contexts
-from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
-from pipedream_rt.transport.base import Receive
 from pipedream_rt.transport.memory import DirectTransport, ShuffledTransport
 
 
@@ -103,43 +100,20 @@ class SerialCluster(ClusterHere):
     """Every worker gets turns in the thread that uses the pipeline.
 
     Args:
-        plan: Which workers there are, and which stages each hosts.
-        receive: Takes messages for the coordinator.
-        fail: Called with the error when the coordinator's messages cannot be handed over.
-        generation: Number of this group in the process.
-        timeout: Not used, as nothing that is sure to come is waited for.
-        threads: Number of threads for torch's own parallel loops while a stage computes.
+        spec: What the cluster is told. Nothing that is sure to come is waited for.
         shuffle_seed: For tests: a seed that says whose turn it is, and when messages arrive; such
             an order repeats exactly. None for each worker in its turn.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        receive: Receive,
-        fail: Fail,
-        *,
-        generation: int,
-        timeout: timedelta,
-        threads: int,
-        shuffle_seed: int | None = None,
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, *, shuffle_seed: int | None = None) -> None:
         """Give no worker a turn yet."""
         self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
         self._life = Lifecycle("the cluster")
-        self._threads = threads
+        self._threads = spec.threads
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
-        super().__init__(
-            plan,
-            self._shuffled or DirectTransport(),
-            receive,
-            fail,
-            generation=generation,
-            timeout=timeout,
-            threads=threads,
-        )
+        super().__init__(spec, self._shuffled or DirectTransport())
         self._workers = [_Worker(host, self._ready) for host in self._hosts]
         for worker in self._workers:
             self._open(worker.host, worker.receive, worker.lose)

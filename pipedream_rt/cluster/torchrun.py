@@ -15,12 +15,12 @@ import struct
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from pipedream_rt.cluster.addresses import interface_towards, joined, listening
-from pipedream_rt.cluster.base import Cluster
+from pipedream_rt.cluster.base import Cluster, ClusterSpec
 from pipedream_rt.cluster.environment import (
     count_of_environment,
     private_folder,
@@ -50,25 +50,24 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
+def start_under_torchrun(spec: ClusterSpec) -> Cluster:
     """Make the ranks of torchrun a cluster; returns on rank 0 alone.
 
     With as many workers as ranks, rank 0 starts a worker process besides. On every other rank this
     replaces the process by a worker.
 
     Args:
-        plan: How many workers are needed, and which stages each hosts.
-        common: Arguments of `ProcessCluster` that do not depend on the launcher.
+        spec: What the cluster is told.
 
     Raises:
         ConfigError: The number of ranks does not fit, or the script has opened a pipeline before.
         RendezvousTimeout: Some ranks did not come in time.
     """
-    own = _workers_of_rank_0(plan, world_size())
+    own = _workers_of_rank_0(spec.plan, world_size())
     if is_other_rank():
-        become_worker(common["threads"], common["start_timeout"])
-    store, key = _store_of_job(common["start_timeout"])
-    deadline = Deadline(common["start_timeout"])
+        become_worker(spec.threads, spec.start_timeout)
+    store, key = _store_of_job(spec.start_timeout)
+    deadline = Deadline(spec.start_timeout)
     with listening(_own_host(), 0) as listener:
         port = listener.getsockname()[1]
         secret = (
@@ -78,9 +77,7 @@ def start_under_torchrun(plan: Plan, common: dict[str, Any]) -> Cluster:
         )
         store.set(key, str(port))
         tls = tls_of_environment()
-        return ProcessCluster(
-            plan, listener=listener, own=own, key=secret.job_key(), tls=tls, **common
-        )
+        return ProcessCluster(spec, listener=listener, own=own, key=secret.job_key(), tls=tls)
 
 
 def world_size() -> int:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipedream_rt.cluster.base import Cluster, Fail
-from pipedream_rt.cluster.fork_server import ForkServer, fork_server, installed_modules
+from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
+from pipedream_rt.cluster.fork_server import fork_server, installed_modules
 from pipedream_rt.cluster.launch import (
     cores_for,
     leave_to_rank_0,
@@ -93,21 +93,16 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     return replace(options, stages=chosen.stages, layout=layout), chosen.why
 
 
-def warmed(model: UnsplitModel, options: Options) -> ForkServer:
-    """Return the fork server, which imports what workers need while a job is prepared."""
-    forks = fork_server()
+def warm_up(model: UnsplitModel, options: Options) -> None:
+    """Let the fork server import what workers will need, while a job is prepared."""
     if starts_here(options.workers):
         objects = [*model.whole.modules(), options.loss_fn]
-        forks.prepare(installed_modules(objects, compiles=bool(options.training.compile)))
-    return forks
+        compiles = bool(options.training.compile)
+        fork_server().prepare(installed_modules(objects, compiles=compiles))
 
 
-def start(job: Job, forks: ForkServer) -> WorkerGroup:
+def start(job: Job) -> WorkerGroup:
     """Start the workers of a job.
-
-    Args:
-        job: The job.
-        forks: The fork server that starts worker processes here.
 
     Raises:
         RendezvousTimeout: Some workers did not join in time; all were ended.
@@ -116,7 +111,7 @@ def start(job: Job, forks: ForkServer) -> WorkerGroup:
     assert most is not None
     return WorkerGroup(
         job.plan,
-        functools.partial(_start_cluster, job=job, forks=forks),
+        functools.partial(_start_cluster, job=job.lasting),
         list(job.specs),
         job.forwards,
         job.options.recovery.answer,
@@ -124,13 +119,10 @@ def start(job: Job, forks: ForkServer) -> WorkerGroup:
     )
 
 
-def _start_cluster(
-    receive: Receive, fail: Fail, generation: int, *, job: Job, forks: ForkServer
-) -> Cluster:
+def _start_cluster(receive: Receive, fail: Fail, generation: int, *, job: Job) -> Cluster:
     """Start the workers of a generation."""
     recovery = job.options.recovery
-    return start_cluster(
-        job.options.workers,
+    spec = ClusterSpec(
         plan=job.plan,
         receive=receive,
         fail=fail,
@@ -139,8 +131,8 @@ def _start_cluster(
         start_timeout=recovery.start,
         threads=job.options.threads,
         heartbeat=recovery.heartbeat,
-        forks=forks,
     )
+    return start_cluster(job.options.workers, spec)
 
 
 def attach(job: Job, group: WorkerGroup) -> Run:

@@ -46,8 +46,7 @@ TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
 
 Workers: TypeAlias = Literal["local", "serial"] | str | Callable[..., Any] | None
 """``"local"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or a function that
-makes a `Cluster` of another kind (called with the plan and the arguments ``receive``, ``fail``,
-``generation``, ``timeout`` and ``threads`` of `start_cluster`, by name)."""
+makes a `Cluster` of another kind, called with a `ClusterSpec`."""
 
 
 @option_group
