@@ -34,6 +34,7 @@ import numpy as np
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.cuts import Cuts, Floats, spans
 from pipedream_rt.planning.machines import Machines
+from pipedream_rt.schedules.shape import lag_of, warm_up_of
 
 EVERY: Any = np.s_[:, :]
 """Every span; the methods that compute for spans take an index of some, as a row or one element."""
@@ -121,34 +122,25 @@ class Costing:
 
     # -- stages --------------------------------------------------------------------------------
 
-    def warm_up(self, replicas: int, after: int) -> int:
-        """Return the warm-up forwards of a replica.
+    def in_flight(self, replicas: int, after: int) -> int:
+        """Return the most micro-batches in flight on a replica.
 
         Args:
             replicas: The replicas of its stage.
             after: The workers on stages behind it, and the slack of the hops up to there.
         """
-        return -(-after // replicas)
-
-    def in_flight(self, replicas: int, after: int) -> int:
-        """Return the most micro-batches in flight on a replica."""
-        most = self.warm_up(replicas, after) + 1
+        most = warm_up_of(replicas, after) + 1
         return min(most, -(-self.per_update // replicas)) if self.flushes else most
-
-    def lag(self, replicas: int, after: int) -> int:
-        """Return the micro-batches from a forward back to the newest update that it reads."""
-        warm_up = self.warm_up(replicas, after)
-        return warm_up if replicas == 1 else replicas * (warm_up + 1)
 
     def is_possible(self, replicas: int, after: int) -> bool:
         """Whether the schedule allows a stage of so many replicas before so many workers."""
-        return self.schedule != "2bw" or self.lag(replicas, after) < self.per_update
+        return self.schedule != "2bw" or lag_of(replicas, after) < self.per_update
 
     def staleness(self, replicas: int, after: int) -> int:
         """Return the updates between a version that is read and the one that it steps."""
         if self.schedule != "async-1f1b":
             return int(self.schedule == "2bw")
-        return -(-self.lag(replicas, after) // self.per_update)
+        return -(-lag_of(replicas, after) // self.per_update)
 
     def versions(self, replicas: int, after: int) -> int:
         """Return the weight versions that a replica keeps."""

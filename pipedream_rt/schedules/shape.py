@@ -88,10 +88,9 @@ class Shape:
         # By stage, the workers behind it, with the slack of the hops up to there.
         hops = (0, *(r + e for r, e in zip(reversed(counts[1:]), reversed(slack), strict=True)))
         behind = tuple(accumulate(hops))[::-1]
-        warm_ups = tuple(-(-after // r) for after, r in zip(behind, counts, strict=True))
-        put(self, "_warm_ups", warm_ups)
-        lags = (w if r == 1 else r * (w + 1) for w, r in zip(warm_ups, counts, strict=True))
-        put(self, "_lags", tuple(lags))
+        pairs = tuple(zip(counts, behind, strict=True))
+        put(self, "_warm_ups", tuple(warm_up_of(r, after) for r, after in pairs))
+        put(self, "_lags", tuple(lag_of(r, after) for r, after in pairs))
 
     def _checked_replicas(self) -> tuple[int, ...]:
         """Return the numbers of replicas; none if each stage has one.
@@ -118,22 +117,14 @@ class Shape:
         return len(self.replicas) or self.workers * self.stages_per_worker
 
     def warm_up(self, stage: int) -> int:
-        """Return w(s) = ceil(after / r), ``after`` being the workers behind it, with their slack.
+        """Return w(s), the warm-up forwards of a stage; see `warm_up_of`.
 
-        A 1F1B order does so many forwards on a replica of a stage before it begins to alternate
-        forwards and backwards; one micro-batch more is then in flight there at most. Without
-        replicas it is (n-1-s) + sum of e_j for j >= s.
-
-        Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
+        Without replicas it is (n-1-s) + sum of e_j for j >= s.
         """
         return self._warm_ups[stage]
 
     def lag(self, stage: int) -> int:
-        """Return the micro-batches from a forward back to the newest update that it may read.
-
-        That is w(s) on a stage with one replica. Of several replicas, each does one micro-batch
-        more before it reads an update, while their gradients are reduced: r (w(s) + 1).
-        """
+        """Return the lag of a stage; see `lag_of`."""
         return self._lags[stage]
 
     @property
@@ -188,6 +179,35 @@ class Shape:
     def stages_of(self, worker: int) -> range:
         """Return the stages or replicas that are dealt to a worker, in the order of the model."""
         return range(worker, self.num_places, self.workers)
+
+
+def warm_up_of(replicas: int, after: int) -> int:
+    """Return the forwards that a 1F1B order does before it alternates with backwards.
+
+    That is ceil(after / replicas) on each replica; one micro-batch more is then in flight there at
+    most.
+
+    Args:
+        replicas: The replicas of a stage.
+        after: The workers on stages behind it, and the slack of the hops up to there.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
+    """
+    return -(-after // replicas)
+
+
+def lag_of(replicas: int, after: int) -> int:
+    """Return the micro-batches from a forward back to the newest update that it may read.
+
+    That is w on a stage with one replica. Of several replicas, each does one micro-batch more
+    before it reads an update, while their gradients are reduced: r (w + 1).
+
+    Args:
+        replicas: The replicas of the stage.
+        after: As in `warm_up_of`.
+    """
+    warm_up = warm_up_of(replicas, after)
+    return warm_up if replicas == 1 else replicas * (warm_up + 1)
 
 
 def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
