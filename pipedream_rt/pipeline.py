@@ -25,7 +25,7 @@ from pipedream_rt.coordinator.kept import KeptVersion
 from pipedream_rt.coordinator.recovery import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
-from pipedream_rt.coordinator.surroundings import resolved
+from pipedream_rt.coordinator.surroundings import resolved, take_place
 from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
@@ -145,7 +145,7 @@ class Pipeline:
         observe: Observe = Observe(),  # noqa: B008
     ) -> None:
         """Check everything, then start the workers."""
-        options = Options(
+        given = Options(
             stages=stages,
             example=example,
             loss_fn=loss_fn,
@@ -163,10 +163,11 @@ class Pipeline:
             observe=observe,
         )
         unsplit = UnsplitModel(model, loss_fn)
-        options, self._why = with_stages_chosen(unsplit, resolved(options))
+        options, self._why = with_stages_chosen(unsplit, resolved(given))
         warm_up(unsplit, options)
         job = prepare(unsplit, options)
         self._job, self.plan = job.lasting, job.plan
+        take_place(given)
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pipedream_rt.cli.options import refuse_too_many, replicas_option, slack_option
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
 from pipedream_rt.schedules.recipes import VERTICAL_SYNC
 
@@ -44,8 +45,12 @@ def schedule(
     if name == "help":
         click.echo(describe_schedules())
         return
+    if vertical_sync and not name.endswith(VERTICAL_SYNC):
+        if name in RECIPES and name + VERTICAL_SYNC not in RECIPES:
+            raise ConfigError(f"--vertical-sync is an option of async-1f1b, not of {name}")
+        name += VERTICAL_SYNC
     chosen = plan_named(
-        name + VERTICAL_SYNC * vertical_sync,
+        name,
         num_stages=stages,
         per_update=micro_batches,
         stages_per_worker=stages_per_worker,

@@ -57,7 +57,7 @@ from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.transport.signing import DIGEST, proof
 
-VERSION = 9
+VERSION = 10
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1

@@ -40,7 +40,7 @@ from pipedream_rt.job.job import Job
 from pipedream_rt.job.notices import about_cores, about_micro_batches
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.job.weighing import samples_of
+from pipedream_rt.job.weighing import Weighing, samples_of
 from pipedream_rt.messages.keys import optimizer_state
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.auto_split import choose_stages
@@ -86,6 +86,9 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     """
     if options.stages != "auto":
         return options, ""
+    # What the job would refuse in any case is refused before anything is measured.
+    Weighing(options.training.weigh, options.loss_fn)
+    model.pretrained(options.layout.weights)
     leave_to_rank_0(options.workers, options.threads)
     chosen = choose_stages(model, options, numbers_of_workers(options.workers))
     slack = options.layout.slack or chosen.slack

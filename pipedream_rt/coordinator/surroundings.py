@@ -26,11 +26,10 @@ def resolved(options: Options) -> Options:
     """Return options in which what the script leaves to the environment is filled in.
 
     Raises:
-        ConfigError: A variable makes no sense, a file or folder cannot be written, or the script
-            runs under `pipedream-rt run --resume` and names no folder.
+        ConfigError: A variable makes no sense, a file cannot be written, or the script runs under
+            `pipedream-rt run --resume` and names no folder.
     """
     kept, recovery, observe = options.kept, options.recovery, options.observe
-    require_folder(kept)
     resume = resume_option(kept)
     restarts = restart_option(recovery.max_restarts, 3 if options.makes_checkpoints else 0)
     traced, path = trace_option(observe.trace)
@@ -42,6 +41,21 @@ def resolved(options: Options) -> Options:
         # The script of `pipedream-rt profile` trains nothing.
         workers=options.workers if profile_option() is None else "serial",
     )
+
+
+def take_place(given: Options) -> None:
+    """Make the folder of the checkpoints, and count a trace, once nothing else can be refused.
+
+    Args:
+        given: The options as the script gave them.
+
+    Raises:
+        ConfigError: No checkpoint can be written to the folder.
+    """
+    global _traced_by_run
+    require_folder(given.kept)
+    if given.observe.trace is None and TRACE in os.environ:
+        _traced_by_run += 1
 
 
 def require_folder(checkpoints: Checkpoints | None) -> None:
@@ -72,12 +86,10 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     Raises:
         ConfigError: The file cannot be written.
     """
-    global _traced_by_run
     if trace is None and TRACE in os.environ:
-        path = Path(os.environ[TRACE])
-        _traced_by_run += 1
+        path, number = Path(os.environ[TRACE]), _traced_by_run + 1
         # A script may open several pipelines, each of which leaves a trace.
-        trace = path if _traced_by_run == 1 else path.with_stem(f"{path.stem}-{_traced_by_run}")
+        trace = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
     if trace is None or isinstance(trace, bool):
         return bool(trace), None
     return True, writable(trace)

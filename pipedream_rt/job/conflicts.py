@@ -48,8 +48,9 @@ class Facts:
         tied_hooked: One that is tied too.
         sum_hooked: A parameter with a hook on its accumulated gradient.
         half: A parameter in float16.
-        sparse: A layer whose gradients are sparse.
+        sparse: A layer of a stage with replicas whose gradients are sparse.
         renormed: A layer that changes its weight in its forward.
+        renormed_often: One of a stage with replicas.
     """
 
     schedule: str = ""
@@ -72,6 +73,7 @@ class Facts:
     half: str = ""
     sparse: str = ""
     renormed: str = ""
+    renormed_often: str = ""
 
     @property
     def replicated(self) -> bool:
@@ -142,9 +144,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "replicas", "embeddings with max_norm",
-        "{renormed} has max_norm, which changes its weight in forward, on each replica otherwise",
+        "{renormed_often} has max_norm, which changes its weight in forward, on each replica "
+        "otherwise",
         "use no replicas, or normalise the rows that were looked up",
-        lambda f: f.replicated and f.renormed,
+        lambda f: f.replicated and f.renormed_often,
     ),
     Conflict(
         "replicas", "corrections of gradients, without a flush",
@@ -265,6 +268,7 @@ def facts_of_model(
     modules: Mapping[str, nn.Module],
     parameters: Mapping[str, nn.Parameter],
     tied: Collection[str] | None = None,
+    replicated: Collection[nn.Module] | None = None,
 ) -> Facts:
     """Return what a model alone says.
 
@@ -272,12 +276,18 @@ def facts_of_model(
         modules: The layers of the model, and the loss if it is a module, by name.
         parameters: Their parameters, by all of their names.
         tied: The weights that several stages use; None, before a split, for those that may be.
+        replicated: The modules that several replicas train; None, before a split, for all.
     """
     if tied is None:
         uses = Counter(map(id, parameters.values()))
         tied = [name for name, p in parameters.items() if uses[id(p)] > 1]
     named = [pair for name, whole in modules.items() for pair in whole.named_modules(prefix=name)]
     tables = [(n, each) for n, each in named if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    renormed = [name for name, each in tables if each.max_norm is not None]
+    often = named
+    if replicated is not None:
+        trained = {id(e) for e in replicated if any(p.requires_grad for p in e.parameters())}
+        often = [(name, each) for name, each in tables if id(each) in trained]
     hooks = {n: gradient_hooks(p) for n, p in parameters.items() if p.requires_grad}
     return Facts(
         tied=_first(tied),
@@ -285,8 +295,9 @@ def facts_of_model(
         tied_hooked=_first(name for name in tied if any(hooks.get(name, ()))),
         sum_hooked=_first(name for name, (_, of_sum) in hooks.items() if of_sum),
         half=_first(name for name, p in parameters.items() if p.dtype is torch.float16),
-        sparse=_first(name for name, each in tables if each.sparse),
-        renormed=_first(name for name, each in tables if each.max_norm is not None),
+        sparse=_first(name for name, each in often if getattr(each, "sparse", False) is True),
+        renormed=_first(renormed),
+        renormed_often=_first(name for name, _ in often if name in renormed),
     )
 
 

@@ -196,8 +196,10 @@ def _proved(
     training, ties = options.training, ties_of(parts, model.names)
     scale, clip = scale_of(training), training.clip
     of_model = scale is not None or (clip is not None and clip.of_model)
+    trained = zip(parts, plan.replicas, strict=True) if options.optimizer is not None else ()
+    replicated = [each for part, count in trained if count > 1 for each in part.modules()]
     facts = replace(
-        facts_of_model(model.modules, model.parameters, [tie.name for tie in ties]),
+        facts_of_model(model.modules, model.parameters, [t.name for t in ties], replicated),
         schedule=plan.title,
         flushes=plan.flushes,
         reads_late=of_model and plan.reads_late,

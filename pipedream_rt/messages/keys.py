@@ -4,10 +4,10 @@ Everything that a stage keeps for its next steps, beside weights and buffers, is
 `Key` to a tensor or a plain value. As text a key is its parts, joined by slashes::
 
     optimizer/0.weight/exp_avg          of a parameter, from its optimizer
-    group/1/#0/step                     of the optimizer of stage 1 itself, in its group 0
+    group/1/#0/step                     of the optimizer at address 1 itself, in its group 0
     attribute/1/count                   an attribute of it
     state/1                             what it keeps under keys that are no parameters
-    split/1                             the parameters of that stage, by which it is found again
+    split/1                             the parameters that it steps, by which it is found again
     ema/0.weight                        of a parameter, from a rule
     corrections/0.weight/view/#12/#2    the same; a rule says what comes after the name
     totals//totals                      what all stages have agreed on, kept by the first one
@@ -19,12 +19,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from pipedream_rt.errors import ConfigError
+
 T = TypeVar("T")
 
 OPTIMIZER = "optimizer"
 GROUP, ATTRIBUTE, OWN_STATE, SPLIT = "group", "attribute", "state", "split"
 OF_OPTIMIZERS = (GROUP, ATTRIBUTE, OWN_STATE, SPLIT)
-"""The parts that belong to the optimizer of a stage, whose number is the name of their keys."""
+"""The parts that belong to an optimizer itself, whose address is the name of their keys."""
 
 _PATHS: dict[str, tuple[tuple[type, ...], ...]] = {
     OPTIMIZER: ((), (str,), (int,)), GROUP: ((int, str),), ATTRIBUTE: ((str,),),
@@ -41,8 +43,8 @@ class Key(NamedTuple):
 
     Attributes:
         part: Whose it is: the optimizer's, or a rule's by its name.
-        name: The parameter that it belongs to, by its name in the unsplit model; the stage, of an
-            optimizer's own; empty for what all stages have agreed on.
+        name: The parameter that it belongs to, by its name in the unsplit model; the address, of
+            an optimizer's own; empty for what all stages have agreed on.
         path: Its place there.
     """
 
@@ -59,8 +61,22 @@ StepState: TypeAlias = dict[Key, Any]
 """What a stage keeps for its next steps, beside weights and buffers: tensors and plain values."""
 
 
+def can_be_written(part: object) -> bool:
+    """Whether a value can be a part of a key: a text, or an integer of 64 bits."""
+    if type(part) is int:
+        return -(2**63) <= part < 2**63
+    return type(part) is str
+
+
 def written(*parts: str | int) -> str:
-    """Return parts of a key as one text; `parsed` is the inverse."""
+    """Return parts of a key as one text; `parsed` is the inverse.
+
+    Raises:
+        ValueError: One is neither a text nor an integer of 64 bits.
+    """
+    for each in parts:
+        if not can_be_written(each):
+            raise ValueError(f"{each!r} can be no part of a key")
     return "/".join(
         f"#{each}" if isinstance(each, int) else re.sub("[%/#]", lambda m: _ESCAPED[m[0]], each)
         for each in parts
@@ -83,7 +99,7 @@ def _part_of(text: str) -> str | int:
         ValueError: The text is none.
     """
     if text.startswith("#"):
-        if not re.fullmatch("#(0|-?[1-9][0-9]{0,17})", text):
+        if not re.fullmatch("#(0|-?[1-9][0-9]{0,18})", text) or not can_be_written(int(text[1:])):
             raise ValueError(f"{text!r} is no number of a key")
         return int(text[1:])
     if re.search("%(?!25|2F|23)|#", text):
@@ -129,9 +145,21 @@ def by_name(state: Mapping[Key, T], part: str, names: Iterable[str]) -> dict[str
     return found
 
 
-def optimizer_state(named: Mapping[str, Mapping[str, Any]]) -> StepState:
-    """Return the state of some parameters from their optimizer, by name and then by its own key."""
-    found: StepState = {Key(OPTIMIZER, name): {} for name, values in named.items() if not values}
+def optimizer_state(named: Mapping[str, Mapping[Any, Any]]) -> StepState:
+    """Return the state of some parameters from their optimizer, by name and then by its own key.
+
+    Raises:
+        ConfigError: A key of the optimizer cannot be written.
+    """
+    found: StepState = {}
     for name, values in named.items():
+        # That there is a state, though an empty one, may count for an optimizer.
         found.update({Key(OPTIMIZER, name, (key,)): value for key, value in values.items()})
+        if not values:
+            found[Key(OPTIMIZER, name)] = {}
+        if odd := [key for key in values if not can_be_written(key)]:
+            raise ConfigError(
+                f"the optimizer keeps a value of {name} under {odd[0]!r}, a "
+                f"{type(odd[0]).__name__}; only texts and integers of 64 bits can be sent and saved"
+            )
     return found

@@ -31,15 +31,15 @@ PLAN_FILE = "plan.json"
 """The file beside the checkpoints of a run that has the split which was chosen for it."""
 
 _COSTED = {
-    "async-1f1b": "async-1f1b", "2bw": "2bw",
+    "async-1f1b": "async-1f1b", "async-1f1b+vertical-sync": "async-1f1b", "2bw": "2bw",
     "1f1b": "1f1b", "gpipe": "1f1b", "zero-bubble": "1f1b",
 }  # fmt: skip
 """By schedule, the one whose costs decide where to cut."""
 
-_SLACK = ("async-1f1b", "2bw", "1f1b")
+_SLACK = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b")
 """The schedules for which slack is chosen."""
 
-_REPLICATED = ("async-1f1b", "2bw", "1f1b", "gpipe")
+_REPLICATED = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b", "gpipe")
 """The schedules in which stages may have replicas."""
 
 HOP_S = 0.0004

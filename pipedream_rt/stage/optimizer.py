@@ -26,6 +26,7 @@ from pipedream_rt.messages.keys import (
     Key,
     StepState,
     by_name,
+    optimizer_state,
 )
 from pipedream_rt.models.code import Code
 
@@ -157,7 +158,7 @@ class StageOptimizer:
         spec: The description for the whole model; the stage leaves out groups that have none of its
             parameters.
         parameters: The trainable Parameters of the stage, by name.
-        stage: Index of the stage.
+        place: The number under which its own values stand, which no other one has.
 
     Attributes:
         torch_optimizer: The torch optimizer; None if the stage has no parameter.
@@ -165,11 +166,11 @@ class StageOptimizer:
     """
 
     def __init__(
-        self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter], stage: int = 0
+        self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter], place: int = 0
     ) -> None:
         """Build the torch optimizer, if the stage has a parameter."""
         self._parameters = parameters
-        self._stage = stage
+        self._place = str(place)
         self._group_numbers: list[int] = []
         self.steps: list[str] = []
         groups = []
@@ -223,7 +224,7 @@ class StageOptimizer:
 
         Raises:
             ConfigError: The optimizer has changed an attribute that cannot be packed, keeps one
-                tensor in two places, or one that is not dense.
+                tensor in two places, one that is not dense, or a value under an odd key.
         """
         if self.torch_optimizer is None:
             return {}
@@ -231,15 +232,8 @@ class StageOptimizer:
         attributes = _attributes_of(self.torch_optimizer)
         named = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         _refuse_unfit_tensors([*named.values(), attributes])
-        found: StepState = {
-            Key(OPTIMIZER, name, (key,)): value
-            for name, values in named.items()
-            for key, value in values.items()
-        }
-        # That there is a state, though an empty one, may count for an optimizer.
-        found.update({Key(OPTIMIZER, name): {} for name, values in named.items() if not values})
-        own = self._own_state(attributes)
-        return found | own | ({Key(SPLIT, str(self._stage)): self._names} if own else {})
+        split = {Key(SPLIT, self._place): self._names}
+        return optimizer_state(named) | self._own_state(attributes) | split
 
     def _own_state(self, attributes: Hyper) -> StepState:
         """Return what the optimizer keeps for all its parameters.
@@ -249,14 +243,14 @@ class StageOptimizer:
         """
         assert self.torch_optimizer is not None
         found: StepState = {}
-        stage, mine = str(self._stage), {id(p) for p in self._parameters.values()}
+        place, mine = self._place, {id(p) for p in self._parameters.values()}
         state = self.torch_optimizer.state
         if others := {key: value for key, value in state.items() if id(key) not in mine}:
-            found[Key(OWN_STATE, stage)] = pack_hyper(others, "state")
+            found[Key(OWN_STATE, place)] = pack_hyper(others, "state")
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             for name, value in pack_group(group).items():
                 if name not in self._from_script[i] and self._built[i].get(name) != value:
-                    found[Key(GROUP, stage, (number, name))] = value
+                    found[Key(GROUP, place, (number, name))] = value
         now = _digests(attributes, self._parameters)
         changed = [n for n in attributes if self._attributes_built.get(n) != now[n]]
         if any(_has_key(attributes[name], mine) for name in changed):
@@ -265,7 +259,7 @@ class StageOptimizer:
                 "differ in every process, so keep them in optimizer.state[parameter]"
             )
         for name in changed:
-            found[Key(ATTRIBUTE, stage, (name,))] = pack_hyper(attributes[name], name)
+            found[Key(ATTRIBUTE, place, (name,))] = pack_hyper(attributes[name], name)
         return found
 
     @property
@@ -336,20 +330,30 @@ class StageOptimizer:
         Raises:
             ConfigError: The split is another one, and the stages have saved different values.
         """
+        places = {key.name: names for key, names in state.items() if key.part == SPLIT}
         saved: dict[str, dict[tuple[str, tuple[Any, ...]], Any]] = {}
         for key, value in state.items():
             if key.part in OF_OPTIMIZERS and key.part != SPLIT:
                 saved.setdefault(key.name, {})[key.part, key.path] = value
-        for stage, values in saved.items():
-            if state.get(Key(SPLIT, stage)) == self._names:
-                return values
+        for place, names in places.items():
+            if names == self._names:
+                return saved.get(place, {})
         merged: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        for (part, path), value in (each for values in saved.values() for each in values.items()):
-            if merged.setdefault((part, path), value) != value:
-                raise ConfigError(
-                    f"the optimizer has saved values of its own ({path[-1] if path else part}) "
-                    "that differ from stage to stage; they can be loaded with the same split alone"
-                )
+        seen: dict[tuple[Any, ...], str] = {}
+        for values in saved.values():
+            # Of each group, and of all attributes, an optimizer has the same or none.
+            kinds: dict[tuple[Any, ...], dict[Any, Any]] = {}
+            for (part, path), value in values.items():
+                kinds.setdefault((part, *path[:-1]), {})[part, path] = value
+            for kind, of_kind in kinds.items():
+                text = repr(sorted(of_kind.items()))  # in which NaN is the same as NaN
+                if seen.setdefault(kind, text) != text:
+                    named = ", ".join(str(path[-1] if path else part) for part, path in of_kind)
+                    raise ConfigError(
+                        f"the optimizer has saved values of its own ({named}) that differ from "
+                        "stage to stage; they can be loaded with the same split alone"
+                    )
+            merged.update(values)
         return merged
 
 

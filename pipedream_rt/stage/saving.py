@@ -32,7 +32,7 @@ from pipedream_rt.checkpoint import (
     write_replica,
     write_stage,
 )
-from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.schema import printable
 from pipedream_rt.stage import snapshot
@@ -317,10 +317,9 @@ def restore_stage(
         stage.module.get_submodule(owner)._buffers[short] = None
     own = older.pop(stage.index)
     snapshot.restore(stage, step, {**state.weights, **extra}, own, state.hidden, older)
-    if with_optimizer:
-        snapshot.load_step_state(stage, state.steps, step)
-    else:
-        snapshot.load_totals(stage, state.steps, step)
+    load = snapshot.load_step_state if with_optimizer else snapshot.load_totals
+    with _usable(folder):
+        load(stage, state.steps, step)
     return whole
 
 
@@ -334,9 +333,18 @@ def _read(folder: Path, *about: Any) -> Snapshot:
     Raises:
         CheckpointError: It lacks a weight, or what it holds makes no sense.
     """
-    try:
+    with _usable(folder):
         state = read_stage(folder, *about)
         return replace(state, extra={k: unpack_hyper(v) for k, v in state.extra.items()})
+
+
+@contextmanager
+def _usable(folder: object) -> Iterator[None]:
+    """Turn what a checkpoint that makes no sense raises in the body into an error about it."""
+    try:
+        yield
+    except PipelineError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise CheckpointError(f"{folder} cannot be used: {printable(repr(e))}") from e
 

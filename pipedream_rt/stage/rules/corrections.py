@@ -320,7 +320,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         for name, parameter in self._parameters.items():
             for path, value in given[name].items():
                 match path:
-                    case ("state", int() as number, str() as key) if number < len(self._all):
+                    case ("state", int() as number, str() as key) if 0 <= number < len(self._all):
                         own = self._all[number].state.setdefault(name, {})
                         own[key] = like(parameter, value) if isinstance(value, Tensor) else value
         self._own.restore_views(_views_in(given, self._own))
