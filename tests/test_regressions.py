@@ -97,6 +97,35 @@ class DiffersByStage(Steps):
             p -= lr / (1 + self.norm) * p.grad
 
 
+class SometimesKeeps(Steps):
+    """An attribute that some stages have changed, those with weights of one size."""
+
+    def __init__(self, params, lr=0.1, size=0):
+        super().__init__(params, lr)
+        self.size, self.big = size, False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.big = self.big or any(p.shape[0] == self.size for p, _ in self.parameters())
+        for p, lr in self.parameters():
+            p -= (lr / 2 if self.big else lr) * p.grad
+
+
+class OddKeys(Steps):
+    """State of a parameter under a key of any kind."""
+
+    def __init__(self, params, lr=0.1, key=None):
+        super().__init__(params, lr)
+        self.key = key
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, lr in self.parameters():
+            n = self.state[p].setdefault(self.key, torch.zeros(()))
+            n += 1
+            p -= lr / n * p.grad
+
+
 class HoldsALock(Steps):
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr)
@@ -170,6 +199,54 @@ def test_values_that_differ_from_stage_to_stage_need_the_same_split(tmp_path):
         opened(optimizer=(DiffersByStage, {}), stages=4) as pipe,
     ):
         pipe.load(tmp_path)
+
+
+def narrowing():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 8))
+
+
+@pytest.mark.parametrize("size", [8, 4])  # of the last layer, and of the one before it
+def test_a_stage_without_own_values_goes_on_without_any(size, tmp_path):
+    optimizer = (SometimesKeeps, {"size": size})
+    with opened(narrowing(), optimizer, stages=4) as pipe:
+        losses(pipe, regression(4))
+        pipe.save(tmp_path)
+        expected = losses(pipe, regression(4))
+    with opened(narrowing(), optimizer, stages=4) as pipe:
+        pipe.load(tmp_path)
+        assert losses(pipe, regression(4)) == expected
+
+
+def test_a_value_that_is_not_a_number_is_the_same_on_all_stages(tmp_path):
+    rules = [("0.*", {"note": float("nan")})]
+    with opened(optimizer=(torch.optim.SGD, {"lr": 0.1}, rules)) as pipe:
+        losses(pipe, regression(2))
+        pipe.optimizer.load_state_dict(pipe.optimizer.state_dict())
+        losses(pipe, regression(2))
+
+
+@pytest.mark.parametrize("key", [True, ("a", 0), 1.5, None, 2**63])
+def test_an_odd_key_of_an_optimizer_is_refused_and_ends_nothing(key, tmp_path):
+    with opened(optimizer=(OddKeys, {"key": key})) as pipe:
+        losses(pipe, regression(2))
+        with pytest.raises(ConfigError, match=r"keeps a value of 0\.weight under"):
+            pipe.optimizer.state_dict()
+        with pytest.raises(CheckpointError, match="only texts and integers"):
+            pipe.save(tmp_path)
+        losses(pipe, regression(2))
+
+
+@pytest.mark.parametrize("key", ["a/b", "#1", "100%", 0, -1, 2**63 - 1])
+def test_other_keys_of_an_optimizer_come_back_as_they_were(key, tmp_path):
+    with opened(optimizer=(OddKeys, {"key": key})) as pipe:
+        losses(pipe, regression(2))
+        pipe.save(tmp_path)
+        assert list(pipe.optimizer.state_dict()["state"][0]) == [key]
+        expected = losses(pipe, regression(2))
+    with opened(optimizer=(OddKeys, {"key": key}), stages=4) as pipe:
+        pipe.load(tmp_path)
+        assert losses(pipe, regression(2)) == expected
 
 
 def test_going_back_takes_back_what_the_optimizer_has_counted(tmp_path):

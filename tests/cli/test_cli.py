@@ -421,3 +421,12 @@ def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
             worker.wait(LATEST_S)
     assert losses == expected
     assert names == ["early", "later"]
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "async-1f1b+vertical-sync"])
+def test_vertical_sync_is_an_option_of_a_schedule_or_a_part_of_its_name(name):
+    done = CliRunner().invoke(main, ["schedule", name, "--vertical-sync", "--stages", "2"])
+    assert done.exit_code == 0
+    assert done.output.startswith("async-1f1b+vertical-sync: ")
+    done = CliRunner().invoke(main, ["schedule", "1f1b", "--vertical-sync"])
+    assert "an option of async-1f1b, not of 1f1b" in str(done.output) + str(done.exception)

@@ -72,6 +72,48 @@ def test_a_plan_has_its_ties_and_norms():
     assert late.plan.norms == "exact"
 
 
+class Table(nn.Module):
+    def __init__(self, trains=True, **options):
+        super().__init__()
+        self.table = nn.Embedding(9, 4, **options)
+        self.table.weight.requires_grad_(trains)
+
+    def forward(self, x):
+        return self.table(x)
+
+
+@pytest.mark.parametrize("options", [{"sparse": True}, {"max_norm": 1.0}])
+def test_a_table_is_refused_only_where_replicas_train_it(options):
+    given = {"stages": 2, "schedule": "1f1b", "micro_batches": 2}
+    apart, both = Layout(replicas=[1, 2]), Layout(replicas=2)
+
+    def tables(**more):
+        return nn.Sequential(Table(**options, **more), nn.Linear(4, 4))
+
+    assert job(tables(), layout=apart, **given)
+    assert job(tables(trains=False), layout=both, **given)
+    assert job(tables(), layout=both, **{**given, "optimizer": None, "loss_fn": None})
+    with pytest.raises(ConfigError, match=r"0\.table"):
+        job(tables(), layout=both, **given)
+
+
+def test_a_refused_pipeline_leaves_nothing_and_counts_no_trace(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_TRACE", str(tmp_path / "t.trace"))
+    for wrong in ({"stages": 99}, {"corrections": "x"}, {"training": Training(weigh=3)}):
+        with pytest.raises(ConfigError):
+            pipedream_rt.Pipeline(
+                model(), loss_fn=F.mse_loss, optimizer=ADAM, workers="serial",
+                checkpoint=Checkpoints(tmp_path / "run", every=1), **wrong,
+            )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+    with pipedream_rt.Pipeline(
+        model(), loss_fn=F.mse_loss, optimizer=ADAM, workers="serial",
+        checkpoint=Checkpoints(tmp_path / "run", every=1),
+    ):  # fmt: skip
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "t.trace"]
+
+
 def test_the_face_has_sixteen_parameters():
     _, *names = inspect.signature(pipedream_rt.Pipeline.__init__).parameters
     assert len(names) == 16

@@ -10,6 +10,7 @@ from pipedream_rt.coordinator import surroundings
 from pipedream_rt.coordinator.surroundings import (
     restart_option,
     resume_option,
+    take_place,
     trace_option,
     writable,
 )
@@ -18,6 +19,7 @@ from pipedream_rt.job.options import (
     Checkpoints,
     Layout,
     Observe,
+    Options,
     Recovery,
     Training,
     checkpoint_option,
@@ -116,11 +118,13 @@ def test_every_pipeline_of_a_script_leaves_the_trace_that_the_command_asks_for(
 ):
     """One that is told what to do itself is not counted."""
     monkeypatch.setenv(TRACE, str(tmp_path / "run.trace"))
-    assert trace_option(None) == (True, tmp_path / "run.trace")
+    for name in ("run", "run-2", "run-3"):
+        assert trace_option(None) == trace_option(None) == (True, tmp_path / f"{name}.trace")
+        take_place(Options(observe=Observe(trace=False)))
+        take_place(Options(observe=Observe(trace=tmp_path / "own")))
+        take_place(Options())  # this one is started
     assert trace_option(False) == (False, None)
     assert trace_option(tmp_path / "own") == (True, tmp_path / "own")
-    assert trace_option(None) == (True, tmp_path / "run-2.trace")
-    assert trace_option(None) == (True, tmp_path / "run-3.trace")
 
 
 def test_a_trace_that_could_not_be_written_at_the_end_is_refused_at_the_start(

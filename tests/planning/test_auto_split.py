@@ -128,7 +128,10 @@ def test_the_number_of_threads_is_that_of_a_worker_for_a_while(monkeypatch):
     ("options", "message"),
     [
         ({"example": None}, "give example="),
-        ({"schedule": "interleaved-1f1b"}, "is for the schedules async-1f1b, 2bw"),
+        (
+            {"schedule": "interleaved-1f1b"},
+            r"is for the schedules async-1f1b, async-1f1b\+vertical-sync, 2bw",
+        ),
         ({"workers": "127.0.0.1:1"}, "number and their links are not known"),
         ({"workers": lambda plan, **options: None}, "number and their links are not known"),
         ({"stages": "automatic"}, "stages must be a number or a list"),
@@ -238,3 +241,15 @@ def test_no_replicas_are_chosen_that_would_be_refused(options):
     with pipeline(6, 3, replicas="auto", **options) as pipe:
         assert set(pipe.plan.replicas) == {1}
         list(pipe.train_epoch([BATCH]))
+
+
+def test_vertical_sync_is_planned_as_the_schedule_without_it():
+    with pipeline(6, 3, schedule="async-1f1b+vertical-sync") as pipe:
+        assert pipe.plan.name == "async-1f1b+vertical-sync"
+        assert pipe.plan.num_stages > 1
+
+
+def test_what_the_job_would_refuse_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(ConfigError, match="weigh must be"):
+        pipeline(6, 3, weigh=3, checkpoint=Checkpoints(tmp_path / "run", every=1))
+    assert not list(tmp_path.iterdir())
