@@ -95,7 +95,7 @@ def test_a_recovery_does_not_take_the_checkpoint_of_another_run(tmp_path, caplog
             if result.step == 10:
                 shutil.rmtree(mine)
                 shutil.copytree(foreign, mine)
-                pipe._group.cluster._hosts[0].inbox.close(ConnectionError("as if it had died"))
+                pipe._group.cluster._workers[0].lose(ConnectionError("as if it had died"))
         assert len(pipe.restarts) == 1
     assert found == expected
     assert "was made by another run meanwhile; the run goes back to the" in caplog.text
