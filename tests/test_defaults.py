@@ -138,7 +138,7 @@ def test_stages_that_take_unequal_times_are_told_of(caplog):
     options = {"loss_fn": F.mse_loss, "workers": "serial", "micro_batches": 4, "corrections": ()}
     with Pipeline(layers, stages=3, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
         list(pipe.train_epoch(regression(30)))
-    assert caplog.text.count("its one layer, 2, can have several workers") == 1
+    assert caplog.text.count("its one layer, 2, takes several workers") == 1
     assert len(caplog.records) == 1
 
 
