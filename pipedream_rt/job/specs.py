@@ -22,10 +22,10 @@ from pipedream_rt.models import (
     why_unpicklable,
 )
 from pipedream_rt.models.cut import StageProgram
-from pipedream_rt.models.record import MANUAL
 from pipedream_rt.models.settings import refuse_global_hooks
 from pipedream_rt.models.shipping import Range
 from pipedream_rt.models.tensors import gradient_hooks
+from pipedream_rt.models.undisturbed import MANUAL
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.parameters import GradientHook

@@ -29,7 +29,8 @@ from pipedream_rt.models import (
 )
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.modes import Modes
-from pipedream_rt.models.record import MANUAL, refuse_changing
+from pipedream_rt.models.record import refuse_changing
+from pipedream_rt.models.undisturbed import MANUAL
 
 Stages: TypeAlias = int | Sequence[int | str]
 """The number of stages; or the first layer of every stage but the first, by index or by name."""

@@ -16,27 +16,21 @@ the forward changes. Values of the inputs may be read; they become guards.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import random
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.layer_shapes import NotDense, changes_of, shapes_of, valued
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.program import (
     NONE_CARRIED,
@@ -54,6 +48,15 @@ from pipedream_rt.models.program import (
 from pipedream_rt.models.shipping import dumps
 from pipedream_rt.models.surroundings import Surroundings, difference, surroundings_now
 from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.models.undisturbed import (
+    MANUAL,
+    as_it_was,
+    called_with,
+    line_now,
+    mode_set,
+    refusal,
+    refuse_unfit_modules,
+)
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
 """What a value depends on: the inputs, layers or weights, random numbers; and whether its shape
@@ -79,11 +82,6 @@ _FACTS = {
 
 _PLACES = {"data_ptr", "storage", "untyped_storage", "is_set_to"}
 """The functions that tell where a tensor lies."""
-
-_OURS = (
-    str(Path(__file__).resolve().parent.parent),
-    str(Path(torch.__file__).resolve().parent),
-)
 
 
 class _Tag:
@@ -149,18 +147,18 @@ def record(
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
     recorder = _Recorder(model, layers, inputs, carried)
     at_first = {name: dumps(value)[0] for name, value in carried.items()}
-    _refuse_unfit_modules(model, layers)
+    refuse_unfit_modules(model, layers)
     cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with (
-        _as_it_was(model, layers),
-        _mode(model, training, modes),
+        as_it_was(model, layers),
+        mode_set(model, training, modes),
         torch.set_grad_enabled(grad),
         cast,
     ):
         watch = _Watch(recorder)
         with recorder.called(), watch, recorder:
             recorder.begin(watch)
-            output = _called(model, args, {**kwargs, **carried})
+            output = called_with(model, args, {**kwargs, **carried})
         return recorder.finish(output, at_first)
 
 
@@ -206,27 +204,6 @@ def _content_of(step: Step | None) -> Any:
     given = (step.args, step.kwargs)
     kinds = tuple({type(v) for v in _leaves_of(given)} - {Slot, Held, Carried})
     return step.name, named, repr(replaced(given, kinds, plain)), step.slots, step.around
-
-
-def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the model.
-
-    Raises:
-        ConfigError: It does not take these inputs.
-    """
-    try:
-        return model(*args, **kwargs)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        place = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in place if not frame.filename.startswith(_OURS)]
-        at = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-        how = "" if torch.is_grad_enabled() else " in eval mode, without gradients"
-        raise ConfigError(
-            f"the forward of the model, a {type(model).__name__}, does not take the example or the "
-            f"mini-batch{how}{at}: {type(error).__name__}: {error}"
-        ) from error
 
 
 class _Recorder(TorchFunctionMode):
@@ -338,12 +315,12 @@ class _Recorder(TorchFunctionMode):
                 depends |= _LAYERS
                 return Held(self._held[id(tensor)])
             if self._was_made(tensor):
-                raise _refusal(
+                raise refusal(
                     "a tensor was made in a way that cannot be followed, for instance by NumPy or "
                     "in a transform of torch.func"
                 )
             if tensor.requires_grad:
-                raise _refusal(
+                raise refusal(
                     "the forward uses a tensor that requires a gradient and is no parameter of the "
                     "model; make it an nn.Parameter of a module"
                 )
@@ -363,7 +340,7 @@ class _Recorder(TorchFunctionMode):
             return module
         if any(layer == name or name.startswith(f"{layer}.") for layer in self._layers):
             return Held(name)
-        raise _refusal(
+        raise refusal(
             f"the module {name or 'of the whole model'!r} is passed on, and it is taken apart into "
             "layers, so that no stage has it; pass one of its layers, or the values that are needed"
         )
@@ -379,16 +356,16 @@ class _Recorder(TorchFunctionMode):
         if self.paused or func in _CONTEXTS:
             return func(*args, **kwargs)
         if name == "backward":
-            raise _refusal(
+            raise refusal(
                 "backward() is called in the forward, which no stage can do for layers of others; "
                 "put the lines into an nn.Module of their own, which is then a layer"
             )
         if name == "__set__":
-            raise _refusal("the forward sets an attribute of a tensor, such as x.data")
+            raise refusal("the forward sets an attribute of a tensor, such as x.data")
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
         if name in _PLACES and self._seen(args)[1]:
-            raise _refusal(
+            raise refusal(
                 f"{name}() tells where a tensor lies, which is another place in each call; a model "
                 "that depends on it cannot be followed"
             )
@@ -418,7 +395,7 @@ class _Recorder(TorchFunctionMode):
         self._refuse_surroundings(f"{name.strip('_')}()")
         given, depends, after = self._seen((args, kwargs))
         if any(isinstance(value, torch.Generator) for value in _leaves_of((args, kwargs))):
-            raise _refusal(
+            raise refusal(
                 f"{name}() draws from a torch.Generator, which a worker would have a copy of; let "
                 "it draw from the default generator, which is seeded for each step"
             )
@@ -429,13 +406,13 @@ class _Recorder(TorchFunctionMode):
 
         def own(tensor: Tensor) -> Tensor:
             if tensor.is_meta or (changing and self._is_held(tensor)):
-                made = copies[id(tensor)] = _valued(tensor)
+                made = copies[id(tensor)] = valued(tensor)
                 return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
             return tensor
 
         tensors = list({id(t): t for t in _tensors_in((args, kwargs))}.values())
         called_with = replaced((args, kwargs), (Tensor,), own)
-        versions = [_version_of(copies.get(id(t), t)) for t in tensors]
+        versions = [changes_of(copies.get(id(t), t)) for t in tensors]
         self.drew = self.sized = False
         self.paused += 1
         try:
@@ -445,7 +422,7 @@ class _Recorder(TorchFunctionMode):
         changed = [
             t
             for t, before in zip(tensors, versions, strict=True)
-            if _version_of(copies.get(id(t), t)) != before
+            if changes_of(copies.get(id(t), t)) != before
         ]
         depends |= _SIZED if self.sized or name in _SIZING else 0
         results = _tensors_in(result)
@@ -469,19 +446,19 @@ class _Recorder(TorchFunctionMode):
         if not depends:
             return
         if "nested_tensor" in name:
-            raise _refusal(
+            raise refusal(
                 "a nested tensor is made, as nn.TransformerEncoder does in eval mode where a mask "
                 "leaves something out; build it with enable_nested_tensor=False"
             )
         if depends & (_LAYERS | _DRAWN):
             of = "layers have computed" if depends & _LAYERS else "were drawn at random"
-            raise _refusal(
+            raise refusal(
                 f"{name.strip('_')}() reads values that {of}, so the way of the forward depends "
                 "on data. Let a layer do this, so that it is decided where the values are: move "
                 "the lines that depend on it into an nn.Module of their own"
             )
         if not isinstance(value, bool | int | float | list | tuple):
-            raise _refusal(f"{name.strip('_')}() takes values of the inputs out of torch")
+            raise refusal(f"{name.strip('_')}() takes values of the inputs out of torch")
         args, kwargs = given
         steps = self._leading_to(slots_in(given), after)
         guard = Guard(steps=steps, read=func, args=args, kwargs=kwargs, value=value)
@@ -531,7 +508,7 @@ class _Recorder(TorchFunctionMode):
                     mine.after.add(number)
                     mine.depends |= depends & ~_SIZED  # a change in place changes no shape
         if changed and not changes and not any(map(self._is_held, changed)):
-            raise _refusal(
+            raise refusal(
                 "the forward changes in place a tensor that is there before it, and neither a "
                 "buffer nor an input; register it as a buffer of a layer that changes it"
             )
@@ -567,7 +544,7 @@ class _Recorder(TorchFunctionMode):
                     for name in self._names_over.get(tensor.untyped_storage()._cdata, ())
                 ),
                 around=self._around(),
-                where=_line() if where is None else where,
+                where=line_now() if where is None else where,
             )
         )
 
@@ -586,7 +563,7 @@ class _Recorder(TorchFunctionMode):
         for value in _leaves_of(given):
             maker, there = self._foreign.get(id(value), ("", None))
             if there is value and there is not None:
-                raise _refusal(
+                raise refusal(
                     f"layer {maker!r} returns a {type(value).__name__}, which a later layer takes; "
                     "between layers tensors, numbers and containers of these can pass"
                 )
@@ -621,7 +598,7 @@ class _Recorder(TorchFunctionMode):
         def grad(*args: Any, **kwargs: Any) -> Any:
             if recorder.paused:
                 return derived(*args, **kwargs)
-            raise _refusal(
+            raise refusal(
                 "torch.autograd.grad is called in the forward, which no stage can do for layers of "
                 "others; put the lines into an nn.Module of their own, which is then a layer"
             )
@@ -658,7 +635,7 @@ class _Recorder(TorchFunctionMode):
 
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the call of a layer; return zeros of the shapes of its outputs."""
-        name, where = self._names[id(layer)], _line()
+        name, where = self._names[id(layer)], line_now()
         self._refuse_surroundings(f"layer {name!r}")
         self._refuse_other_weights(layer, name)
         given, depends, after = self._seen((args, kwargs))
@@ -666,9 +643,9 @@ class _Recorder(TorchFunctionMode):
         has_weights = any(True for _ in layer.parameters())
         self.drew = False
         try:
-            result, changed, moved, views = _shapes_of(layer, (args, kwargs), self._carried)
-        except _NotDense as error:
-            raise _refusal(
+            result, changed, moved, views = shapes_of(layer, (args, kwargs), self._carried)
+        except NotDense as error:
+            raise refusal(
                 f"layer {name!r} returns a {error} tensor, which cannot pass between stages; "
                 "return a dense one (to_dense, or to_padded_tensor)"
             ) from None
@@ -679,7 +656,7 @@ class _Recorder(TorchFunctionMode):
             ) from error
         for value, before in objects:
             if self._pickled(value) != before:
-                raise _refusal(
+                raise refusal(
                     f"layer {name!r} changes the {type(value).__name__} that it is given, in which "
                     "a later layer may look; between layers tensors, numbers and containers of "
                     "these can pass"
@@ -711,7 +688,7 @@ class _Recorder(TorchFunctionMode):
         """Refuse to call a layer with other weights than its own, as functional_call does."""
         for short, tensor in (*layer.named_parameters(name), *layer.named_buffers(name)):
             if id(tensor) not in self._held:
-                raise _refusal(
+                raise refusal(
                     f"layer {name!r} is called with another tensor in the place of {short!r}, as "
                     "torch.func.functional_call does, which a stage would not have; write an "
                     "nn.Module that makes such weights and uses them, which is then a layer"
@@ -736,11 +713,11 @@ class _Recorder(TorchFunctionMode):
         try:
             data, tensors = dumps(value)
         except Exception as error:  # a foreign class may raise anything when pickled
-            raise _refusal(
+            raise refusal(
                 f"a {type(value).__name__} is passed on that cannot be pickled: {error}"
             ) from error
         if any(each in self._tags or each in self._made for each in tensors):
-            raise _refusal(
+            raise refusal(
                 f"a {type(value).__name__} is passed on that holds tensors which the forward has "
                 "made; between layers tensors, numbers and containers of these can pass"
             )
@@ -768,7 +745,7 @@ class _Recorder(TorchFunctionMode):
     def _refuse_surroundings(self, what: str) -> None:
         """Refuse to call something under a context that the stages would not be in."""
         if name := difference(self._surroundings(), self._before):
-            raise _refusal(
+            raise refusal(
                 f"{what} is called while {name} is on, without which the stages would compute; put "
                 "the lines under it into an nn.Module of their own, which is then a layer"
             )
@@ -925,287 +902,6 @@ def _without_foreign(made: Any) -> Any:
     return replaced(made, kinds, plain) if kinds else made
 
 
-def _version_of(tensor: Tensor) -> int:
-    """Return the number of changes in place of a tensor."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class _NotDense(Exception):
-    """A layer has returned a tensor that is not dense; the text says of which kind."""
-
-
-class _Shaped(NamedTuple):
-    """What a layer has made of tensors without values.
-
-    Attributes:
-        result: Its result, with zeros in the place of tensors.
-        changed: The tensors that it has changed in place.
-        moved: Whether it has changed its buffers.
-        views: Tensors of the result that lie over the memory of one that it was given, with that.
-    """
-
-    result: Any
-    changed: list[Tensor]
-    moved: bool
-    views: list[tuple[Tensor, Tensor]]
-
-
-def _shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any]]) -> _Shaped:
-    """Run a layer on the meta device.
-
-    A layer that cannot run there, as it holds tensors in attributes or looks at values, is run on
-    the values that there are.
-
-    Args:
-        layer: The layer.
-        given: Its arguments and keyword arguments.
-        carried: The objects in which it may keep something, by ``id``.
-    """
-    kinds = tuple({type(value) for _, value in carried.values()})
-
-    def attempt(copy_of: Callable[[Tensor], Tensor]) -> _Shaped:
-        copies = {number: copy.deepcopy(value) for number, (_, value) in carried.items()}
-        mine = replaced(given, kinds, lambda each: copies.get(id(each), each)) if copies else given
-        shaped = _run_on(layer, mine, copy_of)
-        for number, changed in copies.items():
-            vars(carried[number][1]).update(vars(changed))
-        return shaped
-
-    try:
-        if torch.is_autocast_enabled("cpu"):  # which knows nothing of the meta device
-            return attempt(_valued)
-        with _without_autocast():
-            return attempt(lambda tensor: tensor.detach().to("meta"))
-    except (NotImplementedError, RuntimeError, ValueError):
-        return attempt(_valued)
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Raise an error where the body turns autocast on, which does nothing on the meta device."""
-    before = torch.autocast.__enter__
-
-    def enter(self: Any) -> None:
-        if self._enabled:
-            raise NotImplementedError("autocast on the meta device")
-        before(self)  # type: ignore[no-untyped-call]
-
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = before  # type: ignore[method-assign]
-
-
-def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -> _Shaped:
-    """Run a layer on copies of its weights, its buffers and its arguments."""
-    copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor, copy_of(tensor)
-        return copies[id(tensor)][1]
-
-    args, kwargs = replaced(given, (Tensor,), copied)
-    taken = list(copies.values())
-    buffers = {name: copied(t) for name, t in layer.named_buffers()}
-    weights = {name: copied(t) for name, t in layer.named_parameters()}
-    before = {id(made): _version_of(made) for _, made in copies.values()}
-    with torch.no_grad():
-        result = functional_call(layer, {**weights, **buffers}, args, kwargs)
-    for each in _tensors_in(result):
-        if each.is_nested or each.layout is not torch.strided:
-            raise _NotDense("nested" if each.is_nested else "sparse")
-    back = {id(made): tensor for tensor, made in taken}
-
-    def zeros(tensor: Tensor) -> Tensor:
-        if id(tensor) in back:  # a layer may return what it was given
-            return back[id(tensor)]
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        memory = tensor.untyped_storage()._cdata
-        for source, made in taken:  # a view of what the layer was given
-            if made.untyped_storage()._cdata == memory and made.numel():
-                views.append((like, source))
-        # As the result of a layer: it requires a gradient, and is no leaf.
-        learns = wanted and (like.is_floating_point() or like.is_complex())
-        return like.zero_().requires_grad_() * 1 if learns and not views else like.zero_()
-
-    views: list[tuple[Tensor, Tensor]] = []
-    wanted = torch.is_grad_enabled() and (
-        any(p.requires_grad for p in layer.parameters()) or any(t.requires_grad for t, _ in taken)
-    )
-    return _Shaped(
-        replaced(result, (Tensor,), zeros),
-        [tensor for tensor, made in taken if _version_of(made) != before[id(made)]],
-        any(_version_of(buffer) != before[id(buffer)] for buffer in buffers.values()),
-        views,
-    )
-
-
-def _valued(tensor: Tensor) -> Tensor:
-    """Return a copy of a weight; zeros if it has no values."""
-    if tensor.is_meta:
-        return torch.zeros_like(tensor, device="cpu")
-    return tensor.detach().clone()
-
-
 def _autocast() -> tuple[str, bool, torch.dtype]:
     """Return whether autocast is on for the CPU, and its dtype."""
     return "cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-
-def _line() -> str:
-    """Return the line of the user's code, or of a library that is not torch, that runs now."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OURS) and not code.co_filename.startswith("<frozen"):
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
-    return "an unknown line"
-
-
-MANUAL = (
-    "Or give Pipeline a list of modules, each of which takes what the one before it gives "
-    "(docs/guide/any-model.md shows how)"
-)
-"""The way out where a forward cannot be followed."""
-
-
-def _refusal(what: str) -> ConfigError:
-    """Make the error about something that the forward does, with its line."""
-    return ConfigError(f"the model cannot be cut into stages: at {_line()} {what}. {MANUAL}")
-
-
-def _inside(layers: Mapping[str, nn.Module]) -> set[int]:
-    """Return the ``id`` of each module that is a layer or in one."""
-    return {id(each) for layer in layers.values() for each in layer.modules()}
-
-
-def _refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse modules of torch.jit; and compiled modules and hooks where it is taken apart."""
-    inside = _inside(layers)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"{name or 'the model'} is a module of torch.jit, which keeps its weights where "
-                "versions of them cannot be put; give the module as it was before"
-            )
-        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        if compiled and id(module) not in inside:
-            raise ConfigError(
-                f"{name or 'the model'} is compiled as a whole, and it is taken apart into layers; "
-                "give the model as it was before, and Training(compile=True), with which each "
-                "worker compiles its layers"
-            )
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if id(module) not in inside and (any(hooks) or module._backward_pre_hooks):
-            raise ConfigError(
-                f"{name or 'the model'} has hooks, and it is taken apart into layers, so that no "
-                f"stage calls it; put them on one of the layers, such as {next(iter(layers), name)}"
-            )
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[None]:
-    """Set the mode of every module while the body runs, but of those that do not follow it."""
-    before = [(module, module.training) for module in model.modules()]
-    others = modes.in_training if training else modes.in_eval
-    try:
-        if training is not None:
-            for module, _ in before:
-                module.training = training
-            for name in others:
-                model.get_submodule(name).training = not training
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-@contextmanager
-def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Leave the model and the random generators as they were, and refuse what is kept in between.
-
-    Raises:
-        ConfigError: The forward has changed an attribute of a module outside of the layers, or has
-            drawn random numbers of Python or NumPy.
-    """
-    inside = _inside(layers)
-    before = [
-        (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})
-        for name, module in model.named_modules()
-    ]
-    contents = [
-        (name, module, key, value, copy.copy(value))
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if type(value) in (list, dict, set) and key not in _DICTS and not key.endswith("_hooks")
-    ]
-    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    seed = torch.initial_seed()
-    changed: list[str] = []
-    finished = False
-
-    def note(module: nn.Module, name: str, key: str) -> None:
-        if id(module) not in inside:  # a layer may keep what it likes
-            changed.append(f"{key!r} of {name or 'the model'}")
-
-    try:
-        yield
-        finished = True
-    finally:
-        for name, module, attributes, dicts in before:
-            now = vars(module)
-            for key, entries in dicts.items():
-                if not _same_content(now[key], entries):
-                    note(module, name, key.strip("_"))
-                    now[key].clear()
-                    now[key].update(entries)
-            for key in [*now]:
-                same = key in attributes and now[key] is attributes[key]
-                if not same and key not in ("training", *_DICTS):
-                    note(module, name, key)
-                if key not in attributes:
-                    del now[key]
-            now.update(attributes)
-        for name, module, key, value, content in contents:
-            if not _same_content(value, content):
-                note(module, name, key)
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
-        python, numpy = random.getstate(), np.random.get_state()
-        seeded = torch.initial_seed() != seed
-        torch.set_rng_state(drawn[0])
-        random.setstate(drawn[1])
-        np.random.set_state(drawn[2])
-    if finished and changed:
-        raise ConfigError(
-            f"the model cannot be cut into stages: its forward changes the attribute {changed[0]}, "
-            "and no stage has the whole module. Keep such state in a layer that has it to itself, "
-            f"or in a buffer of one. {MANUAL}"
-        )
-    if finished and seeded:
-        raise ConfigError(
-            "the model cannot be cut into stages: its forward calls torch.manual_seed, which would "
-            "hold for one stage alone; every step is seeded by itself, by the number of the "
-            f"micro-batch and its name. {MANUAL}"
-        )
-    if finished and (python != drawn[1] or str(numpy) != str(drawn[2])):
-        raise ConfigError(
-            "the model cannot be cut into stages: its forward draws random numbers of Python or "
-            "NumPy, so its way differs from call to call. Draw them with torch inside a layer. "
-            f"{MANUAL}"
-        )
-
-
-def _same_content(one: Any, other: Any) -> bool:
-    """Whether two lists, dicts or sets have the same objects in them."""
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(one[key] is other[key] for key in one)
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-_DICTS = ("_parameters", "_buffers", "_modules")

@@ -1,0 +1,203 @@
+"""Calling a user's model to look at it, so that it and its surroundings stay as they were."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.modes import Modes
+
+OURS = (
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(torch.__file__).resolve().parent),
+)
+"""The folders of this library and of torch, whose lines are not the user's."""
+
+
+def line_now() -> str:
+    """Return the line of the user's code, or of a library that is not torch, that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(OURS) and not code.co_filename.startswith("<frozen"):
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+MANUAL = (
+    "Or give Pipeline a list of modules, each of which takes what the one before it gives "
+    "(docs/guide/any-model.md shows how)"
+)
+"""The way out where a forward cannot be followed."""
+
+
+def refusal(what: str) -> ConfigError:
+    """Make the error about something that the forward does, with its line."""
+    return ConfigError(f"the model cannot be cut into stages: at {line_now()} {what}. {MANUAL}")
+
+
+def called_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the model.
+
+    Raises:
+        ConfigError: It does not take these inputs.
+    """
+    try:
+        return model(*args, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        place = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in place if not frame.filename.startswith(OURS)]
+        at = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        how = "" if torch.is_grad_enabled() else " in eval mode, without gradients"
+        raise ConfigError(
+            f"the forward of the model, a {type(model).__name__}, does not take the example or the "
+            f"mini-batch{how}{at}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def modules_inside(layers: Mapping[str, nn.Module]) -> set[int]:
+    """Return the ``id`` of each module that is a layer or in one."""
+    return {id(each) for layer in layers.values() for each in layer.modules()}
+
+
+def refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse modules of torch.jit; and compiled modules and hooks where it is taken apart."""
+    inside = modules_inside(layers)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a module of torch.jit, which keeps its weights where "
+                "versions of them cannot be put; give the module as it was before"
+            )
+        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if compiled and id(module) not in inside:
+            raise ConfigError(
+                f"{name or 'the model'} is compiled as a whole, and it is taken apart into layers; "
+                "give the model as it was before, and Training(compile=True), with which each "
+                "worker compiles its layers"
+            )
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if id(module) not in inside and (any(hooks) or module._backward_pre_hooks):
+            raise ConfigError(
+                f"{name or 'the model'} has hooks, and it is taken apart into layers, so that no "
+                f"stage calls it; put them on one of the layers, such as {next(iter(layers), name)}"
+            )
+
+
+@contextmanager
+def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[None]:
+    """Set the mode of every module while the body runs, but of those that do not follow it."""
+    before = [(module, module.training) for module in model.modules()]
+    others = modes.in_training if training else modes.in_eval
+    try:
+        if training is not None:
+            for module, _ in before:
+                module.training = training
+            for name in others:
+                model.get_submodule(name).training = not training
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Leave the model and the random generators as they were, and refuse what is kept in between.
+
+    Raises:
+        ConfigError: The forward has changed an attribute of a module outside of the layers, or has
+            drawn random numbers of Python or NumPy.
+    """
+    inside = modules_inside(layers)
+    before = [
+        (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})
+        for name, module in model.named_modules()
+    ]
+    contents = [
+        (name, module, key, value, copy.copy(value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (list, dict, set) and key not in _DICTS and not key.endswith("_hooks")
+    ]
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    seed = torch.initial_seed()
+    changed: list[str] = []
+    finished = False
+
+    def note(module: nn.Module, name: str, key: str) -> None:
+        if id(module) not in inside:  # a layer may keep what it likes
+            changed.append(f"{key!r} of {name or 'the model'}")
+
+    try:
+        yield
+        finished = True
+    finally:
+        for name, module, attributes, dicts in before:
+            now = vars(module)
+            for key, entries in dicts.items():
+                if not _same_content(now[key], entries):
+                    note(module, name, key.strip("_"))
+                    now[key].clear()
+                    now[key].update(entries)
+            for key in [*now]:
+                same = key in attributes and now[key] is attributes[key]
+                if not same and key not in ("training", *_DICTS):
+                    note(module, name, key)
+                if key not in attributes:
+                    del now[key]
+            now.update(attributes)
+        for name, module, key, value, content in contents:
+            if not _same_content(value, content):
+                note(module, name, key)
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+        python, numpy = random.getstate(), np.random.get_state()
+        seeded = torch.initial_seed() != seed
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+        np.random.set_state(drawn[2])
+    if finished and changed:
+        raise ConfigError(
+            f"the model cannot be cut into stages: its forward changes the attribute {changed[0]}, "
+            "and no stage has the whole module. Keep such state in a layer that has it to itself, "
+            f"or in a buffer of one. {MANUAL}"
+        )
+    if finished and seeded:
+        raise ConfigError(
+            "the model cannot be cut into stages: its forward calls torch.manual_seed, which would "
+            "hold for one stage alone; every step is seeded by itself, by the number of the "
+            f"micro-batch and its name. {MANUAL}"
+        )
+    if finished and (python != drawn[1] or str(numpy) != str(drawn[2])):
+        raise ConfigError(
+            "the model cannot be cut into stages: its forward draws random numbers of Python or "
+            "NumPy, so its way differs from call to call. Draw them with torch inside a layer. "
+            f"{MANUAL}"
+        )
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    """Whether two lists, dicts or sets have the same objects in them."""
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(one[key] is other[key] for key in one)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+_DICTS = ("_parameters", "_buffers", "_modules")
