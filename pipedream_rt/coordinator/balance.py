@@ -70,7 +70,7 @@ def about_balance(plan: Plan, busy_s: Sequence[float]) -> list[str]:
         f"{name_of(slowest)} has computed {busy_s[slowest]:.2g} s, and {name_of(fastest)} "
         f"{busy_s[fastest]:.2g} s: if all workers computed equally long, the pipe would be "
         f"{most / mean:.1f} times as fast. To move layers, {alone}measure "
-        " them: `pipedream-rt profile -o model.profile SCRIPT`, then `pipedream-rt plan "
+        "them: `pipedream-rt profile -o model.profile SCRIPT`, then `pipedream-rt plan "
         f"model.profile --workers {plan.workers}` says where to cut; or let the pipeline do both: "
         'stages="auto" with example='
     ]

@@ -86,6 +86,11 @@ class Facts:
         return self.clip is not None and self.clip.of_model
 
     @property
+    def needs_norms(self) -> bool:
+        """Whether updates need the norm of all gradients of the model, by clipping or scaling."""
+        return self.scaled or self.over_model
+
+    @property
     def correction(self) -> str:
         """The first correction of gradients as they come; empty if there is none."""
         found = (c for c in self.corrections if overrides(c, "after_backward"))
@@ -177,7 +182,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "with shard_optimizer a replica sends weights at its step, and these steps would wait for "
         "the norm of all gradients of the model",
         'use Clip(..., over="stage") and no scaling of losses, or Layout(shard_optimizer=False)',
-        lambda f: f.shards and (f.scaled or f.over_model),
+        lambda f: f.shards and f.needs_norms,
     ),
     Conflict(
         "shard_optimizer", "ema",

@@ -111,7 +111,8 @@ def prepare(model: UnsplitModel, options: Options) -> Job:
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
-    plan, facts = _proved(plan, model, parts, options)
+    recompute = recomputing(training.recompute, plan.num_stages)
+    plan, facts = _proved(plan, model, parts, options, bool(recompute))
     corrections = correcting(options.corrections, plan, optimizer)
     refuse_conflicts(replace(facts, corrections=corrections))
     common = StageSpec(
@@ -134,7 +135,7 @@ def prepare(model: UnsplitModel, options: Options) -> Job:
         parts,
         common,
         loss_fn=loss_fn,
-        recompute=recomputing(training.recompute, plan.num_stages),
+        recompute=recompute,
         programs=[split.programs(stage) for stage in range(plan.num_stages)],
         compared=options.workers != "serial",
     )
@@ -185,7 +186,11 @@ def _plan_of(split: Split, options: Options) -> Plan:
 
 
 def _proved(
-    plan: Plan, model: UnsplitModel, parts: Sequence[nn.Module], options: Options
+    plan: Plan,
+    model: UnsplitModel,
+    parts: Sequence[nn.Module],
+    options: Options,
+    recomputes: bool,
 ) -> tuple[Plan, Facts]:
     """Return a plan with ties and norms, proved as it will run, and what is known of the job.
 
@@ -194,27 +199,26 @@ def _proved(
         ScheduleError: A rule is broken, or stages wait for each other.
     """
     training, ties = options.training, ties_of(parts, model.names)
-    scale, clip = scale_of(training), training.clip
-    of_model = scale is not None or (clip is not None and clip.of_model)
     trained = zip(parts, plan.replicas, strict=True) if options.optimizer is not None else ()
     replicated = [each for part, count in trained if count > 1 for each in part.modules()]
     facts = replace(
         facts_of_model(model.modules, model.parameters, [t.name for t in ties], replicated),
         schedule=plan.title,
         flushes=plan.flushes,
-        reads_late=of_model and plan.reads_late,
         per_update=plan.per_update,
         num_stages=plan.num_stages,
         replicas=max(plan.replicas),
         shards=plan.shape.shard_optimizer and plan.replicated,
-        clip=clip,
-        scaled=scale is not None,
+        clip=training.clip,
+        scaled=scale_of(training) is not None,
         averages=training.ema is not None,
-        recomputes=bool(recomputing(training.recompute, plan.num_stages)),
+        recomputes=recomputes,
     )
+    if facts.needs_norms:  # without, a user's order is not gone through before it is proved
+        facts = replace(facts, reads_late=plan.reads_late)
     refuse_conflicts(facts)
     plan = replace(plan, ties=ties)
-    plan = plan.with_norms() if of_model else plan
+    plan = plan.with_norms() if facts.needs_norms else plan
     prove(plan, options.schedule, options.layout.credits)
     # The order of a schedule that a user wrote may be gone through now.
     return plan, replace(facts, cuts_backward=plan.cuts_backward)
