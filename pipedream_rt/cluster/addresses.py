@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import struct
@@ -11,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipedream_rt.errors import ConfigError
+
+_NO_PORT_LEFT = (
+    "; every port that this machine gives out by itself is taken at that address: see which "
+    "connections hold them (ss -tan), or widen net.ipv4.ip_local_port_range"
+)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -56,7 +62,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family, backlog=128)
     except OSError as error:
-        raise ConfigError(f"cannot listen at {joined(host, port)}: {error}") from error
+        raise ConfigError(
+            f"cannot listen at {joined(host, port)}: {error}"
+            + (_NO_PORT_LEFT if error.errno == errno.EADDRINUSE and port == 0 else "")
+        ) from error
     with listener:
         yield listener
 

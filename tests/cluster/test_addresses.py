@@ -1,3 +1,4 @@
+import errno
 import socket
 
 import pytest
@@ -48,6 +49,20 @@ def test_an_address_of_another_machine_cannot_be_listened_at():
         pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1:0: "),
         listening("192.0.2.1", 0),
     ):
+        pass
+
+
+def test_a_machine_without_a_free_port_says_what_takes_them(monkeypatch):
+    def taken(*args, **kwargs):
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(socket, "create_server", taken)
+    with (
+        pytest.raises(ConfigError, match=r"every port .* is taken .*ip_local_port_range"),
+        listening("127.0.0.1", 0),
+    ):
+        pass
+    with pytest.raises(ConfigError, match=r"already in use$"), listening("127.0.0.1", 29500):
         pass
 
 
