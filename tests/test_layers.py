@@ -1,6 +1,7 @@
 """The shape of the package: who may import whom, and what is public."""
 
 import ast
+import configparser
 import inspect
 from pathlib import Path
 
@@ -202,3 +203,11 @@ def test_no_file_that_git_tracks_is_larger_than_300_kb():
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     sizes = {str(p.relative_to(ROOT)): p.stat().st_size for p in paths if p.is_file()}
     assert not {name: size for name, size in sizes.items() if size > 300_000}
+
+
+def test_an_installed_package_has_every_folder():
+    """An editable installation finds a folder that the list lacks; a wheel does not have it."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    named = setup["options"]["packages"].split()
+    assert sorted(named) == sorted({module_of(path.parent / "__init__.py") for path in FILES})
