@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import secrets
 import selectors
 import socket
 import time
-from contextlib import suppress
 from datetime import timedelta
 
-from pipedream_rt.cluster.addresses import joined
-from pipedream_rt.cluster.admission import Refusal, admit, process_of, refusal_of, talk_of
+from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
+from pipedream_rt.cluster.callers import Callers
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.crowd import accept, most_strangers
-from pipedream_rt.cluster.keys import NONCE, JobKey, Talk
+from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, natural
-from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import printable
-from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls, wrapped
+from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -65,16 +59,12 @@ class Rendezvous:
         self._tls = tls
         self._heartbeat_s = heartbeat.total_seconds()
         self._began = time.monotonic()
-        self._most = most_strangers()
-        self._said: dict[str, tuple[float, int]] = {}
         self._refused: dict[str, str] = {}  # those that know the secret, and why
         self._command = command or "pipedream-rt worker HOST:PORT --name NAME"
         self.members: list[Member] = []
         self._plan = plan
         self._local = local
         self._key = key
-        # Connections that have not said hello, oldest first, each with the nonce of its call.
-        self._asked: dict[Control, bytes] = {}
 
     def gather(self, listener: socket.socket | None, deadline: Deadline) -> None:
         """Gather all members, in the order of their names, and wait until each has imported torch.
@@ -88,18 +78,18 @@ class Rendezvous:
             WorkerLost: A worker that was started here ended before it joined.
         """
         with selectors.DefaultSelector() as selector:
+            callers = Callers(self._key, selector, self._tls)
             try:
                 self._began = time.monotonic()
-                self._call_local(selector)
+                for control in self._local.controls.values():
+                    callers.call_local(control)
                 if listener is not None:
                     listener.setblocking(False)
                     selector.register(listener, selectors.EVENT_READ)
                 while not self._complete:
-                    self._attend(selector, listener, deadline)
+                    self._attend(selector, callers, listener, deadline)
             finally:
-                for control in self._asked:
-                    control.close()
-                self._asked.clear()
+                callers.close()
         self.members.sort(key=lambda member: natural(member.name))
         for worker, member in enumerate(self.members):
             member.stages = self._plan.stages_of(worker)
@@ -130,14 +120,12 @@ class Rendezvous:
         """Whether all members have come and have imported torch, so that forming is quick."""
         return self._full and all(member.ready for member in self.members)
 
-    def _call_local(self, selector: selectors.BaseSelector) -> None:
-        """Call the workers that were started here; their calls carry the key of the job."""
-        for control in self._local.controls.values():
-            self._call(control, key=self._key.key)
-            selector.register(control, selectors.EVENT_READ)
-
     def _attend(
-        self, selector: selectors.BaseSelector, listener: socket.socket | None, deadline: Deadline
+        self,
+        selector: selectors.BaseSelector,
+        callers: Callers,
+        listener: socket.socket | None,
+        deadline: Deadline,
     ) -> None:
         """Wait until something comes; take connections, and read what workers say.
 
@@ -149,48 +137,16 @@ class Rendezvous:
         ready = selector.select(_TURN_S if left is None else min(left, _TURN_S))
         if deadline.expired():  # in every turn, for strangers may keep coming
             raise self._missing(deadline)
-        self._notice_silence()
+        self._notice_silence(callers)
         for key, _ in ready:
             if key.fileobj is listener:
-                self._accept(listener, selector)
-            elif key.fileobj in self._asked:
-                self._hear(key.fileobj, selector)
+                callers.accept(listener)
+            elif isinstance(key.fileobj, Control) and key.fileobj in callers:
+                self._hear(key.fileobj, callers, selector)
             elif key.data is not None:
                 self._hear_member(key.data, selector)
 
-    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Take a connection, call it, and drop the oldest stranger where there are too many."""
-        connection = accept(listener, lambda: self._drop_oldest(selector))
-        if connection is None:
-            return
-        try:
-            host, port = connection.getpeername()[:2]
-            here = str(connection.getsockname()[0])
-            prepare(connection)
-            connection.setblocking(True)
-            connection, channel = wrapped(self._tls, connection, calls=False)
-            peer = f"the worker at {joined(host, port)}"
-            control = Control(connection, peer, here, channel)
-            self._call(control)
-        except (OSError, PeerLost) as error:  # whoever connected is gone again
-            connection.close()
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
-                self._drop_oldest(selector)
-            self._asked = {c: nonce for c, nonce in self._asked.items() if c.fileno() >= 0}
-            return
-        selector.register(control, selectors.EVENT_READ)
-        if sum(not control.is_local for control in self._asked) > self._most:
-            self._drop_oldest(selector)
-
-    def _drop_oldest(self, selector: selectors.BaseSelector) -> bool:
-        """Close the oldest connection that has not said hello; return whether there was one."""
-        oldest = next((control for control in self._asked if not control.is_local), None)
-        if oldest is not None:
-            self._forget(oldest, selector)
-            oldest.close()
-        return oldest is not None
-
-    def _notice_silence(self) -> None:
+    def _notice_silence(self, callers: Callers) -> None:
         """Notice a worker that was started here and has not said its first signed word for long.
 
         It has torch already, so it speaks at once, unless it was stopped.
@@ -200,7 +156,7 @@ class Rendezvous:
         """
         if time.monotonic() - self._began < self._heartbeat_s:
             return
-        silent = [c for c in self._asked if c.is_local]
+        silent = callers.local()
         silent += [m.control for m in self.members if m.control.is_local and not m.ready]
         if silent:
             name = self._local.name_of(silent[0])
@@ -211,45 +167,35 @@ class Rendezvous:
                 stage=None,
             )
 
-    def _call(self, control: Control, **more: bytes) -> None:
-        """Send the call with a new nonce, which the answer has to prove that it has seen."""
-        self._asked[control] = nonce = secrets.token_bytes(NONCE)
-        control.send({"type": "call", "nonce": nonce, "salt": self._key.salt, **more})
-
-    def _forget(self, control: Control, selector: selectors.BaseSelector) -> bytes:
-        """Wait for nothing more from a connection, and return the nonce of its call."""
-        selector.unregister(control)
-        return self._asked.pop(control)
-
-    def _hear(self, control: Control, selector: selectors.BaseSelector) -> None:
+    def _hear(self, control: Control, callers: Callers, selector: selectors.BaseSelector) -> None:
         """Read a hello, if all of it has come; make its worker a member, or refuse it.
 
         Raises:
             WorkerLost: The connection of a worker that was started here has ended.
         """
         try:
-            hello = control.poll()
+            heard = callers.hear(control)
         except TransportError as error:
-            self._forget(control, selector)
-            control.close()
-            self._note_end(control, error)
+            self._note_end(control, callers, error)
             return
-        if hello is None:
+        if heard is None:
             return
-        nonce = self._forget(control, selector)
-        talk = talk_of(control, hello, nonce, self._key.key)
+        hello, talk = heard
         refusal = refusal_of(hello, talk, self.members)
         if refusal is None and self._full:
             reason = f"the job has its {self._plan.workers} workers"
             refusal = Refusal(reason, passing=True, proven=True)
         if refusal is not None:
-            self._refuse(control, talk, hello, refusal)
+            level = logging.INFO if self._full else logging.WARNING
+            callers.refuse(control, talk, hello, refusal, level)
+            if refusal.proven and not refusal.passing:
+                self._refused[printable(str(hello.get("name")), 100)] = refusal.reason
             return
         try:
             member = admit(control, hello, talk)
         except PeerLost as error:
             control.close()
-            self._note_end(control, error)
+            self._note_end(control, callers, error)
             return
         self.members.append(member)
         selector.register(control, selectors.EVENT_READ, member)
@@ -277,7 +223,7 @@ class Rendezvous:
             if record["type"] == "ready":
                 member.ready, member.processor = True, record["processor"]
 
-    def _note_end(self, control: Control, error: TransportError) -> None:
+    def _note_end(self, control: Control, callers: Callers, error: TransportError) -> None:
         """Note that a connection ended without a hello, which only a stranger's may do.
 
         Raises:
@@ -291,40 +237,7 @@ class Rendezvous:
                 worker=name,
                 stage=None,
             ) from error
-        self._note(logging.WARNING, "a connection that is no worker was dropped: %s", error)
-
-    def _note(self, level: int, text: str, *arguments: object) -> None:
-        """Log what a stranger has done; each kind of thing once a second at most."""
-        now = time.monotonic()
-        said, unsaid = self._said.get(text, (-1.0, 0))
-        if now - said < 1:
-            self._said[text] = (said, unsaid + 1)
-            return
-        more = f" (and {unsaid} others)" if unsaid else ""
-        _log.log(level, text + more, *arguments)
-        self._said[text] = (now, 0)
-
-    def _refuse(self, control: Control, talk: Talk, hello: Record, refusal: Refusal) -> None:
-        """Tell a worker why it cannot become a member, and close its connection.
-
-        A proof goes to those alone that have shown one: of another they could guess the secret.
-
-        Args:
-            control: The connection.
-            talk: What proofs are made of.
-            hello: What the worker has said of itself; anybody may have sent it.
-            refusal: Why.
-        """
-        name, process = printable(str(hello.get("name")), 100), process_of(hello)
-        level = logging.INFO if self._full else logging.WARNING
-        self._note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
-        with suppress(PeerLost):
-            reason = {"reason": refusal.reason, "passing": refusal.passing}
-            shown = {"proof": talk.prove_refusal(reason)} if refusal.proven else {}
-            control.send({"type": "refused", **reason, **shown})
-        control.close()
-        if refusal.proven and not refusal.passing:
-            self._refused[name] = refusal.reason
+        callers.note(logging.WARNING, "a connection that is no worker was dropped: %s", error)
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
         """Make the error that says which workers did not join in time."""

@@ -1,0 +1,161 @@
+"""Connections at a coordinator's door that have not said hello yet, until they do."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import selectors
+import socket
+import time
+from contextlib import suppress
+
+from pipedream_rt.cluster.addresses import joined
+from pipedream_rt.cluster.admission import Refusal, process_of, talk_of
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.crowd import accept, most_strangers
+from pipedream_rt.cluster.keys import NONCE, JobKey, Talk
+from pipedream_rt.cluster.records import Record
+from pipedream_rt.errors import PeerLost
+from pipedream_rt.schema import printable
+from pipedream_rt.transport.tcp import prepare
+from pipedream_rt.transport.tls import Tls, wrapped
+
+_log = logging.getLogger(__name__)
+
+
+class Callers:
+    """Calls every connection with a nonce, and reads what each answers.
+
+    Anybody may connect, so the number of those that have not answered is bounded.
+
+    Args:
+        key: The key of the job.
+        selector: Where each connection is registered until it has answered or was dropped.
+        tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
+    """
+
+    def __init__(
+        self, key: JobKey, selector: selectors.BaseSelector, tls: Tls | None = None
+    ) -> None:
+        """Call nobody yet."""
+        self._key = key
+        self._selector = selector
+        self._tls = tls
+        self._most = most_strangers()
+        self._said: dict[str, tuple[float, int]] = {}
+        # Oldest first, each with the nonce of its call.
+        self._asked: dict[Control, bytes] = {}
+
+    def __contains__(self, connection: object) -> bool:
+        """Whether a connection was called and has not answered yet."""
+        return connection in self._asked
+
+    def local(self) -> list[Control]:
+        """The connections that a worker here has inherited, and that have not answered yet."""
+        return [control for control in self._asked if control.is_local]
+
+    def call_local(self, control: Control) -> None:
+        """Call a worker that was started here; its call carries the key of the job."""
+        self._call(control, key=self._key.key)
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take a connection, call it, and drop the oldest stranger where there are too many."""
+        connection = accept(listener, self._drop_oldest)
+        if connection is None:
+            return
+        try:
+            host, port = connection.getpeername()[:2]
+            here = str(connection.getsockname()[0])
+            prepare(connection)
+            connection.setblocking(True)
+            connection, channel = wrapped(self._tls, connection, calls=False)
+            control = Control(connection, f"the worker at {joined(host, port)}", here, channel)
+            self._call(control)
+        except (OSError, PeerLost) as error:  # whoever connected is gone again
+            connection.close()
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                self._drop_oldest()
+            self._asked = {c: nonce for c, nonce in self._asked.items() if c.fileno() >= 0}
+            return
+        self._selector.register(control, selectors.EVENT_READ)
+        if sum(not control.is_local for control in self._asked) > self._most:
+            self._drop_oldest()
+
+    def hear(self, control: Control) -> tuple[Record, Talk] | None:
+        """Read a hello, if all of it has come; the connection is none of these any more then.
+
+        Returns:
+            What it says, which anybody may have sent, and what proofs are made of; None if more has
+            to come.
+
+        Raises:
+            TransportError: The connection has ended, or says something else; it is closed.
+        """
+        try:
+            hello = control.poll()
+        except Exception:
+            self._forget(control)
+            control.close()
+            raise
+        if hello is None:
+            return None
+        return hello, talk_of(control, hello, self._forget(control), self._key.key)
+
+    def refuse(
+        self, control: Control, talk: Talk, hello: Record, refusal: Refusal, level: int
+    ) -> None:
+        """Tell a worker why it cannot become a member, and close its connection.
+
+        A proof goes to those alone that have shown one: of another they could guess the secret.
+
+        Args:
+            control: The connection.
+            talk: What proofs are made of.
+            hello: What the worker has said of itself; anybody may have sent it.
+            refusal: Why.
+            level: Of the line in the log.
+        """
+        name, process = printable(str(hello.get("name")), 100), process_of(hello)
+        self.note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
+        with suppress(PeerLost):
+            reason = {"reason": refusal.reason, "passing": refusal.passing}
+            shown = {"proof": talk.prove_refusal(reason)} if refusal.proven else {}
+            control.send({"type": "refused", **reason, **shown})
+        control.close()
+
+    def note(self, level: int, text: str, *arguments: object) -> None:
+        """Log what a stranger has done; each kind of thing once a second at most."""
+        now = time.monotonic()
+        said, unsaid = self._said.get(text, (-1.0, 0))
+        if now - said < 1:
+            self._said[text] = (said, unsaid + 1)
+            return
+        more = f" (and {unsaid} others)" if unsaid else ""
+        _log.log(level, text + more, *arguments)
+        self._said[text] = (now, 0)
+
+    def close(self) -> None:
+        """Close the connections that have not answered. Idempotent."""
+        for control in self._asked:
+            control.close()
+        self._asked.clear()
+
+    def _call(self, control: Control, **more: bytes) -> None:
+        """Send the call with a new nonce, which the answer has to prove that it has seen."""
+        self._asked[control] = nonce = secrets.token_bytes(NONCE)
+        control.send({"type": "call", "nonce": nonce, "salt": self._key.salt, **more})
+
+    def _forget(self, control: Control) -> bytes:
+        """Wait for nothing more from a connection, and return the nonce of its call."""
+        self._selector.unregister(control)
+        return self._asked.pop(control)
+
+    def _drop_oldest(self) -> bool:
+        """Close the oldest connection that has not answered; return whether there was one."""
+        oldest = next((control for control in self._asked if not control.is_local), None)
+        if oldest is not None:
+            self._forget(oldest)
+            oldest.close()
+        return oldest is not None
