@@ -159,6 +159,7 @@ def test_the_environment_is_read_at_the_face_alone():
         "pipedream_rt.transport.rpc.endpoint",
         "pipedream_rt.workers.command",
         "pipedream_rt.workers.forkserver",
+        "pipedream_rt.workers.joining",
     }
 
 

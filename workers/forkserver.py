@@ -25,11 +25,11 @@ import numpy as np
 _SET_NAME = 15
 """PR_SET_NAME of prctl."""
 
-RunWorker = Callable[[int, str, int, "str | None"], int]
-"""``run(fd, name, threads, address)`` is the life of a worker and returns its exit code.
+RunWorker = Callable[[int, str, int, "dict[str, Any] | None"], int]
+"""``run(fd, name, threads, join)`` is the life of a worker and returns its exit code.
 
-The descriptor is that of its control connection; or, where there is an address at which it is to
-join coordinators, that of a pipe with the secret of the job.
+The descriptor is that of its control connection; or, where it is told where to join coordinators,
+that of a pipe with the secret of the job.
 """
 
 
@@ -139,7 +139,7 @@ def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> N
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
         random.seed()  # else all children would draw the same numbers
         np.random.seed()
-        code = run(fds[0], name, request["threads"], request.get("address"))
+        code = run(fds[0], name, request["threads"], request.get("join"))
     except BaseException:  # the top of a process
         traceback.print_exc()
     finally:

@@ -95,6 +95,7 @@ def host_stage(
         PeerLost: The coordinator has sent a record that no worker knows.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
+    control.notice_within(4 * welcome["beat_s"])
     spare_dynamo()
     worker, stages = welcome["rank"] - 1, welcome["stages"]
     timeout = timedelta(seconds=welcome["timeout_s"])

@@ -15,6 +15,7 @@ network: only a worker that inherits its connection gets the key, with the call.
                     <- hello        name, pid, host, boot, version, versions of its software,
                                     a nonce, proof of the secret
     refused reason  ->              the worker ends, or tries again later; or
+    over code       ->              the script has ended for good, and so does the worker; or
     admitted        ->              proof of the secret; the worker imports torch
                     <- ready        the worker has imported torch; its kind of processor
     welcome         ->              a nonce for a key, rank, names, ...
@@ -56,19 +57,25 @@ from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.transport.signing import DIGEST, proof
+from pipedream_rt.transport.tcp import set_timeout
 
-VERSION = 10
+VERSION = 11
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1
-"""Exit code of a worker that was refused or could not join."""
+"""Exit code of a worker that was refused or could not join: to start it again would not help."""
 
 EXIT_COORDINATOR_LOST = 3
-"""Exit code of a worker whose coordinator died, or whose job goes on with other workers."""
+"""Exit code of a worker whose coordinator died or did not come, or whose job goes on with other
+workers: whoever has started it may start it again."""
 
-EXIT_AGAIN = -1
+EXIT_AGAIN = 75
 """What the life of a worker returns if its job ended before it began: with ``--persist`` the worker
 tries again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""
+
+EXIT_OVER = 76
+"""What the life of a worker returns to the process that has forked it if the script has ended well
+for good: that process exits with 0."""
 
 _LENGTH = struct.Struct("!I")
 _LARGEST = 1 << 20
@@ -93,6 +100,7 @@ class Control:
         local_host: Numeric address of this end of a connection between processes that do not
             inherit it; empty for a socket pair, which one process made.
         channel: What the two ends have in common where the connection is encrypted; see `Wrapped`.
+        below: The TCP socket under the connection, for its settings; `close` closes it too.
     """
 
     def __init__(
@@ -101,9 +109,11 @@ class Control:
         peer: str,
         local_host: str = "",
         channel: Future[bytes] | None = None,
+        below: socket.socket | None = None,
     ) -> None:
         """Take the socket over: `close` closes it."""
         self.peer = peer
+        self._below = below
         self._channel = channel
         self._socket = connection
         close_in_forked_children(connection)
@@ -134,6 +144,15 @@ class Control:
     def local_host(self) -> str:
         """Numeric address of this end; loopback for a socket pair."""
         return self._local_host or "127.0.0.1"
+
+    def notice_within(self, seconds: float) -> None:
+        """Have the kernel end the connection where the other machine is out of reach for so long.
+
+        That is noticed when something is sent. A process there that only does nothing, as while it
+        is stopped, is still within reach.
+        """
+        if self._below is not None:
+            set_timeout(self._below, seconds)
 
     def secure(self, key: bytes, ours: bytes, theirs: bytes) -> None:
         """Sign every record from now on, and accept none that is not signed.
@@ -317,6 +336,8 @@ class Control:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._socket.close()
+        if self._below is not None:
+            self._below.close()
         while self._ends:
             self._ends.pop().close()
 

@@ -49,6 +49,10 @@ _REPORT_TIMEOUT = timedelta(seconds=1)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 """For the server to end itself."""
 
+_LISTENS_WITHIN = timedelta(seconds=5)
+"""For the coordinators of `pipedream-rt run` to listen: their socket does as long as the job lives.
+The time is for strangers who fill the queue before it."""
+
 UNKNOWN = 1000
 """What stands for the exit code of a worker of which no server can tell how it has ended."""
 
@@ -196,7 +200,16 @@ class ForkServer:
         """
         return self._fork({"name": name, "threads": threads}, control.fileno())
 
-    def fork_joining(self, address: str, name: str, threads: int, secret: int) -> ForkedWorker:
+    def fork_joining(
+        self,
+        address: str,
+        name: str,
+        threads: int,
+        secret: int,
+        *,
+        bind: str | None = None,
+        timeout: timedelta = _LISTENS_WITHIN,
+    ) -> ForkedWorker:
         """Fork a worker that joins one coordinator after another at an address.
 
         Args:
@@ -204,12 +217,15 @@ class ForkServer:
             name: Name of the worker.
             threads: Number of threads for torch's own parallel loops.
             secret: A pipe with the secret of the job; the caller closes its own copy.
+            bind: Network interface on which it listens for other workers; None for loopback.
+            timeout: How long the worker waits each time for somebody to listen.
 
         Raises:
             PeerLost: As `fork`.
             PipelineClosed: As `fork`.
         """
-        return self._fork({"name": name, "threads": threads, "address": address}, secret)
+        join = {"address": address, "bind": bind, "timeout_s": timeout.total_seconds()}
+        return self._fork({"name": name, "threads": threads, "join": join}, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:
         """Have a process forked that gets a descriptor.

@@ -132,6 +132,14 @@ class Talk(NamedTuple):
         """Return what a coordinator shows to a worker that it admits."""
         return self._proof(b"admitted")
 
+    def prove_over(self, code: int) -> bytes:
+        """Return what shows a worker that the job is over, and how its script has ended.
+
+        Args:
+            code: Exit code of the script.
+        """
+        return self._proof(b"over", code.to_bytes(1, "big"))
+
     def session_key(self) -> bytes:
         """Return the key that signs every record of the connection after the hello."""
         return self._proof(b"session")

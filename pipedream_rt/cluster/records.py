@@ -51,6 +51,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "hello": {"version": anything},
     "refused": {"reason": text(4096), "passing": truth, "proof": maybe(exactly(32))},
     "admitted": {"proof": exactly(32)},
+    "over": {"code": whole(0, 255), "proof": exactly(32)},
     # What a member has signed.
     "ready": {"processor": line(255)},
     "welcome": {

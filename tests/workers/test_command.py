@@ -1,166 +1,27 @@
-"""How a worker waits for a coordinator; the lives of whole workers are in tests/cluster."""
+"""The command of a worker; how it joins is in test_joining.py, whole lives are in tests/cluster."""
 
 import os
-import secrets
-import socket
 import subprocess
 import sys
-import threading
-from datetime import timedelta
 
-import pytest
 from pipedream_rt.workers import command
+from pipedream_rt.workers.joining import Tries
 
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.keys import NONCE, Secret, Talk
-from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.cluster.keys import Secret
 
 SECRET = Secret.generated()
 
 
-@pytest.fixture
-def pauses(monkeypatch):
-    """The pauses that a worker would make, which take no time here."""
-    found = []
-    monkeypatch.setattr(command, "_pause", found.append)
-    return found
-
-
-@pytest.fixture
-def visits(monkeypatch):
-    """What the coordinator answers, visit by visit: an error or an exit code."""
-    answers = []
-
-    def serve(control, worker, call_timeout):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def connect(address, timeout_s):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            return socket.create_connection(listener.getsockname(), timeout=10)
-
-    monkeypatch.setattr(command, "serve", serve)
-    monkeypatch.setattr(command, "_connect", connect)
-    return answers
-
-
-def serve_at(persist, failures=0):
-    return command._serve_at("here:1", 1, persist, command._Worker("w", 1, SECRET), failures)
-
-
-def test_a_persistent_worker_without_a_place_waits_longer_each_time(pauses, visits):
-    visits += [command._NoPlace("the name 'w' is taken")] * 7 + [0]
-    assert serve_at(persist=True) == 0
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-
-
-def test_it_goes_on_counting_in_a_new_process_image(pauses, visits):
-    visits += [0]
-    assert serve_at(persist=True, failures=3) == 0
-    assert pauses == [4]
-
-
-def test_a_worker_that_does_not_persist_ends(pauses, visits):
-    visits += [command._NoPlace("the name 'w' is taken")]
-    with pytest.raises(PipelineError, match="taken"):
-        serve_at(persist=False)
-    assert pauses == []
-
-
-def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
-    visits += [PipelineError("the coordinator refused this worker")]
-    with pytest.raises(PipelineError, match="refused"):
-        serve_at(persist=True)
-    assert pauses == []
-
-
-@pytest.mark.parametrize("shown", ["right", "none", "of another secret", "of other words"])
-@pytest.mark.parametrize("passing", [True, False])
-def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
-    """Anybody may listen where a persistent worker tries again, and send it away."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        coordinator = Control(ours, "the worker")
-        asked = secrets.token_bytes(NONCE)
-        coordinator.send({"type": "call", "nonce": asked, "salt": bytes(NONCE)})
-        said = []
-
-        def refuse():
-            hello = coordinator.receive(Deadline(timedelta(seconds=20)))
-            refused = {"reason": "the job is full", "passing": passing}
-            secret = Secret.generated() if shown == "of another secret" else SECRET
-            words = {**refused, "reason": "else"} if shown == "of other words" else refused
-            proof = Talk(secret.key(b""), asked, hello["nonce"]).prove_refusal(words)
-            proof = None if shown == "none" else proof
-            coordinator.send({"type": "refused", **refused, "proof": proof})
-            said.append(hello["name"])
-
-        thread = threading.Thread(target=refuse)
-        thread.start()
-        control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(
-            PipelineError, match=r"refused this worker.*: the job is full"
-        ) as raised:
-            command._be_admitted(control, command._Worker("w", 1, SECRET), None)
-        thread.join()
-    assert said == ["w"]
-    final = shown == "right" and not passing
-    assert isinstance(raised.value, command._NoPlace) == (not final)
-    assert ("does not show that it knows the secret" in str(raised.value)) == (shown != "right")
-
-
 def test_the_arguments_of_a_new_process_image(monkeypatch):
-    given = ["w", "here:1", "--name", "w", "--secret-fd", "9", "--failures", "2", "--persist"]
+    given = ["w", "here:1", "--name", "w", "--secret-fd", "9", "--failures", "2", "--lost", "8",
+             "--persist"]  # fmt: skip
     monkeypatch.setattr("sys.argv", given)
-    again = command._again(None, 0)
+    again = command._again(None, Tries())
     assert again == ["here:1", "--name", "w", "--persist", "--failures", "0"]
-
-
-def test_a_coordinator_that_never_listens(pauses):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(
-        PeerLost, match=r"no coordinator listened at .* within 0.05 s: connection r"
-    ):
-        command._connect(address, 0.05)
-    assert max(pauses) <= 0.05  # no longer than is left
-
-
-def test_a_host_that_is_unknown():
-    with pytest.raises(ConfigError, match="is no host"):
-        command._connect("no such host.invalid:1", 1)
-
-
-@pytest.mark.parametrize("encrypts", [False, True])
-def test_what_listens_and_says_nothing_is_told_of(encrypts, monkeypatch):
-    """Another program, or a coordinator that expects encryption: each wait has an end."""
-    monkeypatch.setattr(command, "HANDSHAKE_TIMEOUT_S", 0.3)
-    tls = Tls.of_process(always=True) if encrypts else None
-    worker = command._Worker("w", 1, SECRET, None, tls)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        words = "the coordinator ended before" if encrypts else "said nothing for 0.2 s.*_TLS must"
-        with pytest.raises(command._NoPlace, match=words):
-            command._serve_at(
-                address, 5, False, worker, 0, timedelta(seconds=20 if encrypts else 0.2)
-            )
-    if tls is not None:
-        tls.finish(Deadline(timedelta(seconds=20)))
-
-
-def test_somebody_who_admits_without_a_proof_is_no_coordinator():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        coordinator = Control(ours, "the worker")
-        coordinator.send({"type": "call", "nonce": bytes(NONCE), "salt": bytes(NONCE)})
-        coordinator.send({"type": "admitted", "proof": bytes(32)})
-        control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(command._NoPlace, match="does not know the job's secret, or somebody"):
-            command._be_admitted(control, command._Worker("w", 1, SECRET), None)
+    again = command._again(None, Tries(2, 1.5))
+    assert again == [
+        "here:1", "--name", "w", "--persist", "--failures", "2", "--lost", "1.5"
+    ]  # fmt: skip
 
 
 def test_a_level_of_the_log_that_is_none_does_no_harm():
@@ -169,6 +30,6 @@ def test_a_level_of_the_log_that_is_none_does_no_harm():
         env={**os.environ, "PIPEDREAM_RT_LOG": "loud", "PIPEDREAM_RT_SECRET": SECRET.text},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "PIPEDREAM_RT_LOG is 'LOUD', which is no level: DEBUG" in done.stderr
     assert "no coordinator listened at 127.0.0.1:1" in done.stderr
