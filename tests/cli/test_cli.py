@@ -276,7 +276,7 @@ def test_when_run_is_killed_nothing_stays():
 
 def test_a_worker_whose_coordinator_never_listens_gives_up():
     address = f"127.0.0.1:{free_port()}"
-    _, err = output_of([*COMMAND, "worker", address, "--timeout", 0.5], code=1)
+    _, err = output_of([*COMMAND, "worker", address, "--timeout", 0.5], code=3)
     assert f"no coordinator listened at {address} within 0.5 s" in err
 
 
