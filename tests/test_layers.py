@@ -154,6 +154,7 @@ def test_the_environment_is_read_at_the_face_alone():
         "pipedream_rt.cluster.environment",
         "pipedream_rt.cluster.fork_server",
         "pipedream_rt.cluster.launch",
+        "pipedream_rt.cluster.supervisor",
         "pipedream_rt.cluster.torchrun",
         "pipedream_rt.coordinator.surroundings",
         "pipedream_rt.transport.rpc.endpoint",

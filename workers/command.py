@@ -146,6 +146,9 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
     _set_up(name, "WARNING")
     try:
         if join is not None:
+            _end_with_parent()
+            if join["stays"]:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             tls = tls_of_environment()
             worker = Worker(name, threads, read_secret(fd), join["bind"], tls)
             # Its script may open a pipeline at any time, and calls this worker then.
@@ -177,7 +180,7 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
     while True:
         here, pid = os.getpid(), os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            _end_with_parent()
             if os.getppid() != here:  # it died before the line above
                 os._exit(EXIT_COORDINATOR_LOST)
             os._exit(_serve_once(place, worker, tries))
@@ -191,6 +194,11 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
                 return EXIT_COORDINATOR_LOST
             case _:
                 return 128 - code if code < 0 else code
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that has forked it is gone."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 _NOBODY = 77

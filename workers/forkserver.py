@@ -47,6 +47,8 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     woken, wake = socket.socketpair()
     wake.setblocking(False)
+    # An engine that ends a job sends SIGTERM to all processes; this one ends with its parent.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake.fileno())
     _report_ends(connection)  # of children that this process had before `_without_threads`

@@ -1,39 +1,19 @@
-"""The commands that start processes: ``run`` (local workers and a script) and ``worker``."""
+"""The commands that start processes: ``run`` (workers and a script) and ``worker``."""
 
 from __future__ import annotations
 
+import logging
 import os
-import selectors
 import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 
 import click
 
-from pipedream_rt.cluster.environment import (
-    LISTEN_FD,
-    MAX_RESTARTS,
-    NPROC,
-    RESUME,
-    SECRET_FD,
-    SUPERVISOR_FD,
-    TRACE,
-    secret_pipe,
-)
-from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.engines import Asked, membership
+from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
 from pipedream_rt.cluster.program import imports_of
-from pipedream_rt.cluster.subprocesses import end_processes
-from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineError
-
-_END_TIMEOUT = timedelta(seconds=5)
-"""For the workers to end when they are told to; those that still run then are killed."""
+from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
 
 
 @click.command(
@@ -48,8 +28,27 @@ def worker(arguments: tuple[str, ...]) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--nproc-per-node", "--nproc_per_node", required=True, type=click.IntRange(min=1),
-              help="Number of workers to start.")  # fmt: skip
+@click.option("--nproc-per-node", "--nproc_per_node", envvar="PET_NPROC_PER_NODE", metavar="N",
+              callback=lambda context, parameter, text: count_of(text),
+              help="Number of workers to start on each node; auto for one on each core. In a job "
+              "of several nodes 1 by default.")  # fmt: skip
+@click.option("--nnodes", type=click.IntRange(min=1), help="Number of nodes.")
+@click.option("--node-rank", "--node_rank", type=click.IntRange(min=0),
+              help="Number of this node; 0 runs the script. Without it the node that has the "
+              "address of --rdzv-endpoint does.")  # fmt: skip
+@click.option("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="HOST:PORT",
+              help="Address of the first node.")  # fmt: skip
+@click.option("--master-addr", "--master_addr", default="", metavar="HOST",
+              help="The same, as --master-addr HOST --master-port PORT.")  # fmt: skip
+@click.option("--master-port", "--master_port", default=29500, show_default=True,
+              type=click.IntRange(1, 65535))  # fmt: skip
+@click.option("--rdzv-backend", "--rdzv_backend", hidden=True, help="Of torchrun; not needed.")
+@click.option("--rdzv-id", "--rdzv_id", hidden=True, help="Of torchrun; not needed.")
+@click.option("--rdzv-conf", "--rdzv_conf", hidden=True, help="Of torchrun; not needed.")
+@click.option("--patience", default=1800.0, show_default=True, type=click.FloatRange(min=1),
+              help="Seconds for which other nodes wait for the first one.")  # fmt: skip
+@click.option("--grace", default=60.0, show_default=True, type=click.FloatRange(min=0.1),
+              help="Seconds for which other nodes serve the script after SIGTERM.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
               help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True),
@@ -63,7 +62,17 @@ def worker(arguments: tuple[str, ...]) -> None:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    nproc_per_node: int,
+    nproc_per_node: int | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    rdzv_endpoint: str,
+    master_addr: str,
+    master_port: int,
+    rdzv_backend: str | None,
+    rdzv_id: str | None,
+    rdzv_conf: str | None,
+    patience: float,
+    grace: float,
     threads: int,
     trace: str | None,
     max_restarts: int | None,
@@ -72,164 +81,54 @@ def run(
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Start local workers, then SCRIPT with its ARGUMENTS; end when it ends, with its exit code.
+    """Start workers and SCRIPT with its ARGUMENTS; end when it ends, with its exit code.
 
     The script's Pipeline uses these workers unless it asks for others. Each worker hosts a stage
-    for one pipeline after another. Workers that fail are replaced when the script asks for it.
+    for one pipeline after another. Workers that fail are replaced.
+
+    Where an engine has started this command on several nodes (srun, Kubeflow, or --nnodes), the
+    first one runs the script, and the others serve it with workers until it ends.
     """
+    endpoint = rdzv_endpoint or (f"{master_addr}:{master_port}" if master_addr else "")
+    job = membership(os.environ, Asked(nodes=nnodes, rank=node_rank, endpoint=endpoint))
+    if job is None and nproc_per_node is None:
+        raise click.UsageError("give --nproc-per-node, the number of workers to start here")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    imports = [] if module else imports_of(script)
+    count, wait = nproc_per_node or 1, timedelta(seconds=patience)
+    if job is not None and not job.node.is_first:
+        logging.basicConfig(format="%(message)s", level=logging.INFO)
+        sys.exit(run_other(job, count, threads, imports, wait, timedelta(seconds=grace)))
     if not module and not os.path.isfile(script):
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     settings = {
-        NPROC: str(nproc_per_node),
         **({} if trace is None else {TRACE: os.path.abspath(trace)}),
         **({} if max_restarts is None else {MAX_RESTARTS: str(max_restarts)}),
         **({RESUME: "1"} if resume else {}),
     }
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        imports = [] if module else imports_of(script)
-        workers = _Workers(nproc_per_node, threads, listener, imports)
-        with workers.ended():
-            named = ["-m", script] if module else [script]
-            code = _run_script([sys.executable, *named, *arguments], workers, settings)
+    command = [sys.executable, *(["-m", script] if module else [script]), *arguments]
+    if job is None:
+        code = run_here(command, count, threads, imports, settings, _say)
+    else:
+        code = run_first(job, command, count, settings, _say, wait)
     sys.exit(code)
 
 
-class _Workers:
-    """The workers of `run`.
+def count_of(text: str | None) -> int | None:
+    """Return the number of workers that torchrun's words for it mean; None if nothing was said.
 
-    Args:
-        count: Number of workers.
-        threads: Number of threads for torch's own parallel loops in each worker.
-        listener: The socket at which they join the script's pipelines.
-        imports: What the script imports that they need too.
-
-    Attributes:
-        listener: The same socket.
-        secret: The secret of the job, made here.
+    Raises:
+        BadParameter: They mean none.
     """
-
-    def __init__(
-        self, count: int, threads: int, listener: socket.socket, imports: Sequence[str]
-    ) -> None:
-        """Start no worker yet, but what forks them: it imports torch while the script does."""
-        self.listener = listener
-        self.secret = Secret.generated()
-        self._count = count
-        self._threads = threads
-        self._children: list[ForkedWorker] = []
-        self._forks = ForkServer()
-        self._forks.prepare(imports)
-
-    @contextmanager
-    def ended(self) -> Iterator[None]:
-        """At the end of the block the workers are told to end, and killed if late."""
-        try:
-            yield
-        finally:
-            for child in self._children:
-                child.send_signal(signal.SIGTERM)
-                child.send_signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only then
-            end_processes(self._children, Deadline(_END_TIMEOUT))
-            self._forks.close()
-
-    def replace(self) -> None:
-        """Kill all workers and start others."""
-        for child in self._children:
-            child.kill()
-        end_processes(self._children, Deadline(_END_TIMEOUT))
-        self.start()
-
-    def start(self) -> None:
-        """Start all workers; after an error ``_children`` has those that were started."""
-        self._children = []
-        for i in range(self._count):
-            self._start_one(f"worker-{i}")
-
-    def _start_one(self, name: str) -> None:
-        """Start a worker, which gets the secret by a pipe."""
-        host, port = self.listener.getsockname()
-        fd = secret_pipe(self.secret)
-        try:
-            child = self._forks.fork_joining(f"{host}:{port}", name, self._threads, fd)
-        finally:
-            os.close(fd)
-        self._children.append(child)
+    if text is None or text == "":
+        return None
+    if text in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise click.BadParameter(f"{text!r} is no number of at least 1, nor auto")
+    return int(text)
 
 
-def _run_script(command: list[str], workers: _Workers, settings: dict[str, str]) -> int:
-    """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal.
-
-    Args:
-        command: The script with its arguments.
-        workers: The workers that it uses, replaced when it asks for that.
-        settings: Environment variables for the script.
-
-    Returns:
-        Its exit code; 128 and the number of the signal if a signal ended it.
-    """
-    ours, theirs = socket.socketpair()
-    secret = secret_pipe(workers.secret)
-    fds = (workers.listener.fileno(), theirs.fileno(), secret)
-    names = (LISTEN_FD, SUPERVISOR_FD, SECRET_FD)
-    environment = {**os.environ, **settings, **dict(zip(names, map(str, fds), strict=True))}
-    with ours, theirs:
-        process = subprocess.Popen(command, env=environment, pass_fds=fds)
-        os.close(secret)
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            click.echo(f"pipedream-rt: ending on {signal.Signals(number).name}", err=True)
-            if number != signal.SIGINT or not _in_foreground():
-                process.send_signal(number)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, forward)
-        theirs.close()
-        try:
-            workers.start()
-            _serve_script(process, ours, workers)
-        except PipelineError as error:
-            process.terminate()
-            raise click.ClickException(f"no workers can be started: {error}") from error
-        finally:
-            code = process.wait()
-    return 128 - code if code < 0 else code
-
-
-def _serve_script(
-    process: subprocess.Popen[bytes], requests: socket.socket, workers: _Workers
-) -> None:
-    """Replace the workers whenever the script asks for it, until the script ends.
-
-    The end of the script is read from its process, not from the socket: children of the script may
-    keep the other end of that open.
-
-    Args:
-        process: The script.
-        requests: Where a byte comes for each request, and one is sent back when it is done.
-        workers: The workers to replace.
-    """
-    watch = os.pidfd_open(process.pid)
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(watch, selectors.EVENT_READ)
-            selector.register(requests, selectors.EVENT_READ)
-            while process.poll() is None:
-                for key, _ in selector.select():
-                    if key.fileobj is not requests:
-                        continue
-                    if requests.recv(1):
-                        workers.replace()
-                        requests.sendall(b"r")
-                    else:
-                        selector.unregister(requests)
-    finally:
-        os.close(watch)
-
-
-def _in_foreground() -> bool:
-    """Whether a terminal sends Ctrl-C to this process, and so to the script, which is its child."""
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
+def _say(line: str) -> None:
+    """Tell the user a line, apart from what the script prints."""
+    click.echo(line, err=True)

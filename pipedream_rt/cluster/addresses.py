@@ -8,10 +8,13 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipedream_rt.errors import ConfigError
+
+_BACKLOG = 4096
+"""Connections that may wait to be taken: all workers of a large job come at once."""
 
 _NO_PORT_LEFT = (
     "; every port that this machine gives out by itself is taken at that address: see which "
@@ -60,7 +63,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=128)
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"cannot listen at {joined(host, port)}: {error}"
@@ -68,6 +71,38 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
     with listener:
         yield listener
+
+
+def is_here(name: str) -> bool:
+    """Whether a name or an address stands for this machine."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    with suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(address)  # only an address of this machine's own can be bound
+            return True
+    return False
+
+
+def host_to_listen_at(name: str, *, alone: bool) -> str:
+    """Numeric address of this machine at which it listens for others that know it by a name.
+
+    That is the one that the name stands for; but where the name is unknown here, or stands for
+    loopback, as that of the own machine does in Debian, while other machines are to come, every
+    address of this machine.
+
+    Args:
+        name: Name or address of this machine.
+        alone: Whether nobody comes from other machines.
+    """
+    try:
+        host = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        host = ""
+    if host and (alone or not is_loopback(host)):
+        return host
+    return "::" if ":" in host else "0.0.0.0"
 
 
 def is_loopback(host: str) -> bool:

@@ -23,6 +23,12 @@ LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 NPROC = "PIPEDREAM_RT_NPROC"
 """`pipedream-rt run` sets it for the script: the number of workers that it has started."""
 
+NPROC_HERE = "PIPEDREAM_RT_NPROC_HERE"
+"""`pipedream-rt run` sets it in a job of several nodes: how many workers the script starts."""
+
+ENGINE = "PIPEDREAM_RT_ENGINE"
+"""`pipedream-rt run` sets it in a job of several nodes: the job in words."""
+
 TRACE = "PIPEDREAM_RT_TRACE"
 """`pipedream-rt run --trace` sets it: the file that the script's pipeline writes a trace to."""
 
@@ -38,6 +44,9 @@ MAX_RESTARTS = "PIPEDREAM_RT_MAX_RESTARTS"
 
 SECRET = "PIPEDREAM_RT_SECRET"
 """The user sets it for the script and for the workers that are started elsewhere: their secret."""
+
+SECRET_FILE = "PIPEDREAM_RT_SECRET_FILE"
+"""The user may set it in place of `SECRET`: the file with the secret, as engines hand it out."""
 
 SECRET_FD = "PIPEDREAM_RT_SECRET_FD"
 """`pipedream-rt run` sets it for the script: descriptor of a pipe with the secret it has made."""
@@ -144,7 +153,8 @@ def read_secret(fd: int | None) -> Secret | None:
 
     Args:
         fd: Descriptor to read to its end: 0, the standard input, stays open, and every other is
-            closed. None to read the environment variable PIPEDREAM_RT_SECRET.
+            closed. None to read the environment variable PIPEDREAM_RT_SECRET, or the file that
+            PIPEDREAM_RT_SECRET_FILE names.
 
     Returns:
         The secret; None if the environment has none.
@@ -161,13 +171,44 @@ def read_secret(fd: int | None) -> Secret | None:
     else:
         text = os.environ.get(SECRET, "").strip() or (_taken[0] if _taken else "")
         if not text:
-            return None
+            place = os.environ.get(SECRET_FILE, "")
+            return secret_of_file(Path(place)) if place else None
+    return _checked(text, keeps=fd is None)
+
+
+def secret_of_file(place: Path) -> Secret:
+    """Read the secret of the job from a file.
+
+    Raises:
+        ConfigError: There is no such file, others can read it, or it has no token.
+    """
+    try:
+        with open(place, encoding="ascii", errors="replace") as stream:
+            open_to_others = os.fstat(stream.fileno()).st_mode & 0o007
+            text = stream.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(f"the secret of the job cannot be read: {error}") from error
+    if open_to_others:
+        raise ConfigError(f"everybody on this machine can read the secret: chmod 600 {place}")
+    return _checked(text, keeps=False)
+
+
+def _checked(text: str, *, keeps: bool) -> Secret:
+    """Return a secret that a program has drawn.
+
+    Args:
+        text: The secret.
+        keeps: Whether it was in the environment, which it leaves now.
+
+    Raises:
+        ConfigError: It is no token.
+    """
     if not is_token(text):
         raise ConfigError(
             f"the secret of the job must be a random token of at least 32 characters, found "
             f"{len(text)} characters that are none; make one with: {_MAKE_ONE}"
         )
-    if fd is None:
+    if keeps:
         _taken[:] = [text]
         os.environ.pop(SECRET, None)
     return Secret(text)

@@ -209,6 +209,7 @@ class ForkServer:
         *,
         bind: str | None = None,
         timeout: timedelta = _LISTENS_WITHIN,
+        stays: bool = False,
     ) -> ForkedWorker:
         """Fork a worker that joins one coordinator after another at an address.
 
@@ -219,12 +220,18 @@ class ForkServer:
             secret: A pipe with the secret of the job; the caller closes its own copy.
             bind: Network interface on which it listens for other workers; None for loopback.
             timeout: How long the worker waits each time for somebody to listen.
+            stays: Whether SIGTERM is left to the process that has asked for the worker.
 
         Raises:
             PeerLost: As `fork`.
             PipelineClosed: As `fork`.
         """
-        join = {"address": address, "bind": bind, "timeout_s": timeout.total_seconds()}
+        join: dict[str, Any] = {
+            "address": address,
+            "bind": bind,
+            "timeout_s": timeout.total_seconds(),
+        }
+        join["stays"] = stays
         return self._fork({"name": name, "threads": threads, "join": join}, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:

@@ -9,8 +9,10 @@ from datetime import timedelta
 from pipedream_rt.cluster.addresses import joined, listening, parse_address
 from pipedream_rt.cluster.base import Cluster, ClusterSpec
 from pipedream_rt.cluster.environment import (
+    ENGINE,
     LISTEN_FD,
     NPROC,
+    NPROC_HERE,
     SECRET_FD,
     SUPERVISOR_FD,
     count_of_environment,
@@ -76,7 +78,7 @@ def starts_here(workers: Workers) -> bool:
 
 def cores_for(workers: Workers) -> int:
     """Return how many cores of this machine its worker processes share; 0 if they are elsewhere."""
-    of_run = workers is None and LISTEN_FD in os.environ
+    of_run = workers is None and LISTEN_FD in os.environ and NPROC_HERE not in os.environ
     here = starts_here(workers) or of_run or _are_ranks_here(workers)
     return len(os.sched_getaffinity(0)) if here else 0
 
@@ -149,24 +151,32 @@ def _await_at(workers: object, spec: ClusterSpec) -> Cluster:
 def _await_workers_of_run(spec: ClusterSpec) -> Cluster:
     """Use the workers that `pipedream-rt run` has started.
 
+    On the first node of several, those of this machine are started here.
+
     Raises:
         ConfigError: It has started too few.
     """
     plan, available = spec.plan, count_of_environment(NPROC)
+    engine = os.environ.get(ENGINE, "")
     if plan.workers > available:
         raise ConfigError(
-            f"{plan.in_words}: `pipedream-rt run` has started {available}; raise --nproc-per-node"
+            f"{plan.in_words}: {engine or '`pipedream-rt run`'} has started {available}; raise "
+            + ("the number of nodes or " if engine else "")
+            + "--nproc-per-node"
         )
     global _secret_of_run
     if _secret_of_run is None:
         _secret_of_run = read_secret(count_of_environment(SECRET_FD))
         assert _secret_of_run is not None
+    here = min(plan.workers, count_of_environment(NPROC_HERE)) if engine else 0
     with socket_of_environment(LISTEN_FD) as listener:
         return ProcessCluster(
             spec,
             listener=listener,
+            own=[f"node-0-{i}" for i in range(here)],
             key=_secret_of_run.job_key(),
-            replace=_replace_workers,
+            replace=None if engine else _replace_workers,
+            remedy=f"look at what the other processes of {engine} say" if engine else "",
             tls=tls_of_environment(),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.fork_server import UNKNOWN, ForkedWorker, ForkServer
@@ -31,7 +32,7 @@ class LocalWorkers:
         self.processes: dict[str, ForkedWorker] = {}
         self.controls: dict[str, Control] = {}
 
-    def start(self, names: list[str]) -> None:
+    def start(self, names: Sequence[str]) -> None:
         """Start a process for each name.
 
         After an error ``processes`` has those that were started, so that they can be ended.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -46,11 +46,12 @@ class ProcessCluster:
         spec: What the cluster is told.
         key: The key of the job; a worker that joins by the listener proves that it knows it.
         listener: Where workers that are started elsewhere join; None to start all of them here.
-        own: With a listener, how many workers to start here besides.
+        own: With a listener, the names of the workers to start here besides.
         replace: Has the launcher of workers that were started elsewhere kill them and start others;
             None where no launcher can.
         command: The command with which the user starts a worker elsewhere, for messages; empty if
             a launcher does that.
+        remedy: What to do where workers are missing, for messages; empty to tell the command.
         tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
     """
 
@@ -60,9 +61,10 @@ class ProcessCluster:
         *,
         key: JobKey,
         listener: socket.socket | None = None,
-        own: int = 0,
+        own: Sequence[str] = (),
         replace: Callable[[], None] | None = None,
         command: str = "",
+        remedy: str = "",
         tls: Tls | None = None,
     ) -> None:
         """Start or await the workers and form a group with them; after an error nothing is left.
@@ -87,13 +89,13 @@ class ProcessCluster:
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(spec.threads, fork_server())
-        rendezvous = Rendezvous(spec.plan, self._local, key, spec.heartbeat, command, tls)
+        rendezvous = Rendezvous(spec.plan, self._local, key, spec.heartbeat, command, remedy, tls)
         self._members = rendezvous.members
         self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, command)
         try:
             deadline = Deadline(spec.start_timeout)
-            count = spec.plan.workers if listener is None else own
-            self._local.start([f"worker-{i}" for i in range(count)])
+            here = [f"worker-{i}" for i in range(spec.plan.workers)] if listener is None else own
+            self._local.start(here)
             rendezvous.gather(listener, deadline)
             self.names = tuple(member.name for member in self._members)
             formation = Formation(

@@ -39,6 +39,7 @@ class Rendezvous:
         key: The key of the job.
         heartbeat: How long a worker that was started here may be silent.
         command: The command that starts a worker elsewhere, for messages.
+        remedy: What to do where workers are missing, for messages; empty to tell the command.
         tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
 
     Attributes:
@@ -53,6 +54,7 @@ class Rendezvous:
         key: JobKey,
         heartbeat: timedelta,
         command: str = "",
+        remedy: str = "",
         tls: Tls | None = None,
     ) -> None:
         """Call nobody yet."""
@@ -60,7 +62,8 @@ class Rendezvous:
         self._heartbeat_s = heartbeat.total_seconds()
         self._began = time.monotonic()
         self._refused: dict[str, str] = {}  # those that know the secret, and why
-        self._command = command or "pipedream-rt worker HOST:PORT --name NAME"
+        command = command or "pipedream-rt worker HOST:PORT --name NAME"
+        self._remedy = remedy or f"start them with `{command}`"
         self.members: list[Member] = []
         self._plan = plan
         self._local = local
@@ -255,8 +258,6 @@ class Rendezvous:
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}"
             + "".join(f"; {name!r} was refused: {why}" for name, why in self._refused.items())
-            + "; start them with "
-            f"`{self._command}`, or give Pipeline "
-            "recovery=Recovery(start=...) with more time",
+            + f"; {self._remedy}, or give Pipeline recovery=Recovery(start=...) with more time",
             missing=missing,
         )

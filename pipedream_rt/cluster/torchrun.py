@@ -7,7 +7,6 @@ all of them the same secret.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -19,7 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from pipedream_rt.cluster.addresses import interface_towards, joined, listening
+from pipedream_rt.cluster.addresses import host_to_listen_at, interface_towards, joined, listening
 from pipedream_rt.cluster.base import Cluster, ClusterSpec
 from pipedream_rt.cluster.environment import (
     count_of_environment,
@@ -68,7 +67,7 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         become_worker(spec.threads, spec.start_timeout)
     store, key = _store_of_job(spec.start_timeout)
     deadline = Deadline(spec.start_timeout)
-    with listening(_own_host(), 0) as listener:
+    with listening(host_to_listen_at(_host_of_rank_0(), alone=is_one_machine()), 0) as listener:
         port = listener.getsockname()[1]
         secret = (
             _hand_over(store, key, world_size() - 1, deadline)
@@ -77,7 +76,8 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         )
         store.set(key, str(port))
         tls = tls_of_environment()
-        return ProcessCluster(spec, listener=listener, own=own, key=secret.job_key(), tls=tls)
+        names = [f"worker-{i}" for i in range(own)]
+        return ProcessCluster(spec, listener=listener, own=names, key=secret.job_key(), tls=tls)
 
 
 def world_size() -> int:
@@ -235,18 +235,6 @@ def _is_ours(connection: socket.socket) -> bool:
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
-
-
-def _own_host() -> str:
-    """Address of this machine at which rank 0 listens for the other ranks.
-
-    That is the one that torchrun was given; but where the name of this machine stands for loopback
-    here, as Debian has it, while other machines are to come, every address of this machine.
-    """
-    host = _host_of_rank_0()
-    if is_one_machine() or not ipaddress.ip_address(host).is_loopback:
-        return host
-    return "::" if ":" in host else "0.0.0.0"
 
 
 def _host_of_rank_0() -> str:

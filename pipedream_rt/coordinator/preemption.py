@@ -14,11 +14,15 @@ import os
 import signal
 import socket
 import threading
+import time
 import weakref
 from datetime import timedelta
 from types import FrameType
 
 _log = logging.getLogger(__name__)
+
+_ONE_S = 2.0
+"""Signals that come within that time are one."""
 
 EXIT_CODE = 128 + signal.SIGTERM
 """The exit code of a script that SIGTERM has ended, after its checkpoint too."""
@@ -86,9 +90,11 @@ class Preemption:
             if signal.SIGTERM in numbers:
                 break
         woken.settimeout(self._grace.total_seconds())
+        came = time.monotonic()
         try:
             while numbers := woken.recv(64):
-                if signal.SIGTERM in numbers:
+                # Slurm sends it to all processes of a job, and `pipedream-rt run` passes it on.
+                if signal.SIGTERM in numbers and time.monotonic() - came > _ONE_S:
                     break
         except TimeoutError:
             pass

@@ -1,0 +1,106 @@
+"""What an engine is to this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.deadline import Deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a command line says of the nodes of a job, as torchrun's does.
+
+    Attributes:
+        nodes: Number of nodes; None if it says nothing.
+        rank: Number of this node.
+        endpoint: ``HOST:PORT`` of the first node; empty if it says nothing.
+    """
+
+    nodes: int | None = None
+    rank: int | None = None
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One of the processes that an engine has started for a job.
+
+    Attributes:
+        rank: Its number; that of the first, which runs the script, is 0. Where the engine gives no
+            numbers, that of all others is 1.
+        size: How many they are.
+        host: Name or numeric address of the machine of the first, as all machines know it.
+        port: Port at which the first listens.
+        name: How the names of its workers begin, its own in the job; ``node-RANK`` if empty. Stages
+            go to workers in the natural order of their names.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    name: str = ""
+
+    def name_of_worker(self, index: int) -> str:
+        """Return the name of one of its workers."""
+        return f"{self.name or f'node-{self.rank}'}-{index}"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process runs the script."""
+        return self.rank == 0
+
+
+class Membership(Protocol):
+    """A job of an engine that starts the same command everywhere.
+
+    Attributes:
+        title: The job in words, as ``Slurm job 12.0``.
+        node: Where this process stands in it.
+    """
+
+    title: str
+    node: Node
+
+    def secret(self, deadline: Deadline) -> Secret:
+        """Return the secret of the job, which all its processes get and nobody else.
+
+        Args:
+            deadline: When to give up where the first process has not made it yet.
+
+        Raises:
+            ConfigError: There is none.
+        """
+
+    def finish(self) -> None:
+        """Remove what the job has left; the first process calls it when the job is over."""
+
+
+class Supervisor(Protocol):
+    """An engine that the script asks for workers, which join the script at its address."""
+
+    def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
+        """Place workers and start them, unless they are there already; returns at once or soon.
+
+        Args:
+            count: Number of workers.
+            address: ``HOST:PORT`` at which the script listens for them.
+            secret: The secret of the job.
+            deadline: When to give up.
+
+        Raises:
+            ConfigError: They cannot be placed.
+            RendezvousTimeout: They could not be placed in time.
+        """
+
+    def ending(self, name: str) -> str:
+        """Say in words how a worker has ended, or why it is not there; empty if not known."""
+
+    def replace(self) -> None:
+        """End workers that may hang, and start others; the group of this generation is over."""
+
+    def stop(self) -> None:
+        """End all workers. Idempotent."""

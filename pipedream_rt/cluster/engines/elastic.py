@@ -1,0 +1,93 @@
+"""Nodes that are told where they stand as torchrun is: by options, or by ``PET_`` variables.
+
+Kubeflow's Trainer sets these variables, and so do the manifests for JobSet and the units of systemd
+in ``deploy/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+
+from pipedream_rt.cluster.addresses import is_here, parse_address
+from pipedream_rt.cluster.engines.base import Asked, Node
+from pipedream_rt.cluster.environment import secret_of_environment
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError
+
+_PORT = 29500
+"""torchrun's own default."""
+
+
+def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
+    """Return the job that the options or the ``PET_`` variables describe; None if they do not.
+
+    Raises:
+        ConfigError: They contradict themselves.
+    """
+    nodes = _number(environment, "PET_NNODES", asked.nodes)
+    if nodes is None or nodes == 1:
+        return None
+    endpoint = asked.endpoint or environment.get("PET_RDZV_ENDPOINT", "")
+    if not endpoint and (host := environment.get("PET_MASTER_ADDR", "")):
+        endpoint = f"{host}:{environment.get('PET_MASTER_PORT', _PORT)}"
+    if not endpoint:
+        raise ConfigError(
+            f"there are {nodes} nodes, and nothing says where the first one is: give all of them "
+            "--rdzv-endpoint HOST:PORT, or set PET_MASTER_ADDR and PET_MASTER_PORT"
+        )
+    host, port = parse_address(endpoint if ":" in endpoint else f"{endpoint}:{_PORT}")
+    rank, name = _number(environment, "PET_NODE_RANK", asked.rank), ""
+    if rank is None:
+        # As torchrun's own rendezvous: whoever has the address is the first.
+        rank = 0 if is_here(host) else 1
+        name = "" if rank == 0 else re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:80]
+    elif rank >= nodes:
+        raise ConfigError(f"the rank of this node is {rank}, and there are {nodes} nodes")
+    return Elastic(Node(rank=rank, size=nodes, host=host, port=port, name=name))
+
+
+class Elastic:
+    """A job whose nodes were told where they stand.
+
+    Args:
+        node: Where this one stands.
+
+    Attributes:
+        title: The job in words.
+        node: Where this process stands in it.
+    """
+
+    def __init__(self, node: Node) -> None:
+        """Remember it."""
+        self.node = node
+        self.title = f"the job of {node.size} nodes at {node.host}:{node.port}"
+
+    def secret(self, deadline: Deadline) -> Secret:
+        """See `Membership.secret`; the user gives it to all nodes."""
+        return secret_of_environment()
+
+    def finish(self) -> None:
+        """See `Membership.finish`; nothing was left."""
+
+
+def _number(environment: Mapping[str, str], name: str, asked: int | None) -> int | None:
+    """Return a number that an option or a variable gives; None if neither does.
+
+    Raises:
+        ConfigError: The variable holds no number.
+    """
+    text = environment.get(name, "")
+    if asked is not None or not text:
+        return asked
+    low, _, high = text.partition(":")
+    if high and low != high:
+        raise ConfigError(
+            f"{name} is {text!r}: a job has a fixed number of nodes here; a node that is lost is "
+            "awaited, or another one in its place"
+        )
+    if not (low.isascii() and low.isdecimal()):
+        raise ConfigError(f"{name} must be a number, not {text!r}")
+    return int(low)

@@ -1,0 +1,161 @@
+"""Tasks of a Slurm step: ``srun pipedream-rt run SCRIPT``.
+
+Task 0 runs the script. Where it is, is the first node of the step, unless ``MASTER_ADDR`` says
+something else; its port comes from the number of the job, unless ``MASTER_PORT`` does. The secret
+is a file of the user's alone in a folder that all nodes share; it is never on a command line, and
+Slurm does not see it. See https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from pipedream_rt.cluster.engines.base import Asked, Node
+from pipedream_rt.cluster.environment import read_secret, secret_of_file
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError
+
+_FOLDER = "PIPEDREAM_RT_JOB_FOLDER"
+"""The user sets it: a folder that all nodes share, for the folder of the job."""
+
+_LOWEST_PORT, _PORTS = 15_000, 15_000
+"""Below the ports that systems choose by themselves (32768 and more)."""
+
+_LOOK_S = 0.2
+"""Seconds between two looks for the file: a shared file system tells nobody that one was made."""
+
+
+def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
+    """Return the step of which this process is a task; None if it is none.
+
+    A batch script is no task of a step: there `run` starts workers on its own machine.
+
+    Raises:
+        ConfigError: Slurm's variables make no sense.
+    """
+    if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
+        return None
+    numbers = {}
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        text = environment.get(name, "")
+        if not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"{name} must be a number in a task of Slurm, not {text!r}")
+        numbers[name] = int(text)
+    job, step, rank, size = numbers.values()
+    if size == 1:
+        return None
+    host = environment.get("MASTER_ADDR") or next(
+        expanded(environment.get("SLURM_STEP_NODELIST", "")), ""
+    )
+    if not host:
+        raise ConfigError("SLURM_STEP_NODELIST is empty in a task of Slurm")
+    port = environment.get("MASTER_PORT") or str(_LOWEST_PORT + (job * 7 + step) % _PORTS)
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"MASTER_PORT must be the number of a port, not {port!r}")
+    shared = Path(environment.get(_FOLDER) or Path.home() / ".pipedream-rt")
+    cluster = re.sub(r"[^\w-]", "-", environment.get("SLURM_CLUSTER_NAME", "cluster"))
+    node = Node(rank=rank, size=size, host=host, port=int(port))
+    return Slurm(f"{job}.{step}", node, shared / f"slurm-{cluster}-{job}.{step}")
+
+
+class Slurm:
+    """A step of a job of Slurm.
+
+    Args:
+        name: Job and step, as ``12.0``.
+        node: Where this process stands in it.
+        folder: The folder of the job, which all nodes share.
+
+    Attributes:
+        title: The job in words.
+        node: Where this process stands in it.
+    """
+
+    def __init__(self, name: str, node: Node, folder: Path) -> None:
+        """Read and write nothing yet."""
+        self.title = f"Slurm job {name}"
+        self.node = node
+        self._folder = folder
+
+    def secret(self, deadline: Deadline) -> Secret:
+        """See `Membership.secret`; task 0 makes it, unless the environment has one."""
+        given = read_secret(None)
+        if given is not None:
+            return given
+        place = self._folder / "secret"
+        if self.node.is_first:
+            self._make(place)
+        pause = threading.Event()
+        while not place.exists():
+            if deadline.expired():
+                raise ConfigError(
+                    f"{self.title}: task 0 has put no secret at {place} in time. Is it a folder "
+                    f"that all nodes share? If not, set {_FOLDER} to one, or give all tasks the "
+                    "same PIPEDREAM_RT_SECRET"
+                )
+            pause.wait(_LOOK_S)
+            with suppress(OSError):
+                os.listdir(self._folder)  # has NFS look again
+        return secret_of_file(place)
+
+    def _make(self, place: Path) -> None:
+        """Make the file, unless an earlier life of task 0 has made it.
+
+        Raises:
+            ConfigError: It cannot be made.
+        """
+        part = place.with_name(f"secret-{os.getpid()}.part")
+        try:
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            with open(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
+                stream.write(Secret.generated().text)
+            try:
+                with suppress(FileExistsError):
+                    os.link(part, place)  # whole, or not at all
+            finally:
+                part.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.title}: the secret of the job cannot be written: {error}; set {_FOLDER} to "
+                "a folder that all nodes share"
+            ) from error
+
+    def finish(self) -> None:
+        """See `Membership.finish`."""
+        with suppress(OSError):
+            (self._folder / "secret").unlink()
+            self._folder.rmdir()
+
+
+def expanded(text: str) -> Iterator[str]:
+    """Yield the hosts of a list as Slurm writes it, as ``n[1-3,07],login``.
+
+    Raises:
+        ConfigError: It is no such list.
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", text)
+    if ",".join(parts) != text:
+        raise ConfigError(f"{text!r} is no list of hosts of Slurm")
+    for part in parts:
+        yield from _expanded_part(part)
+
+
+def _expanded_part(part: str) -> Iterator[str]:
+    """Yield the hosts of one part of a list, which may have several brackets."""
+    match = re.fullmatch(r"([^\[\]]*)\[([0-9,-]+)\](.*)", part)
+    if match is None:
+        yield part
+        return
+    before, inside, after = match.groups()
+    for each in inside.split(","):
+        low, _, high = each.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for rest in _expanded_part(after) if after else ("",):
+                yield f"{before}{number:0{len(low)}}{rest}"

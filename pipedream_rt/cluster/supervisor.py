@@ -1,0 +1,432 @@
+"""What `pipedream-rt run` does: it starts workers and a script, and sees both to their end.
+
+On one machine that is all of a job. Where an engine has started the same command on several nodes,
+the first runs the script, and all of them run workers; see `pipedream_rt.cluster.engines`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import FrameType
+
+from pipedream_rt.cluster.addresses import (
+    host_to_listen_at,
+    interface_towards,
+    joined,
+    listening,
+)
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST
+from pipedream_rt.cluster.engines import Membership
+from pipedream_rt.cluster.environment import (
+    ENGINE,
+    LISTEN_FD,
+    NPROC,
+    NPROC_HERE,
+    SECRET_FD,
+    SUPERVISOR_FD,
+    secret_pipe,
+    tls_of_environment,
+)
+from pipedream_rt.cluster.farewell import say_over
+from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError, RendezvousTimeout
+
+_log = logging.getLogger(__name__)
+
+_END_TIMEOUT = timedelta(seconds=5)
+"""For killed workers to be gone."""
+
+_FAREWELL_TIMEOUT = timedelta(seconds=30)
+"""For the workers of other nodes to hear that the job is over: those that have lost their group in
+the same moment try again every half second."""
+
+_QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
+"""A worker that ends sooner than that is started again after a pause, which grows up to the other
+number."""
+
+_TURN_S = 1.0
+
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl."""
+
+
+def is_final(code: int) -> bool:
+    """Whether an exit code says that to start the same again would not help, or is not needed.
+
+    0 is the end of the work, 1 an error, 2 a command line that makes no sense. The others are
+    signals, as 143 after a checkpoint at SIGTERM, and 3, a coordinator or workers that are lost.
+    """
+    return code < 128 and code != EXIT_COORDINATOR_LOST
+
+
+class Workers:
+    """The workers of one node.
+
+    Args:
+        names: Their names.
+        threads: Number of threads for torch's own parallel loops in each.
+        address: ``HOST:PORT`` at which they join the pipelines of the script, one after another.
+        secret: The secret of the job.
+        imports: What the script imports that they need too.
+        bind: Network interface on which they listen for each other; None for loopback.
+        patience: How long each waits for somebody to listen at the address.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        threads: int,
+        address: str,
+        secret: Secret,
+        imports: Sequence[str] = (),
+        bind: str | None = None,
+        patience: timedelta = timedelta(seconds=5),
+    ) -> None:
+        """Start no worker yet, but what forks them: it imports torch while the script does."""
+        self._names = names
+        self._threads = threads
+        self._address = address
+        self._secret = secret
+        self._bind = bind
+        self._patience = patience
+        self._children: dict[str, ForkedWorker] = {}
+        self._forks = ForkServer()
+        self._forks.prepare(imports)
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """At the end of the block no worker is left; they have nothing to save."""
+        try:
+            yield
+        finally:
+            self._kill()
+            self._forks.close()
+
+    def replace(self) -> None:
+        """Kill all workers and start others."""
+        self._kill()
+        self.start()
+
+    def start(self) -> None:
+        """Start all workers.
+
+        Raises:
+            PeerLost: What forks them does not answer.
+        """
+        for name in self._names:
+            self._start_one(name)
+
+    def serve(self, is_ending: Callable[[], bool]) -> int:
+        """Start all workers, and any that dies once more, until the job is over.
+
+        Args:
+            is_ending: Whether to stop though it is not; asked every second.
+
+        Returns:
+            0 where all have heard that the script has ended well; the exit code of a worker that
+            says that another one would not help; 3 if nobody listened for as long as they wait; or
+            143 if it is to stop.
+        """
+        self.start()
+        began = dict.fromkeys(self._names, time.monotonic())
+        failures = dict.fromkeys(self._names, 0)
+        over: set[str] = set()
+        while len(over) < len(self._names):
+            ended = self._ended_now(over)
+            if is_ending():
+                return 128 + signal.SIGTERM
+            for name in ended:
+                code, lived_s = self._children[name].wait(), time.monotonic() - began[name]
+                if code == 0:
+                    over.add(name)
+                    continue
+                if is_final(code) and code > 0:
+                    return code
+                if code == EXIT_COORDINATOR_LOST:  # in vain for all of its patience
+                    return code
+                failures[name] = failures[name] + 1 if lived_s < _QUICK_S else 0
+                pause_s = min(2.0 ** failures[name] - 1, _LONGEST_PAUSE_S)
+                _log.warning("worker %r has ended with %d; it is started again", name, code)
+                threading.Event().wait(pause_s)
+                began[name] = time.monotonic()
+                self._start_one(name)
+        return 0
+
+    def _ended_now(self, over: set[str]) -> list[str]:
+        """Wait until a worker ends, or for a second; return the names of those that have."""
+        with ExitStack() as opened, selectors.DefaultSelector() as selector:
+            for name in self._names:
+                if name not in over:
+                    watch = os.pidfd_open(self._children[name].pid)
+                    opened.callback(os.close, watch)
+                    selector.register(watch, selectors.EVENT_READ, name)
+            return [key.data for key, _ in selector.select(_TURN_S)]
+
+    def _start_one(self, name: str) -> None:
+        """Start a worker, which gets the secret by a pipe."""
+        fd = secret_pipe(self._secret)
+        try:
+            self._children[name] = self._forks.fork_joining(
+                self._address, name, self._threads, fd,
+                bind=self._bind, timeout=self._patience, stays=self._bind is not None,
+            )  # fmt: skip
+        finally:
+            os.close(fd)
+
+    def _kill(self) -> None:
+        """End all workers."""
+        for child in self._children.values():
+            child.kill()
+        end_processes(self._children.values(), Deadline(_END_TIMEOUT))
+
+
+def run_here(
+    command: list[str],
+    count: int,
+    threads: int,
+    imports: Sequence[str],
+    settings: Mapping[str, str],
+    say: Callable[[str], object],
+) -> int:
+    """Run a script with workers on this machine.
+
+    Args:
+        command: The script with its arguments.
+        count: Number of workers.
+        threads: Number of threads for torch's own parallel loops in each.
+        imports: What the script imports that they need too.
+        settings: Environment variables for the script.
+        say: Tells the user a line.
+
+    Returns:
+        The script's exit code; 128 and the number of the signal if a signal ended it.
+
+    Raises:
+        PipelineError: No workers can be started.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        secret, (host, port) = Secret.generated(), listener.getsockname()
+        names = [f"worker-{i}" for i in range(count)]
+        workers = Workers(names, threads, joined(host, port), secret, imports)
+        with workers.ended():
+            return _run_script(
+                command, workers, listener, secret, {**settings, NPROC: str(count)}, say
+            )
+
+
+def run_first(
+    job: Membership,
+    command: list[str],
+    count: int,
+    settings: Mapping[str, str],
+    say: Callable[[str], object],
+    patience: timedelta,
+) -> int:
+    """Run a script on the first node of a job; its pipelines start the workers of this node.
+
+    When the script has ended for good, the workers of all nodes hear it, and their nodes end too.
+    After another end they wait for this node to come again.
+
+    Args:
+        job: The job.
+        command: The script with its arguments.
+        count: Number of workers of each node.
+        settings: Environment variables for the script.
+        say: Tells the user a line.
+        patience: How long to wait for the secret.
+
+    Returns:
+        As `run_here`.
+
+    Raises:
+        PipelineError: This node cannot listen, or has no secret.
+    """
+    node, secret = job.node, job.secret(Deadline(patience))
+    with listening(host_to_listen_at(node.host, alone=False), node.port) as listener:
+        total = str(node.size * count)
+        more = {**settings, NPROC: total, NPROC_HERE: str(count), ENGINE: job.title}
+        code = _run_script(command, None, listener, secret, more, say)
+        if is_final(code):
+            others = (node.size - 1) * count
+            deadline = Deadline(_FAREWELL_TIMEOUT)
+            key, tls = secret.job_key(), tls_of_environment()
+            told = say_over(listener, key, code, others, deadline, tls)
+            if told < others:
+                say(f"{others - told} of {others} workers of other nodes did not hear the end")
+            job.finish()
+    return code
+
+
+def run_other(
+    job: Membership, count: int, threads: int, imports: Sequence[str], patience: timedelta,
+    grace: timedelta,
+) -> int:  # fmt: skip
+    """Run the workers of a node that is not the first, until the job is over.
+
+    SIGTERM does not end them at once: an engine that ends a job sends it to all of its processes,
+    and the script needs its workers for the checkpoint that it makes then.
+
+    Args:
+        job: The job.
+        count: Number of workers of each node.
+        threads: Number of threads for torch's own parallel loops in each.
+        imports: What the script imports that they need too.
+        patience: How long to wait for the secret, and for the first node to listen.
+        grace: How long to go on after SIGTERM, as long as the script does.
+
+    Returns:
+        0 if the script has ended well, 1 if it has not or if this node was refused, 3 if nobody
+        listened, 143 after SIGTERM.
+
+    Raises:
+        PipelineError: There is no secret, or no worker can be started.
+    """
+    node, secret = job.node, job.secret(Deadline(patience))
+    address = joined(node.host, node.port)
+    bind = _interface_in_time(address, Deadline(patience))
+    names = [node.name_of_worker(i) for i in range(count)]
+    workers = Workers(names, threads, address, secret, imports, bind, patience)
+
+    ending: list[Deadline] = []
+    signal.signal(signal.SIGTERM, lambda *_: ending.append(Deadline(grace)))
+    with workers.ended():
+        return workers.serve(
+            lambda: bool(ending) and (ending[0].expired() or not _listens(node.host, node.port))
+        )
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether the first node is still there."""
+    try:
+        socket.create_connection((host, port), timeout=_TURN_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _interface_in_time(address: str, deadline: Deadline) -> str:
+    """Return the interface by which a machine reaches an address whose name may come to be known.
+
+    Raises:
+        RendezvousTimeout: The name is unknown until the end.
+    """
+    while True:
+        try:
+            return interface_towards(address)
+        except (ConfigError, OSError) as error:
+            if deadline.expired():
+                raise RendezvousTimeout(f"{address}: {error}", missing=1) from error
+            threading.Event().wait(min(1.0, deadline.remaining_s() or 1.0))
+
+
+def _run_script(
+    command: list[str],
+    workers: Workers | None,
+    listener: socket.socket,
+    secret: Secret,
+    settings: Mapping[str, str],
+    say: Callable[[str], object],
+) -> int:
+    """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal.
+
+    Args:
+        command: The script with its arguments.
+        workers: The workers that it uses, replaced when it asks for that; None if its pipelines
+            start those of this machine.
+        listener: Where workers join its pipelines.
+        secret: The secret of the job.
+        settings: Environment variables for the script.
+        say: Tells the user a line.
+
+    Returns:
+        Its exit code; 128 and the number of the signal if a signal ended it.
+
+    Raises:
+        PipelineError: No workers can be started.
+    """
+    ours, theirs = socket.socketpair()
+    pipe = secret_pipe(secret)
+    fds = (listener.fileno(), theirs.fileno(), pipe)
+    names = (LISTEN_FD, SUPERVISOR_FD, SECRET_FD)
+    environment = {**os.environ, **settings, **dict(zip(names, map(str, fds), strict=True))}
+    set_death_signal = ctypes.CDLL(None).prctl
+    with ours, theirs:
+        # Without it a script would live on where this process is killed, and be started once more.
+        process = subprocess.Popen(
+            command, env=environment, pass_fds=fds,
+            preexec_fn=lambda: set_death_signal(_SET_DEATH_SIGNAL, signal.SIGKILL),
+        )  # fmt: skip
+        os.close(pipe)
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            say(f"pipedream-rt: ending on {signal.Signals(number).name}")
+            if number != signal.SIGINT or not _in_foreground():
+                process.send_signal(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, forward)
+        theirs.close()
+        try:
+            if workers is not None:
+                workers.start()
+                _serve_script(process, ours, workers)
+            process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _serve_script(
+    process: subprocess.Popen[bytes], requests: socket.socket, workers: Workers
+) -> None:
+    """Replace the workers whenever the script asks for it, until the script ends.
+
+    The end of the script is read from its process, not from the socket: children of the script may
+    keep the other end of that open.
+
+    Args:
+        process: The script.
+        requests: Where a byte comes for each request, and one is sent back when it is done.
+        workers: The workers to replace.
+    """
+    watch = os.pidfd_open(process.pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(watch, selectors.EVENT_READ)
+            selector.register(requests, selectors.EVENT_READ)
+            while process.poll() is None:
+                for key, _ in selector.select():
+                    if key.fileobj is not requests:
+                        continue
+                    if requests.recv(1):
+                        workers.replace()
+                        requests.sendall(b"r")
+                    else:
+                        selector.unregister(requests)
+    finally:
+        os.close(watch)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal sends Ctrl-C to this process, and so to the script, which is its child."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

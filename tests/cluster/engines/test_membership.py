@@ -1,0 +1,143 @@
+"""What engines say in the environment, read without any of them."""
+
+import os
+import stat
+from datetime import timedelta
+
+import pytest
+
+from pipedream_rt.cluster.engines import Asked, Node, membership
+from pipedream_rt.cluster.engines.slurm import expanded
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError
+
+STEP = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_CLUSTER_NAME": "big one",
+}  # fmt: skip
+KUBEFLOW = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job"}
+
+
+def node_of(environment, **asked):
+    return membership(environment, Asked(**asked)).node
+
+
+def now():
+    return Deadline(timedelta(0))
+
+
+def test_a_process_that_no_engine_has_started():
+    assert membership({}, Asked()) is None
+    assert membership({"PET_NNODES": "1"}, Asked()) is None
+    assert (
+        membership({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"}, Asked()) is None
+    )  # a batch script
+    assert membership({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Asked()) is None
+
+
+def test_a_task_of_slurm():
+    assert node_of(STEP) == Node(rank=1, size=3, host="n1", port=15_084)
+    assert node_of({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2900"}) == Node(
+        rank=1, size=3, host="10.0.0.1", port=2900
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID must be a number"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be the number of a port"),
+    ],
+)
+def test_variables_of_slurm_that_make_no_sense(change, words):
+    with pytest.raises(ConfigError, match=words):
+        membership({**STEP, **change}, Asked())
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("a[08-10,12],b", ["a08", "a09", "a10", "a12", "b"]),
+        ("r[1-2]n[1-2].x", ["r1n1.x", "r1n2.x", "r2n1.x", "r2n2.x"]),
+        ("", []),
+    ],
+)
+def test_lists_of_hosts(text, hosts):
+    assert list(expanded(text)) == hosts
+
+
+def test_no_list_of_hosts():
+    with pytest.raises(ConfigError, match="is no list of hosts"):
+        list(expanded("n[1-"))
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """Two tasks of a step, with a folder that both see."""
+    for name in ("PIPEDREAM_RT_SECRET", "PIPEDREAM_RT_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pipedream_rt.cluster.environment._taken", [])
+    shared = {**STEP, "PIPEDREAM_RT_JOB_FOLDER": str(tmp_path / "shared")}
+    return [membership({**shared, "SLURM_PROCID": rank}, Asked()) for rank in "01"]
+
+
+def test_the_secret_of_a_step_is_a_file_of_the_user_alone(tasks, tmp_path):
+    first, other = tasks
+    with pytest.raises(ConfigError, match=r"task 0 has put no secret at .* in time"):
+        other.secret(now())
+    made = first.secret(now())
+    assert other.secret(now()) == made
+    assert first.secret(now()) == made  # in another life of task 0
+    (place,) = (tmp_path / "shared").rglob("secret")
+    assert place.parent.name == "slurm-big-one-12.0"
+    assert stat.S_IMODE(os.stat(place).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(place.parent).st_mode) == 0o700
+    first.finish()
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_secret_that_others_can_read_is_refused(tasks, tmp_path):
+    tasks[0].secret(now())
+    (place,) = (tmp_path / "shared").rglob("secret")
+    place.chmod(0o644)
+    with pytest.raises(ConfigError, match="everybody on this machine can read the secret: chmod"):
+        tasks[1].secret(now())
+
+
+def test_a_folder_that_cannot_be_made(tasks, tmp_path):
+    (tmp_path / "shared").write_text("a file")
+    with pytest.raises(ConfigError, match="set PIPEDREAM_RT_JOB_FOLDER to a folder"):
+        tasks[0].secret(now())
+
+
+def test_a_pod_of_kubeflow():
+    assert node_of(KUBEFLOW) == Node(rank=2, size=4, host="job-node-0-0.job", port=29500)
+    assert node_of({**KUBEFLOW, "PET_NNODES": "4:4", "PET_MASTER_PORT": "7"}).port == 7
+    assert node_of({**KUBEFLOW, **STEP}, nodes=2, rank=1, endpoint="h:5") == Node(
+        rank=1, size=2, host="h", port=5
+    )
+
+
+def test_without_a_rank_the_machine_that_has_the_address_is_the_first():
+    assert node_of({}, nodes=2, endpoint="127.0.0.1:5").rank == 0
+    other = node_of({}, nodes=2, endpoint="192.0.2.1:5")
+    assert other.rank == 1
+    assert other.name_of_worker(0).endswith("-0")
+    assert not other.name_of_worker(0).startswith("node-")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"PET_NNODES": "1:4"}, "a job has a fixed number of nodes"),
+        ({"PET_NNODES": "many"}, "PET_NNODES must be a number"),
+        ({"PET_NNODES": "2"}, "give all of them --rdzv-endpoint HOST:PORT"),
+        ({**KUBEFLOW, "PET_NODE_RANK": "4"}, "the rank of this node is 4, and there are 4 nodes"),
+    ],
+)
+def test_variables_of_torchrun_that_make_no_sense(environment, words):
+    with pytest.raises(ConfigError, match=words):
+        membership(environment, Asked())

@@ -1,0 +1,69 @@
+"""Jobs of several nodes, whose processes are started, killed and started again as engines do."""
+
+import signal
+
+import pytest
+from support.nodes import expected, nodes
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def job(tmp_path):
+    with nodes(tmp_path / "run", steps=400) as made:
+        yield made
+
+
+def test_any_node_may_be_killed_and_the_bits_are_the_same(job):
+    """The script's own node too: the others wait, and it goes on from its newest checkpoint."""
+    first, *others = (job.start(rank) for rank in range(3))
+    first.wait_for("step 100")
+    others[0].signal(signal.SIGKILL)
+    others[0] = job.start(1)
+    first.wait_for("step 220")
+    pid = int(first.text.split("pid ")[1].split()[0])
+    first.signal(signal.SIGKILL)
+    assert first.ended() == -signal.SIGKILL
+    first = job.start(0)
+    began = int(first.wait_for("began at").split()[2])
+    assert 180 <= began <= 240
+    assert first.text.count(f"pid {pid}") == 0
+    assert first.wait_for("digest") == expected(job.steps)
+    assert [each.ended() for each in (first, *others)] == [0, 0, 0]
+
+
+def test_sigterm_to_all_nodes_makes_a_checkpoint(job):
+    """As an engine sends it that takes the machines back; the next start goes on from there."""
+    started = [job.start(rank) for rank in range(3)]
+    started[0].wait_for("step 100")
+    for each in reversed(started):
+        each.signal(signal.SIGTERM)
+    assert [each.ended() for each in started] == [143, 143, 143], started[0].text
+    started = [job.start(rank) for rank in range(3)]
+    began = int(started[0].wait_for("began at").split()[2])
+    assert began > 100
+    assert started[0].wait_for("digest") == expected(job.steps)
+    assert [each.ended() for each in started] == [0, 0, 0]
+
+
+def test_a_script_that_fails_ends_all_nodes_for_good(job, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(5)")
+    started = [job.start(rank, script=[str(script)]) for rank in range(3)]
+    assert [each.ended() for each in started] == [5, 1, 1], started[1].text
+
+
+def test_a_first_node_that_never_comes(job):
+    assert job.start(1, "--patience", "1").ended() == 3
+
+
+def test_a_node_with_another_secret_is_kept_out(job):
+    """It cannot know whether who refuses it is the first node, so it tries again until it may."""
+    other = job.start(1, secret="another-token-which-is-the-wrong-one-92e7")
+    first = job.start(0)
+    first.wait_for("does not know the job's secret; give it the same PIPEDREAM_RT_SECRET")
+    other.wait_for("does not show that it knows the secret")
+    other.signal(signal.SIGKILL)
+    started = [job.start(rank) for rank in (1, 2)]
+    assert first.wait_for("digest") == expected(job.steps)
+    assert [each.ended() for each in (first, *started)] == [0, 0, 0]

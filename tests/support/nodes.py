@@ -1,0 +1,70 @@
+"""Processes of `pipedream-rt run` that stand for the nodes of a job, on one machine."""
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from .deadlines import LATEST_S
+from .two_hosts import SECRET, Child
+
+SCRIPT = str(Path(__file__).parent / "everywhere.py")
+RUN = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
+
+
+@functools.cache
+def expected(steps):
+    """The digest of the same training in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, SCRIPT, folder, "--steps", str(steps), "--workers", "serial"],
+            capture_output=True, text=True, timeout=LATEST_S, check=True,
+        )  # fmt: skip
+    return done.stdout.splitlines()[-1]
+
+
+def own_environment(**more):
+    """The environment of this process without what would make it part of a job."""
+    mine = ("PIPEDREAM_RT_", "PET_", "SLURM_", "MASTER_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(mine)}
+    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+
+
+class Nodes:
+    """The nodes of one job, which find each other on loopback.
+
+    Args:
+        children: Ends them.
+        folder: Where the script has its checkpoints.
+        size: How many nodes there are.
+        steps: How long the script trains.
+    """
+
+    def __init__(self, children, folder, size=3, steps=600):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        self._children = children
+        self._folder = folder
+        self.size = size
+        self.steps = steps
+
+    def start(self, rank, *options, secret=SECRET, script=None):
+        """Start a node."""
+        command = [
+            *RUN, "--nnodes", str(self.size), "--node-rank", str(rank),
+            "--rdzv-endpoint", f"127.0.0.1:{self.port}", *options,
+            *(script or [SCRIPT, str(self._folder), "--steps", str(self.steps)]),
+        ]  # fmt: skip
+        child = Child(command, own_environment(PIPEDREAM_RT_SECRET=secret))
+        self._children.callback(child.close)
+        return child
+
+
+@contextmanager
+def nodes(folder, **more):
+    with ExitStack() as children:
+        yield Nodes(children, folder, **more)
