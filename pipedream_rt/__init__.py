@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipedream_rt.cluster.engines.ray import RayWorkers
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.fingerprints import Fingerprint
     from pipedream_rt.coordinator.kept import KeptVersion
@@ -77,6 +78,7 @@ __all__ = [
     "Plan",
     "PoisonedMicroBatch",
     "Profile",
+    "RayWorkers",
     "Recovery",
     "RendezvousTimeout",
     "Replay",
@@ -119,6 +121,7 @@ _HOMES = {
     "Pipeline": "pipedream_rt.pipeline",
     "Plan": "pipedream_rt.schedules",
     "Profile": "pipedream_rt.planning.profile",
+    "RayWorkers": "pipedream_rt.cluster.engines.ray",
     "Recovery": "pipedream_rt.job.options",
     "Replay": "pipedream_rt.observe.replay",
     "Restart": "pipedream_rt.coordinator.recovery",

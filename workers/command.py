@@ -5,7 +5,6 @@ It imports torch only once a coordinator calls, so a worker that waits is small 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -31,12 +30,10 @@ from pipedream_rt.cluster.control import (
 from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.records import is_name
+from pipedream_rt.cluster.subprocesses import dies_with_parent
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 
 _log = logging.getLogger("pipedream_rt.worker")
-
-_SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl."""
 
 
 @click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
@@ -146,7 +143,7 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
     _set_up(name, "WARNING")
     try:
         if join is not None:
-            _end_with_parent()
+            dies_with_parent(signal.SIGKILL)()
             if join["stays"]:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             tls = tls_of_environment()
@@ -180,7 +177,7 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
     while True:
         here, pid = os.getpid(), os.fork()
         if pid == 0:
-            _end_with_parent()
+            dies_with_parent(signal.SIGKILL)()
             if os.getppid() != here:  # it died before the line above
                 os._exit(EXIT_COORDINATOR_LOST)
             os._exit(_serve_once(place, worker, tries))
@@ -194,11 +191,6 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
                 return EXIT_COORDINATOR_LOST
             case _:
                 return 128 - code if code < 0 else code
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that has forked it is gone."""
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 _NOBODY = 77

@@ -190,12 +190,21 @@ def interface_towards(address: str) -> str:
     Raises:
         ConfigError: No interface leads there.
     """
+    return interface_of(address_towards(address))
+
+
+def address_towards(address: str) -> str:
+    """Numeric address that this machine has where it reaches ``HOST:PORT``.
+
+    Raises:
+        ConfigError: No interface leads there.
+    """
     host, port = parse_address(address)
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            return interface_of(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(f"{address} cannot be reached from here: {error}") from error
 

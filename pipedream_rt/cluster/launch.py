@@ -134,7 +134,9 @@ def _await_at(workers: object, spec: ClusterSpec) -> Cluster:
         ConfigError: The argument is no address, or the environment has no secret.
     """
     if not isinstance(workers, str):
-        raise ConfigError(f'workers must be "local", "serial" or "HOST:PORT", not {workers!r}')
+        raise ConfigError(
+            f'workers must be "local", "serial", "ray", "HOST:PORT" or an engine, not {workers!r}'
+        )
     address, secret = parse_address(workers), secret_of_environment()
     with listening(*address) as listener:
         host, port = listener.getsockname()[:2]

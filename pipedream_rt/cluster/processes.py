@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.base import ClusterSpec, Reference, once
+from pipedream_rt.cluster.engines.base import Supervisor
 from pipedream_rt.cluster.environment import rpc_of_environment
 from pipedream_rt.cluster.fork_server import fork_server
 from pipedream_rt.cluster.formation import Formation
@@ -52,6 +53,8 @@ class ProcessCluster:
         command: The command with which the user starts a worker elsewhere, for messages; empty if
             a launcher does that.
         remedy: What to do where workers are missing, for messages; empty to tell the command.
+        supervisor: The engine that has placed the workers, which is asked about those that are
+            lost; None where none has.
         tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
     """
 
@@ -65,6 +68,7 @@ class ProcessCluster:
         replace: Callable[[], None] | None = None,
         command: str = "",
         remedy: str = "",
+        supervisor: Supervisor | None = None,
         tls: Tls | None = None,
     ) -> None:
         """Start or await the workers and form a group with them; after an error nothing is left.
@@ -89,9 +93,19 @@ class ProcessCluster:
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(spec.threads, fork_server())
-        rendezvous = Rendezvous(spec.plan, self._local, key, spec.heartbeat, command, remedy, tls)
+        self._supervisor = supervisor
+        rendezvous = Rendezvous(
+            spec.plan,
+            self._local,
+            key,
+            spec.heartbeat,
+            command,
+            remedy if supervisor is None else supervisor.missing,
+            tls,
+        )
         self._members = rendezvous.members
-        self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, command)
+        ending = None if supervisor is None else supervisor.ending
+        self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, command, ending)
         try:
             deadline = Deadline(spec.start_timeout)
             here = [f"worker-{i}" for i in range(spec.plan.workers)] if listener is None else own
@@ -162,6 +176,8 @@ class ProcessCluster:
         self._watch.stop_waiting()
         if self._replace is not None:
             self._replace()
+        if self._supervisor is not None and self._watch.silent:
+            self._supervisor.replace(self._watch.silent)
         self.close()
 
     def close(self) -> None:

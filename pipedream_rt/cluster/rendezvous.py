@@ -6,6 +6,7 @@ import logging
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
@@ -39,7 +40,8 @@ class Rendezvous:
         key: The key of the job.
         heartbeat: How long a worker that was started here may be silent.
         command: The command that starts a worker elsewhere, for messages.
-        remedy: What to do where workers are missing, for messages; empty to tell the command.
+        remedy: What to do where workers are missing, for messages, or a function that finds it out;
+            empty to tell the command.
         tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
 
     Attributes:
@@ -54,7 +56,7 @@ class Rendezvous:
         key: JobKey,
         heartbeat: timedelta,
         command: str = "",
-        remedy: str = "",
+        remedy: str | Callable[[], str] = "",
         tls: Tls | None = None,
     ) -> None:
         """Call nobody yet."""
@@ -253,11 +255,12 @@ class Rendezvous:
         absent = sorted(expected - came, key=natural)
         missing = needed - len(joined)
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
+        remedy = self._remedy() if callable(self._remedy) else self._remedy
         return RendezvousTimeout(
             f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}"
             + "".join(f"; {name!r} was refused: {why}" for name, why in self._refused.items())
-            + f"; {self._remedy}, or give Pipeline recovery=Recovery(start=...) with more time",
+            + f"; {remedy}, or give Pipeline recovery=Recovery(start=...) with more time",
             missing=missing,
         )

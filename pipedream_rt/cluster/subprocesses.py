@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pipedream_rt.deadline import Deadline
+
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl."""
 
 
 class Process(Protocol):
@@ -43,3 +47,15 @@ def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def dies_with_parent(number: int) -> Callable[[], object]:
+    """Return what a child calls before its program starts, as ``preexec_fn`` of `subprocess.Popen`.
+
+    The kernel sends it a signal then when the thread that has started it is gone.
+
+    Args:
+        number: The signal.
+    """
+    prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child had better load nothing
+    return lambda: prctl(_SET_DEATH_SIGNAL, number)

@@ -6,7 +6,6 @@ the first runs the script, and all of them run workers; see `pipedream_rt.cluste
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import selectors
@@ -41,7 +40,7 @@ from pipedream_rt.cluster.environment import (
 from pipedream_rt.cluster.farewell import say_over
 from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.cluster.subprocesses import dies_with_parent, end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 
@@ -59,9 +58,6 @@ _QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
 number."""
 
 _TURN_S = 1.0
-
-_SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl."""
 
 
 def is_final(code: int) -> bool:
@@ -363,12 +359,11 @@ def _run_script(
     fds = (listener.fileno(), theirs.fileno(), pipe)
     names = (LISTEN_FD, SUPERVISOR_FD, SECRET_FD)
     environment = {**os.environ, **settings, **dict(zip(names, map(str, fds), strict=True))}
-    set_death_signal = ctypes.CDLL(None).prctl
     with ours, theirs:
         # Without it a script would live on where this process is killed, and be started once more.
         process = subprocess.Popen(
             command, env=environment, pass_fds=fds,
-            preexec_fn=lambda: set_death_signal(_SET_DEATH_SIGNAL, signal.SIGKILL),
+            preexec_fn=dies_with_parent(signal.SIGKILL),
         )  # fmt: skip
         os.close(pipe)
 

@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,11 @@ class Watch:
         heartbeat: How long a worker may be silent.
         command: The command that starts a worker elsewhere, for messages; empty if the user starts
             none by hand.
+        ending: Says how a worker has ended that an engine has started; see `Supervisor`.
+
+    Attributes:
+        ending: Whether the workers are to end, so that the loss of one is no failure any more.
+        silent: The names of the workers that were given up because they did not answer.
     """
 
     def __init__(
@@ -47,8 +52,11 @@ class Watch:
         fail: Fail,
         heartbeat: timedelta,
         command: str = "",
+        ending: Callable[[str], str] | None = None,
     ) -> None:
         """Start no thread yet."""
+        self._ending = ending
+        self.silent: set[str] = set()
         self._command = command
         self._members = members
         self._local = local
@@ -58,7 +66,6 @@ class Watch:
         self._all_stopped = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self.ending = False
-        """Whether the workers are to end, so that the loss of one is no failure any more."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -126,6 +133,7 @@ class Watch:
         """Report a worker that has been silent for longer than the heartbeat."""
         for member in self._members:
             if now - member.heard > self._heartbeat_s and not member.stopped and not self.ending:
+                self.silent.add(member.name)
                 silent = f" (it has been silent for {now - member.heard:.1f} s)"
                 self._fail(self.loss_of(member, note=silent))
 
@@ -150,7 +158,10 @@ class Watch:
                 "; it was started elsewhere: with --persist it comes back by itself as long as its "
                 f"process lives, otherwise start it there again with `{self._command}`"
             )
-        return member.lost(self._local.ending(member.name), problem, note)
+        how = self._local.ending(member.name)
+        if not how and self._ending is not None:
+            how = self._ending(member.name)
+        return member.lost(how, problem, note)
 
     def name_loss(self, error: PipelineError) -> PipelineError:
         """See `Cluster.name_loss`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
@@ -16,6 +17,7 @@ from pipedream_rt.cluster.launch import (
     start_cluster,
     starts_here,
 )
+from pipedream_rt.cluster.supervised import supervised
 from pipedream_rt.coordinator.balance import Balance
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
@@ -38,7 +40,7 @@ from pipedream_rt.job.identity import (
 )
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.notices import about_cores, about_micro_batches
-from pipedream_rt.job.options import SPANS_KEPT, Options
+from pipedream_rt.job.options import SPANS_KEPT, Options, Workers
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.job.weighing import Weighing, samples_of
 from pipedream_rt.messages.keys import optimizer_state
@@ -112,17 +114,26 @@ def start(job: Job) -> WorkerGroup:
     """
     most = job.options.recovery.max_restarts
     assert most is not None
-    return WorkerGroup(
-        job.plan,
-        functools.partial(_start_cluster, job=job.lasting),
-        list(job.specs),
-        job.forwards,
-        job.options.recovery.answer,
-        Failures(most, job.plan),
-    )
+    with ExitStack() as undo:
+        of_engine = supervised(job.options.workers)
+        if of_engine is not None:
+            undo.callback(of_engine.stop)
+        workers = job.options.workers if of_engine is None else of_engine
+        group = WorkerGroup(
+            job.plan,
+            functools.partial(_start_cluster, job=job.lasting, workers=workers),
+            list(job.specs),
+            job.forwards,
+            job.options.recovery.answer,
+            Failures(most, job.plan),
+        )
+        group.at_last.append(undo.pop_all().close)
+    return group
 
 
-def _start_cluster(receive: Receive, fail: Fail, generation: int, *, job: Job) -> Cluster:
+def _start_cluster(
+    receive: Receive, fail: Fail, generation: int, *, job: Job, workers: Workers
+) -> Cluster:
     """Start the workers of a generation."""
     recovery = job.options.recovery
     spec = ClusterSpec(
@@ -135,7 +146,7 @@ def _start_cluster(receive: Receive, fail: Fail, generation: int, *, job: Job) -
         threads=job.options.threads,
         heartbeat=recovery.heartbeat,
     )
-    return start_cluster(job.options.workers, spec)
+    return start_cluster(workers, spec)
 
 
 def attach(job: Job, group: WorkerGroup) -> Run:

@@ -8,7 +8,7 @@ laid out on workers (`Layout`), what becomes of failures (`Recovery`), and what 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -44,9 +44,10 @@ SPANS_KEPT = 1 << 17
 TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
 """A file to write the trace to, or whether to record one; None follows the environment."""
 
-Workers: TypeAlias = Literal["local", "serial"] | str | Callable[..., Any] | None
-"""``"local"``, ``"serial"``, ``"HOST:PORT"``, None to follow the environment, or a function that
-makes a `Cluster` of another kind, called with a `ClusterSpec`."""
+Workers: TypeAlias = Literal["local", "serial", "ray"] | str | object | None
+"""``"local"``, ``"serial"``, ``"ray"``, ``"HOST:PORT"``, None to follow the environment, an engine
+as `RayWorkers`, or a function that makes a `Cluster` of another kind, called with a
+`ClusterSpec`."""
 
 
 @option_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,8 +83,15 @@ class Membership(Protocol):
 class Supervisor(Protocol):
     """An engine that the script asks for workers, which join the script at its address."""
 
+    def host(self) -> str:
+        """Return the numeric address of this machine at which its workers reach the script.
+
+        Raises:
+            ConfigError: The engine cannot be reached.
+        """
+
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Place workers and start them, unless they are there already; returns at once or soon.
+        """Place workers and start them; those that are there already are left.
 
         Args:
             count: Number of workers.
@@ -92,15 +100,18 @@ class Supervisor(Protocol):
             deadline: When to give up.
 
         Raises:
-            ConfigError: They cannot be placed.
-            RendezvousTimeout: They could not be placed in time.
+            ConfigError: The engine cannot be reached.
+            RendezvousTimeout: The workers could not be placed in time.
         """
 
     def ending(self, name: str) -> str:
-        """Say in words how a worker has ended, or why it is not there; empty if not known."""
+        """Say in words how a worker has ended; empty if it has not, or if that is not known."""
 
-    def replace(self) -> None:
-        """End workers that may hang, and start others; the group of this generation is over."""
+    def missing(self) -> str:
+        """Say why workers have not come, and what to do."""
+
+    def replace(self, names: Collection[str]) -> None:
+        """End workers that do not answer, and start others in their place."""
 
     def stop(self) -> None:
         """End all workers. Idempotent."""

@@ -1,0 +1,94 @@
+"""What happens on a Ray cluster of several nodes; each scenario runs in a process of its own.
+
+    python ray_scenarios.py SCENARIO FOLDER
+
+The nodes are processes of ``ray.cluster_utils.Cluster``, which a driver's process owns.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+STORE = 80_000_000
+SCRIPT = str(Path(__file__).parent / "everywhere.py")
+
+
+class Script:
+    """The training as a driver of the cluster, whose lines are printed and looked at."""
+
+    def __init__(self, cluster, folder, *more):
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, folder, "--workers", "ray", *more],
+            env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def wait_for(self, words):
+        for line in self.process.stdout:
+            print(line, end="", flush=True)
+            if words in line:
+                return line
+        raise AssertionError(f"no line with {words!r} came")
+
+
+def cluster_of(nodes, head_cpus=1):
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": head_cpus, "object_store_memory": STORE, "include_dashboard": False
+        },
+    )  # fmt: skip
+    return cluster, [cluster.add_node(num_cpus=1, object_store_memory=STORE) for _ in range(nodes)]
+
+
+def a_node_dies(folder):
+    cluster, nodes = cluster_of(3, head_cpus=0)
+    try:
+        script = Script(cluster, folder)
+        script.wait_for("step 200")
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        script.wait_for("recovered in")
+        script.wait_for("digest")
+        assert script.process.wait(60) == 0
+    finally:
+        cluster.shutdown()
+
+
+def what_cannot_be_placed(folder):
+    """Refused within the deadline, with what is needed and what there is."""
+    from datetime import timedelta
+
+    from torch import nn
+
+    from pipedream_rt import Pipeline, RayWorkers, Recovery, RendezvousTimeout
+
+    cluster, _ = cluster_of(1)
+    try:
+        ray.init(cluster.address, log_to_driver=False)
+        for workers in (RayWorkers(resources={"CPU": 2}), RayWorkers("STRICT_SPREAD")):
+            try:
+                Pipeline(
+                    [nn.Linear(2, 2) for _ in range(3)], stages=3, loss_fn=nn.MSELoss(),
+                    workers=workers, recovery=Recovery(start=timedelta(seconds=3)),
+                )  # fmt: skip
+            except RendezvousTimeout as error:
+                print(error, flush=True)
+            else:
+                raise AssertionError("it was placed")
+        groups = ray.util.placement_group_table().values()
+        assert {group["state"] for group in groups} <= {"REMOVED"}
+        left = [t for t in threading.enumerate() if t.name.startswith(("control", "join"))]
+        assert left == []
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    {each.__name__: each for each in (a_node_dies, what_cannot_be_placed)}[sys.argv[1]](sys.argv[2])
