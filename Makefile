@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs unit stress chaos bench clean
+.PHONY: demo test lint types docs unit stress chaos engines bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
@@ -40,6 +40,14 @@ stress: $(VENV)/installed
 chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
 		tests/test_chaos.py tests/coordinator/test_resume.py tests/coordinator/test_recovery.py
+
+# Jobs under the engines themselves: Ray, a real Slurm (Debian's packages, installed if this is root
+# and they are missing), and Kubernetes' schemas with a kubelet that is played.
+engines: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engines]'
+	command -v slurmctld > /dev/null || { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get \
+		install -y --no-install-recommends slurmctld slurmd slurm-client munge; }
+	$(BIN)/python -m pytest -n 2 -rs tests/cluster/engines
 
 # The suite of benchmarks, which takes about two hours; `python -m benchmarks --help` has parts of it.
 bench: $(VENV)/installed
