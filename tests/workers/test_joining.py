@@ -9,6 +9,7 @@ import pytest
 from pipedream_rt.workers import joining
 from pipedream_rt.workers.joining import JobOver, Place, Tries, Worker
 
+from pipedream_rt.cluster import calling
 from pipedream_rt.cluster.control import EXIT_AGAIN, EXIT_COORDINATOR_LOST, Control
 from pipedream_rt.cluster.keys import NONCE, Secret, Talk
 from pipedream_rt.deadline import Deadline
@@ -22,7 +23,8 @@ SECRET = Secret.generated()
 def pauses(monkeypatch):
     """The pauses that a worker would make, which take no time here."""
     found = []
-    monkeypatch.setattr(joining, "_pause", found.append)
+    monkeypatch.setattr(joining, "pause", found.append)
+    monkeypatch.setattr(calling, "pause", found.append)
     return found
 
 
@@ -42,7 +44,7 @@ def visits(monkeypatch):
             return socket.create_connection(listener.getsockname(), timeout=10)
 
     monkeypatch.setattr(joining, "serve", serve)
-    monkeypatch.setattr(joining, "_connect", connect)
+    monkeypatch.setattr(joining, "connect", connect)
     return answers
 
 
@@ -52,7 +54,7 @@ def serve_at(persist, failures=0):
 
 
 def test_a_persistent_worker_without_a_place_waits_longer_each_time(pauses, visits):
-    visits += [joining._NoPlace("the name 'w' is taken")] * 7 + [0]
+    visits += [joining.NoPlace("the name 'w' is taken")] * 7 + [0]
     assert serve_at(persist=True) == 0
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
 
@@ -64,7 +66,7 @@ def test_it_goes_on_counting_in_a_new_process_image(pauses, visits):
 
 
 def test_a_worker_that_does_not_persist_ends(pauses, visits):
-    visits += [joining._NoPlace("the name 'w' is taken")]
+    visits += [joining.NoPlace("the name 'w' is taken")]
     with pytest.raises(PipelineError, match="taken"):
         serve_at(persist=False)
     assert pauses == [0]
@@ -104,11 +106,11 @@ def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
         with pytest.raises(
             PipelineError, match=r"refused this worker.*: the job is full"
         ) as raised:
-            joining._be_admitted(control, Worker("w", 1, SECRET), None)
+            calling.be_admitted(control, "w", SECRET, None)
         thread.join()
     assert said == ["w"]
     final = shown == "right" and not passing
-    assert isinstance(raised.value, joining._NoPlace) == (not final)
+    assert isinstance(raised.value, joining.NoPlace) == (not final)
     assert ("does not show that it knows the secret" in str(raised.value)) == (shown != "right")
 
 
@@ -118,13 +120,13 @@ def test_a_coordinator_that_never_listens(pauses):
     with pytest.raises(
         PeerLost, match=r"no coordinator listened at .* within 0.05 s: connection r"
     ):
-        joining._connect(Place(address, 0.05))
+        calling.connect(Place(address, 0.05))
     assert max(pauses) <= 0.05  # no longer than is left
 
 
 def test_a_host_that_is_unknown():
     with pytest.raises(ConfigError, match="is no host"):
-        joining._connect(Place("no such host.invalid:1", 1))
+        calling.connect(Place("no such host.invalid:1", 1))
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
@@ -137,7 +139,7 @@ def test_what_listens_and_says_nothing_is_told_of(encrypts, monkeypatch):
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         words = "the coordinator ended before" if encrypts else "said nothing for 0.2 s.*_TLS must"
         call_timeout = timedelta(seconds=20 if encrypts else 0.2)
-        with pytest.raises(joining._NoPlace, match=words):
+        with pytest.raises(joining.NoPlace, match=words):
             joining.serve_at(Place(address, 5, False, call_timeout), worker, Tries())
     if tls is not None:
         tls.finish(Deadline(timedelta(seconds=20)))
@@ -150,8 +152,8 @@ def test_somebody_who_admits_without_a_proof_is_no_coordinator():
         coordinator.send({"type": "call", "nonce": bytes(NONCE), "salt": bytes(NONCE)})
         coordinator.send({"type": "admitted", "proof": bytes(32)})
         control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(joining._NoPlace, match="does not know the job's secret, or somebody"):
-            joining._be_admitted(control, Worker("w", 1, SECRET), None)
+        with pytest.raises(joining.NoPlace, match="does not know the job's secret, or somebody"):
+            calling.be_admitted(control, "w", SECRET, None)
 
 
 def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
@@ -170,7 +172,7 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
 
 def test_a_host_that_is_known_may_be_unknown_for_a_while(pauses):
     with pytest.raises(PeerLost, match=r"within 0 s: 'no such host.invalid' is no host now"):
-        joining._connect(Place("no such host.invalid:1", 0, known=True))
+        calling.connect(Place("no such host.invalid:1", 0, known=True))
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -189,8 +191,8 @@ def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(knows):
         thread = threading.Thread(target=say_over)
         thread.start()
         control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(JobOver if knows else joining._NoPlace) as raised:
-            joining._be_admitted(control, Worker("w", 1, SECRET), None)
+        with pytest.raises(JobOver if knows else joining.NoPlace) as raised:
+            calling.be_admitted(control, "w", SECRET, None)
         thread.join()
     if knows:
         assert raised.value.code == 7

@@ -1,0 +1,228 @@
+"""The other end of a coordinator's door: whoever calls there finds it, and proves what it knows."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+from pipedream_rt.cluster.addresses import boot_id, parse_address
+from pipedream_rt.cluster.control import VERSION, Control
+from pipedream_rt.cluster.environment import TLS
+from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, Secret, Talk
+from pipedream_rt.cluster.records import Record
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import (
+    ConfigError,
+    MessageTimeout,
+    PeerLost,
+    PipelineError,
+    TransportError,
+)
+from pipedream_rt.schema import printable
+from pipedream_rt.software import software
+from pipedream_rt.transport.tcp import prepare
+
+_log = logging.getLogger("pipedream_rt.worker")
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_OF_CONNECT_S = 0.1, 2.0
+"""Seconds between the first two attempts, and between any two, to reach a coordinator that does not
+listen yet. An attempt costs little, and a recovery waits for its workers."""
+
+_ATTEMPT_S = 1.0
+"""Seconds for an attempt to connect. The kernel would try again by itself only after 1, 2, 4, 8 ...
+seconds, so a worker would notice late that a cable is in again."""
+
+_ANSWER_TIMEOUT = timedelta(seconds=60)
+"""For a coordinator to answer a hello, which it does at once."""
+
+CALL_TIMEOUT = timedelta(seconds=30)
+"""For a coordinator to call a worker that has connected, which it does at once, though a handshake
+may take 20 s."""
+
+
+class JobOver(PipelineError):
+    """The job has ended, and nobody will call this worker again.
+
+    Args:
+        code: The exit code of its script.
+    """
+
+    def __init__(self, code: int) -> None:
+        """Say how the script has ended."""
+        super().__init__(f"the job is over: its script has ended with exit code {code}")
+        self.code = code
+
+
+class NoPlace(PipelineError):
+    """The coordinator had no place for this worker now, or gave up before the job began."""
+
+
+class Unproven(NoPlace):
+    """Who listens there refused this worker, and may be anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker finds its coordinators, and how long it waits there.
+
+    Attributes:
+        address: ``HOST:PORT`` of the coordinator.
+        timeout_s: Seconds to wait for a coordinator to listen.
+        persist: Whether to try again where there is no place for the worker in the job.
+        call_timeout: For who listens there to say its first word; None to wait for ever.
+        known: Whether the host is known to exist, though its name may lead nowhere for a while.
+    """
+
+    address: str
+    timeout_s: float
+    persist: bool = True
+    call_timeout: timedelta | None = CALL_TIMEOUT
+    known: bool = False
+
+
+def connect(place: Place) -> socket.socket:
+    """Connect to a coordinator that may not listen yet.
+
+    Raises:
+        ConfigError: The address is none, or its host is unknown.
+        PeerLost: No coordinator listened in time.
+    """
+    address = place.address
+    host, port = parse_address(address)
+    deadline = Deadline(timedelta(seconds=place.timeout_s))
+    pause_s, before = _SHORTEST_PAUSE_S, ""
+    _log.info("joining the coordinator at %s", address)
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=_ATTEMPT_S)
+            connection.settimeout(None)
+            prepare(connection)
+            return connection
+        except OSError as error:
+            if isinstance(error, socket.gaierror):
+                if not place.known:
+                    raise ConfigError(f"{host!r} is no host: {error}") from error
+                reason = f"{host!r} is no host now"
+            else:
+                reason = os.strerror(error.errno).lower() if error.errno else "no answer"
+            if deadline.expired():
+                raise PeerLost(
+                    f"no coordinator listened at {address} within {place.timeout_s:g} s: {reason}",
+                    peer=address,
+                ) from error
+        if reason != before:
+            _log.info("%s: %s; waiting for the coordinator", address, reason)
+            before = reason
+        left_s = deadline.remaining_s()
+        pause(pause_s if left_s is None else min(pause_s, left_s))
+        if reason != "no answer":  # which took its time already
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_OF_CONNECT_S)
+
+
+def pause(seconds: float) -> None:
+    """Wait; a signal ends the process meanwhile."""
+    threading.Event().wait(seconds)
+
+
+def be_admitted(
+    control: Control, name: str, secret: Secret | None, call_timeout: timedelta | None
+) -> bytes:
+    """Answer the call of a coordinator, and become a member of its group.
+
+    All further records of the connection are signed.
+
+    Args:
+        control: The control connection.
+        name: Its name, unique in the group.
+        secret: The secret of the job; None over an inherited connection, whose call has the key.
+        call_timeout: For the coordinator to call; None to wait for ever.
+
+    Returns:
+        The key of the job.
+
+    Raises:
+        JobOver: Nobody will call this worker again.
+        NoPlace: The coordinator has no place for the worker now, or has ended.
+        PipelineError: The coordinator refused the worker, or does not speak this protocol.
+    """
+    try:
+        call = _call_of(control, call_timeout)
+        if control.is_local:
+            key = call.get("key")
+        else:
+            key = None if secret is None else secret.key(call["salt"])
+        if key is None:
+            raise TransportError("the coordinator's call has no key")
+        nonce = secrets.token_bytes(NONCE)
+        hello = {
+            "type": "hello",
+            "name": name,
+            "pid": os.getpid(),
+            "host": printable(socket.gethostname(), 200),
+            "boot": boot_id(),
+            "software": software(),
+            "version": VERSION,
+            "nonce": nonce,
+        }
+        talk = Talk(key, call["nonce"], nonce, control.channel)
+        control.send({**hello, "proof": talk.prove(hello)})
+        answer = control.receive(Deadline(_ANSWER_TIMEOUT))
+        if answer["type"] == "over":
+            if not hmac.compare_digest(talk.prove_over(answer["code"]), answer["proof"]):
+                raise TransportError("it says that the job is over, and does not know its secret")
+            raise JobOver(answer["code"])
+        if answer["type"] == "refused":
+            reason = printable(answer["reason"])
+            right = talk.prove_refusal(answer)
+            if not hmac.compare_digest(right, answer.get("proof") or b""):
+                raise Unproven(
+                    "the coordinator refused this worker, and does not show that it knows the "
+                    f"secret that the worker has: {reason}"
+                )
+            kind = NoPlace if answer["passing"] else PipelineError
+            raise kind(f"the coordinator refused this worker: {reason}")
+        expect(answer, "admitted")
+        if not hmac.compare_digest(talk.prove_admission(), answer["proof"]):
+            raise TransportError("it does not know the job's secret, or somebody is in between")
+    except PeerLost as error:
+        raise NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
+    except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
+        raise NoPlace(f"what listens there is no coordinator: {error}") from error
+    control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
+    return bytes(key)
+
+
+def _call_of(control: Control, timeout: timedelta | None) -> Record:
+    """Wait for the call of a coordinator.
+
+    Raises:
+        TransportError: Something else comes, or the other end is gone.
+        MessageTimeout: Nothing comes in time.
+    """
+    try:
+        call = control.receive(Deadline(timeout))
+    except MessageTimeout as error:
+        assert timeout is not None
+        raise MessageTimeout(
+            f"it has taken the connection, and has said nothing for {timeout.total_seconds():g} s; "
+            "it may be another program, or one end encrypts and the other does not: "
+            f"{TLS} must be the same for the script and its workers"
+        ) from error
+    expect(call, "call")
+    return call
+
+
+def expect(record: Record, kind: str) -> None:
+    """Check the type of a record.
+
+    Raises:
+        TransportError: The record is of another type.
+    """
+    if record["type"] != kind:
+        raise TransportError(f"expected {kind!r} from the coordinator, got {record['type']!r}")
