@@ -34,7 +34,7 @@ LAYERS = [
     {"pipedream_rt.cluster"},
     {"pipedream_rt.coordinator"},
     {"pipedream_rt.pipeline"},
-    {"pipedream_rt.planning.link_costs"},
+    {"pipedream_rt.planning.link_costs", "pipedream_rt.doctor"},
     {"pipedream_rt.cli"},
     {"pipedream_rt.workers"},
 ]
@@ -149,6 +149,7 @@ def test_the_environment_is_read_at_the_face_alone():
     # endpoint.py writes two variables, for torch alone understands them; the fork server and the
     # processes that it makes hand the whole environment on.
     assert readers == {
+        "pipedream_rt.cli.doctor",
         "pipedream_rt.cli.profile",
         "pipedream_rt.cli.run",
         "pipedream_rt.cluster.environment",

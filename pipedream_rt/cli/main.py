@@ -7,6 +7,7 @@ import click
 from pipedream_rt import __version__
 from pipedream_rt.cli.certificate import certificate
 from pipedream_rt.cli.checkpoint import checkpoint
+from pipedream_rt.cli.doctor import doctor
 from pipedream_rt.cli.plan import plan
 from pipedream_rt.cli.profile import profile
 from pipedream_rt.cli.run import run, worker
@@ -41,6 +42,7 @@ def main() -> None:
 for _command in (
     certificate,
     checkpoint,
+    doctor,
     plan,
     profile,
     run,

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import click
 
-from pipedream_rt.cluster.engines import Asked, membership
+from pipedream_rt.cli.nodes import Nodes, options_of_nodes
 from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
@@ -32,19 +32,7 @@ def worker(arguments: tuple[str, ...]) -> None:
               callback=lambda context, parameter, text: count_of(text),
               help="Number of workers to start on each node; auto for one on each core. In a job "
               "of several nodes 1 by default.")  # fmt: skip
-@click.option("--nnodes", type=click.IntRange(min=1), help="Number of nodes.")
-@click.option("--node-rank", "--node_rank", type=click.IntRange(min=0),
-              help="Number of this node; 0 runs the script. Without it the node that has the "
-              "address of --rdzv-endpoint does.")  # fmt: skip
-@click.option("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="HOST:PORT",
-              help="Address of the first node.")  # fmt: skip
-@click.option("--master-addr", "--master_addr", default="", metavar="HOST",
-              help="The same, as --master-addr HOST --master-port PORT.")  # fmt: skip
-@click.option("--master-port", "--master_port", default=29500, show_default=True,
-              type=click.IntRange(1, 65535))  # fmt: skip
-@click.option("--rdzv-backend", "--rdzv_backend", hidden=True, help="Of torchrun; not needed.")
-@click.option("--rdzv-id", "--rdzv_id", hidden=True, help="Of torchrun; not needed.")
-@click.option("--rdzv-conf", "--rdzv_conf", hidden=True, help="Of torchrun; not needed.")
+@options_of_nodes
 @click.option("--patience", default=1800.0, show_default=True, type=click.FloatRange(min=1),
               help="Seconds for which other nodes wait for the first one.")  # fmt: skip
 @click.option("--grace", default=60.0, show_default=True, type=click.FloatRange(min=0.1),
@@ -62,15 +50,8 @@ def worker(arguments: tuple[str, ...]) -> None:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
+    nodes: Nodes,
     nproc_per_node: int | None,
-    nnodes: int | None,
-    node_rank: int | None,
-    rdzv_endpoint: str,
-    master_addr: str,
-    master_port: int,
-    rdzv_backend: str | None,
-    rdzv_id: str | None,
-    rdzv_conf: str | None,
     patience: float,
     grace: float,
     threads: int,
@@ -89,8 +70,7 @@ def run(
     Where an engine has started this command on several nodes (srun, Kubeflow, or --nnodes), the
     first one runs the script, and the others serve it with workers until it ends.
     """
-    endpoint = rdzv_endpoint or (f"{master_addr}:{master_port}" if master_addr else "")
-    job = membership(os.environ, Asked(nodes=nnodes, rank=node_rank, endpoint=endpoint))
+    job = nodes.membership(os.environ)
     if job is None and nproc_per_node is None:
         raise click.UsageError("give --nproc-per-node, the number of workers to start here")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -145,6 +145,11 @@ class Control:
         """Numeric address of this end; loopback for a socket pair."""
         return self._local_host or "127.0.0.1"
 
+    @property
+    def remote_host(self) -> str:
+        """Numeric address of the other end as this end sees it; empty for a socket pair."""
+        return "" if self.is_local else str(self._socket.getpeername()[0])
+
     def notice_within(self, seconds: float) -> None:
         """Have the kernel end the connection where the other machine is out of reach for so long.
 

@@ -79,6 +79,10 @@ FIELDS: dict[str, dict[str, Check]] = {
     "beat": {"doing": text(_LONG), "rss": whole(0, 2**63)},
     "doing": {"action": text(_LONG)},
     "clock": {"ns": maybe(whole(0, 2**63))},
+    # Of `pipedream-rt doctor`.
+    "examine": {"folder": text(4096), "token": line(64)},
+    "call on": {"host": line(255), "port": whole(1, 65535), "nonce": exactly(NONCE)},
+    "findings": {"text": text(_LONG)},
     "stop": {},
     "stopped": {},
     "exit": {"failed": truth},

@@ -1,0 +1,75 @@
+"""The command ``doctor``: says before a job whether its machines fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+
+import click
+
+from pipedream_rt.cli.nodes import Nodes, options_of_nodes
+from pipedream_rt.doctor.judgement import judge, options_of_planner
+from pipedream_rt.doctor.rounds import Found, be_looked_at, look_at_all, look_at_this
+from pipedream_rt.observe.summary import table
+
+_MARKS = {"ok": "ok", "note": "--", "warn": "!!", "fail": "XX"}
+
+
+@click.command()
+@options_of_nodes
+@click.option("--folder", default="", metavar="PATH",
+              help="A folder that all machines share, as that of the checkpoints.")  # fmt: skip
+@click.option("--source", default="", metavar="PATH",
+              help="A folder with your Python files, the same everywhere.")  # fmt: skip
+@click.option("--patience", default=60.0, show_default=True, type=click.FloatRange(min=1),
+              help="Seconds to wait for all machines.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def doctor(nodes: Nodes, folder: str, source: str, patience: float, as_json: bool) -> None:
+    """Look at this machine, or at all machines of a job, and say what to mend.
+
+    Start it on all machines as you start `run`: under srun, with --nnodes and --rdzv-endpoint, or
+    where Kubeflow sets PET_ variables. The first one prints what was found. The exit code is 1 if a
+    job would not run.
+    """
+    job, wait = nodes.membership(os.environ), timedelta(seconds=patience)
+    if job is not None and not job.node.is_first:
+        if why := be_looked_at(job, source, wait):
+            click.echo(why, err=True)
+        sys.exit(1 if why else 0)
+    found = look_at_this(folder, source) if job is None else look_at_all(job, folder, source, wait)
+    findings = judge(found.machines, found.links, found.clocks, 1 if job is None else job.node.size)
+    if as_json:
+        click.echo(_json(found, [asdict(each) for each in findings]))
+    else:
+        rows = [(_MARKS[each.grade], each.check, each.where, each.text) for each in findings]
+        click.echo(table(rows))
+        for name, why in found.refused.items():
+            click.echo(f"XX  {name} was sent away: {why}")
+        for each in findings:
+            if each.remedy:
+                click.echo(f"{each.check} {each.where}".strip() + f": {each.remedy}")
+        if options := options_of_planner(found.links):
+            click.echo(f"for the planner: pipedream-rt plan {options}")
+    bad = bool(found.refused) or any(each.grade == "fail" for each in findings)
+    sys.exit(1 if bad else 0)
+
+
+def _json(found: Found, findings: list[dict[str, object]]) -> str:
+    """Return everything that was found, for programs."""
+    links = [
+        {"from": caller, "to": called, **asdict(link)}
+        for (caller, called), link in found.links.items()
+    ]
+    return json.dumps(
+        {
+            "findings": findings,
+            "machines": found.machines,
+            "links": links,
+            "clocks": found.clocks,
+            "refused": found.refused,
+        },
+        indent=1,
+    )

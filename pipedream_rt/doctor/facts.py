@@ -1,0 +1,109 @@
+"""What a machine finds of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipedream_rt.software import processor, software
+
+Facts = dict[str, Any]
+"""What a machine has found, by name; of values that JSON has."""
+
+_LARGEST = 1 << 20
+"""Bytes of a source file that is looked at."""
+
+_MOST_FILES = 2000
+
+
+def facts(folder: str, token: str, source: str) -> Facts:
+    """Return what this machine finds.
+
+    Args:
+        folder: The folder that all machines are to share; empty for none.
+        token: What the first machine has written to the file that `token_file` names.
+        source: The folder with the user's source files; empty for none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "host": socket.gethostname(),
+        "software": software(),
+        "processor": processor(),
+        "memory": _memory(),
+        "shm": _free("/dev/shm"),
+        "files": soft,
+        "files_at_most": hard,
+        "accelerator": _accelerator(),
+        "source": digest_of(Path(source)) if source else "",
+        "folder": _shared(folder, token) if folder else "",
+    }
+
+
+def token_file(folder: str, token: str) -> Path:
+    """Return the file by which machines see whether they share a folder."""
+    return Path(folder) / f".pipedream-rt-doctor-{token[:8]}"
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the Python files in a folder and those below it.
+
+    Folders whose names begin with a dot are left out, as are virtual environments.
+    """
+    digest, count = hashlib.blake2b(digest_size=8), 0
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith((".", "__")) and not (Path(root) / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(files):
+            path = Path(root) / name
+            if name.endswith(".py") and path.stat().st_size <= _LARGEST and count < _MOST_FILES:
+                count += 1
+                digest.update(str(path.relative_to(folder)).encode() + b"\0")
+                digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest() if count else ""
+
+
+def _shared(folder: str, token: str) -> str:
+    """Say what is wrong with the shared folder as this machine sees it; "ok" if nothing is."""
+    try:
+        os.listdir(folder)  # has NFS look again
+        if token_file(folder, token).read_text() != token:
+            return "has another file of the same name"
+        mine = token_file(folder, token).with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        mine.write_text(token)
+        mine.unlink()
+    except OSError as error:
+        return f"{error.strerror}: {error.filename}"
+    return "ok"
+
+
+def _memory() -> int:
+    """Bytes of memory that programs can still get; 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _free(place: str) -> int:
+    """Bytes that are free in a file system; 0 if there is none."""
+    with suppress(OSError):
+        about = os.statvfs(place)
+        return about.f_bavail * about.f_frsize
+    return 0
+
+
+def _accelerator() -> str:
+    """Return the kind of accelerator that torch sees, and how many; empty for none."""
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    return "" if found is None else f"{torch.accelerator.device_count()} of {found.type}"

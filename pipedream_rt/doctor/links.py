@@ -1,0 +1,113 @@
+"""What a connection between two machines is like, measured over one of its own."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.doctor.judgement import Link
+from pipedream_rt.transport.tcp import prepare
+
+_TIMEOUT_S = 5.0
+_TURNS = 20
+_SIZES = (1 << 20, 1 << 24)
+"""Bytes that are sent; the larger number where the smaller one takes no half second."""
+
+_LONG_S = 0.5
+_CHUNK = bytes(1 << 20)
+
+
+class Echo:
+    """Answers measurements on a thread, until it is closed.
+
+    Args:
+        host: Numeric address to listen at.
+
+    Attributes:
+        port: The port.
+        nonce: What callers show first; whoever does not is sent away.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        self.nonce = secrets.token_bytes(NONCE)
+        self._thread = threading.Thread(target=self._serve, name="echo")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        """Answer one caller after another."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            with connection, suppress(OSError):
+                connection.settimeout(_TIMEOUT_S)
+                prepare(connection)
+                if _exactly(connection, NONCE) != self.nonce:
+                    continue
+                while True:
+                    size = int.from_bytes(_exactly(connection, 8), "big")
+                    if size > max(_SIZES):
+                        break
+                    _exactly(connection, size, keeps=False)
+                    connection.sendall(b"k")
+
+    def close(self) -> None:
+        """Listen no more, and end the thread."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+def measure(host: str, port: int, nonce: bytes) -> Link:
+    """Call an `Echo`, and return what the link to it is like."""
+    try:
+        with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
+            prepare(connection)
+            connection.sendall(nonce)
+            trips = [_trip(connection, 0) for _ in range(_TURNS)]
+            for size in _SIZES:
+                took_s = _trip(connection, size)
+                if took_s > _LONG_S:
+                    break
+            round_s = min(trips)
+            return Link(round_s / 2, size / max(took_s - round_s, 1e-9))
+    except OSError as error:
+        return Link(None, 0.0, f"{host}:{port} cannot be reached: {error}")
+
+
+def _trip(connection: socket.socket, size: int) -> float:
+    """Send so many bytes, and return the seconds until the other end has them."""
+    began = time.perf_counter()
+    connection.sendall(size.to_bytes(8, "big"))
+    left = size
+    while left:
+        left -= connection.send(memoryview(_CHUNK)[: min(left, len(_CHUNK))])
+    _exactly(connection, 1)
+    return time.perf_counter() - began
+
+
+def _exactly(connection: socket.socket, size: int, keeps: bool = True) -> bytes:
+    """Receive so many bytes, and return them if they are to be kept.
+
+    Raises:
+        OSError: The other end is gone, or silent.
+    """
+    data = bytearray()
+    while size:
+        came = connection.recv(min(size, 1 << 20))
+        if not came:
+            raise ConnectionError("the other end has closed the connection")
+        size -= len(came)
+        if keeps:
+            data += came
+    return bytes(data)

@@ -1,0 +1,279 @@
+"""How the first machine asks the others: the hello of a worker, and then a few records.
+
+first                       other
+call, hello, admitted       as for a worker; see `pipedream_rt.cluster.control`
+examine         ->          the folder that is to be shared, and what is in its file
+<- findings what the machine has found
+clock           ->
+<- clock    its time of day, in nanoseconds
+<- door     where it answers measurements, with the nonce that callers show
+call on         ->          the machine measures the link to another one
+<- findings what the link is like
+exit            ->          nothing more is asked
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, joined, listening
+from pipedream_rt.cluster.admission import admit, refusal_of
+from pipedream_rt.cluster.callers import Callers
+from pipedream_rt.cluster.calling import Place, be_admitted, connect
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.engines import Membership
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.members import Member
+from pipedream_rt.cluster.records import Record
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.doctor.facts import Facts, facts, token_file
+from pipedream_rt.doctor.judgement import Link
+from pipedream_rt.doctor.links import Echo, measure
+from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, PipelineError, TransportError
+
+_ANSWER = timedelta(seconds=60)
+"""For a machine to look at itself, which imports torch, or to measure a link."""
+
+_CLOCK_READINGS = 5
+
+
+@dataclass(slots=True)
+class Found:
+    """What was found of all machines; the arguments of `judge`."""
+
+    machines: dict[str, Facts] = field(default_factory=dict)
+    links: dict[tuple[str, str], Link] = field(default_factory=dict)
+    clocks: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    addresses: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def look_at_this(folder: str, source: str) -> Found:
+    """Look at this machine alone."""
+    with _written(folder) as token:
+        return Found({socket.gethostname(): facts(folder, token, source)})
+
+
+def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) -> Found:
+    """Ask all machines of a job, from the first one.
+
+    Args:
+        job: The job.
+        folder: The folder that all machines are to share; empty for none.
+        source: The folder with the user's source files; empty for none.
+        patience: How long to wait for the machines.
+
+    Raises:
+        ConfigError: This machine cannot listen, has no secret, or cannot write to the folder.
+    """
+    node, deadline = job.node, Deadline(patience)
+    secret = job.secret(deadline)
+    found = Found()
+    with ExitStack() as opened:
+        listener = opened.enter_context(
+            listening(host_to_listen_at(node.host, alone=False), node.port)
+        )
+        token = opened.enter_context(_written(folder))
+        mine = facts(folder, token, source)
+        members = _gathered(listener, secret, node.size - 1, deadline, found.refused)
+        for member in members:
+            opened.callback(member.control.close)
+        names = {"first": mine} | {
+            member.name: _examined(member, folder, token) for member in members
+        }
+        found.machines.update(names)
+        found.clocks.update({member.name: _ahead_s(member.control) for member in members})
+        if members:
+            doors = _measure_links(members, found.links)
+            found.addresses.update(
+                (member.name, (str(doors[member.name]["host"]), member.control.remote_host))
+                for member in members
+                if member.name in doors
+            )
+        for member in members:
+            with suppress(PeerLost):
+                member.control.send({"type": "exit", "failed": False})
+    job.finish()
+    return found
+
+
+def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
+    """Answer the first machine until it asks nothing more.
+
+    Returns:
+        Why this machine was sent away; empty if it was not.
+
+    Raises:
+        PipelineError: Nobody asks.
+    """
+    node = job.node
+    secret = job.secret(Deadline(patience))
+    place = Place(joined(node.host, node.port), patience.total_seconds(), known=True)
+    connection = connect(place)
+    control = Control(connection, "the first machine", str(connection.getsockname()[0]))
+    name = node.name or f"node-{node.rank}"
+    with ExitStack() as opened:
+        opened.callback(control.close)
+        try:
+            be_admitted(control, name, secret, _ANSWER)
+        except PipelineError as error:
+            return str(error)
+        echo = Echo(address_towards(place.address))
+        opened.callback(echo.close)
+        host = address_towards(place.address)
+        while True:
+            record = control.receive(Deadline(patience))
+            match record["type"]:
+                case "examine":
+                    seen = facts(record["folder"], record["token"], source)
+                    control.send({"type": "findings", "text": json.dumps(seen)})
+                case "clock":
+                    control.send({"type": "clock", "ns": time.time_ns()})
+                case "door":
+                    control.send(
+                        {"type": "call on", "host": host, "port": echo.port, "nonce": echo.nonce}
+                    )
+                case "call on":
+                    link = measure(record["host"], record["port"], record["nonce"])
+                    control.send({"type": "findings", "text": json.dumps(asdict(link))})
+                case _:
+                    return ""
+
+
+@contextmanager
+def _written(folder: str) -> Iterator[str]:
+    """Write the file by which machines see whether they share a folder, until the block ends.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    token = secrets.token_hex(16)
+    if not folder:
+        yield token
+        return
+    path = token_file(folder, token)
+    try:
+        path.write_text(token)
+    except OSError as error:
+        raise ConfigError(f"the shared folder cannot be written to: {error}") from error
+    try:
+        yield token
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _gathered(
+    listener: socket.socket, secret: Secret, count: int, deadline: Deadline, refused: dict[str, str]
+) -> list[Member]:
+    """Wait until so many machines have come, or the time has passed; note whom it sends away."""
+    members: list[Member] = []
+    with selectors.DefaultSelector() as selector:
+        callers = Callers(secret.job_key(), selector)
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while len(members) + len(refused) < count and not deadline.expired():
+                for each, _ in selector.select(min(1.0, deadline.remaining_s() or 1.0)):
+                    if each.fileobj is listener:
+                        callers.accept(listener)
+                        continue
+                    assert isinstance(each.fileobj, Control)
+                    with suppress(TransportError):
+                        _let_in(each.fileobj, callers, members, refused)
+        finally:
+            callers.close()
+    return sorted(members, key=lambda member: member.name)
+
+
+def _let_in(
+    control: Control, callers: Callers, members: list[Member], refused: dict[str, str]
+) -> None:
+    """Read a hello, and take a machine in or send it away.
+
+    Raises:
+        TransportError: It is gone, or says something else.
+    """
+    heard = callers.hear(control)
+    if heard is None:
+        return
+    hello, talk = heard
+    refusal = refusal_of(hello, talk, members)
+    if refusal is None:
+        members.append(admit(control, hello, talk))
+        return
+    callers.refuse(control, talk, hello, refusal, logging.WARNING)
+    if refusal.proven:
+        refused[str(hello["name"])] = refusal.reason
+
+
+def _examined(member: Member, folder: str, token: str) -> Facts:
+    """Have a machine look at itself."""
+    said = _asked(member.control, {"type": "examine", "folder": folder, "token": token})
+    return dict(json.loads(said["text"])) if said["type"] == "findings" else {}
+
+
+def _ahead_s(control: Control) -> float:
+    """Return the seconds by which the clock of a machine is ahead of this one's."""
+    readings = []
+    for _ in range(_CLOCK_READINGS):
+        before = time.time_ns()
+        there = _asked(control, {"type": "clock", "ns": None}).get("ns")
+        after = time.time_ns()
+        if there is not None:
+            readings.append((after - before, there - (before + after) / 2))
+    return min(readings)[1] / 1e9 if readings else 0.0
+
+
+def _measure_links(members: list[Member], links: dict[tuple[str, str], Link]) -> dict[str, Record]:
+    """Measure the link of each two machines, called from both ends; return where each listens."""
+    own_host = members[0].control.local_host
+    echo = Echo(own_host)
+    try:
+        doors: dict[str, Record] = {
+            "first": {"host": own_host, "port": echo.port, "nonce": echo.nonce}
+        }
+        for member in members:
+            door = _asked(member.control, {"type": "door", "host": "-", "port": 1})
+            if door["type"] == "call on":
+                doors[member.name] = door
+        for called, door in doors.items():
+            if called != "first":
+                links["first", called] = measure(door["host"], door["port"], door["nonce"])
+        for member in members:
+            for called, door in doors.items():
+                if called != member.name:
+                    said = _asked(member.control, {**door, "type": "call on"})
+                    links[member.name, called] = _link_of(said)
+        return doors
+    finally:
+        echo.close()
+
+
+def _link_of(said: Mapping[str, object]) -> Link:
+    """Read what a machine says of a link."""
+    try:
+        read = json.loads(str(said["text"]))
+        late = read["latency_s"]
+        return Link(
+            None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        return Link(None, 0.0, f"it does not answer: {error}")
+
+
+def _asked(control: Control, record: Record) -> Record:
+    """Send a record, and return the answer; one without a type if none comes."""
+    try:
+        control.send(record)
+        return control.receive(Deadline(_ANSWER))
+    except (MessageTimeout, TransportError) as error:
+        return {"type": "", "text": str(error)}
