@@ -99,7 +99,7 @@ def once(count: int) -> dict[str, float]:
 @click.option("--workers", default="10,100,300,1000", show_default=True)
 def main(workers: str) -> None:
     """Print a JSON line for each number of workers."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for count in map(int, workers.split(",")):
         click.echo(json.dumps(once(count)))

@@ -21,10 +21,10 @@ from pipedream_rt.workers.forkserver import serve_forks
 from pipedream_rt.workers.joining import JobOver, Place, Tries, Worker, serve, serve_at
 
 from pipedream_rt.cluster.control import (
-    EXIT_AGAIN,
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
-    EXIT_OVER,
+    LIFE_AGAIN,
+    LIFE_OVER,
     Control,
 )
 from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
@@ -108,7 +108,7 @@ def main(
         os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *again])
     logging.shutdown()
     # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
-    os._exit(EXIT_COORDINATOR_LOST if code == EXIT_AGAIN else code)
+    os._exit(EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code)
 
 
 def _set_up(name: str, level: str) -> None:
@@ -153,7 +153,7 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
             return _join_for_ever(place, worker)
         control = Control(socket.socket(fileno=fd), "the coordinator")
         code = serve(control, Worker(name, threads))
-        return EXIT_COORDINATOR_LOST if code == EXIT_AGAIN else code
+        return EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code
     except PipelineError as error:
         _log.error("%s", error)
         return EXIT_FAILED
@@ -161,7 +161,7 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
         logging.shutdown()
 
 
-_RETURNS = (0, EXIT_AGAIN, EXIT_COORDINATOR_LOST)
+_RETURNS = (0, LIFE_AGAIN, EXIT_COORDINATOR_LOST)
 """The exit codes after which a worker waits for the next coordinator."""
 
 
@@ -185,7 +185,7 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
         match code:
             case _ if code in _RETURNS:
                 tries = tries.after(code, time.monotonic())
-            case _ if code == EXIT_OVER:
+            case _ if code == LIFE_OVER:
                 return 0
             case _ if code == _NOBODY:
                 return EXIT_COORDINATOR_LOST
@@ -204,7 +204,7 @@ def _serve_once(place: Place, worker: Worker, tries: Tries) -> int:
         return code
     except JobOver as over:
         _log.info("%s", over)
-        return EXIT_FAILED if over.code else EXIT_OVER
+        return EXIT_FAILED if over.code else LIFE_OVER
     except PeerLost as error:
         _log.error("%s", error)
         return _NOBODY

@@ -22,7 +22,7 @@ from pipedream_rt.cluster.calling import (
     expect,
     pause,
 )
-from pipedream_rt.cluster.control import EXIT_AGAIN, EXIT_COORDINATOR_LOST, Control
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
@@ -83,7 +83,7 @@ class Tries:
 
     def after(self, code: int, now: float) -> Tries:
         """Return what is known after a life in a group, or before one, that ended with a code."""
-        if code == EXIT_AGAIN:
+        if code == LIFE_AGAIN:
             return self.failed()
         return Tries(lost=now if code == EXIT_COORDINATOR_LOST else None)
 
@@ -179,12 +179,12 @@ def serve(control: Control, worker: Worker, call_timeout: timedelta | None = Non
         welcome = control.receive(Deadline(None))
     except PeerLost:
         _log.info("the job ended before it began")
-        return EXIT_AGAIN
+        return LIFE_AGAIN
     except TransportError as error:
         raise NoPlace(f"what listens there is no coordinator: {error}") from error
     if welcome["type"] in ("stop", "exit"):
         _log.info("the coordinator gave up before all workers had joined")
-        return EXIT_AGAIN
+        return LIFE_AGAIN
     expect(welcome, "welcome")
     try:
         return host_stage(control, welcome, worker.threads, key, worker.bind, worker.tls)

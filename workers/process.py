@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback, listening
 from pipedream_rt.cluster.control import (
-    EXIT_AGAIN,
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
+    LIFE_AGAIN,
     Control,
 )
 from pipedream_rt.cluster.environment import tls_of_environment
@@ -115,7 +115,7 @@ def host_stage(
         _log.error("could not join the group: %s", error)
         with suppress(PeerLost):
             control.send({"type": "failed", "text": str(error)})
-        return EXIT_FAILED if isinstance(error, ConfigError) else EXIT_AGAIN
+        return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
     generation = welcome["generation"]
     host = StageHost(
         worker,

@@ -69,11 +69,11 @@ EXIT_COORDINATOR_LOST = 3
 """Exit code of a worker whose coordinator died or did not come, or whose job goes on with other
 workers: whoever has started it may start it again."""
 
-EXIT_AGAIN = 75
+LIFE_AGAIN = 75
 """What the life of a worker returns if its job ended before it began: with ``--persist`` the worker
 tries again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""
 
-EXIT_OVER = 76
+LIFE_OVER = 76
 """What the life of a worker returns to the process that has forked it if the script has ended well
 for good: that process exits with 0."""
 

@@ -10,7 +10,7 @@ from pipedream_rt.workers import joining
 from pipedream_rt.workers.joining import JobOver, Place, Tries, Worker
 
 from pipedream_rt.cluster import calling
-from pipedream_rt.cluster.control import EXIT_AGAIN, EXIT_COORDINATOR_LOST, Control
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.keys import NONCE, Secret, Talk
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
@@ -162,7 +162,7 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
     assert tries.pause_s(1000.0) == 0
     pauses = []
     for _ in range(8):
-        tries = tries.after(EXIT_AGAIN, now=1001.0)
+        tries = tries.after(LIFE_AGAIN, now=1001.0)
         pauses.append(tries.pause_s(1001.0))
     assert pauses[0] == 0.1
     assert max(pauses) == pauses[-1] == 0.5
