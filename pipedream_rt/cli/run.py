@@ -14,6 +14,7 @@ from pipedream_rt.cli.nodes import Nodes, options_of_nodes
 from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
+from pipedream_rt.deadline import Deadline
 
 
 @click.command(
@@ -33,6 +34,8 @@ def worker(arguments: tuple[str, ...]) -> None:
               help="Number of workers to start on each node; auto for one on each core. In a job "
               "of several nodes 1 by default.")  # fmt: skip
 @options_of_nodes
+@click.option("--ray", "ray_nodes", type=click.IntRange(min=1), metavar="N",
+              help="Have Ray place N nodes and restart them; one runs the script.")  # fmt: skip
 @click.option("--patience", default=1800.0, show_default=True, type=click.FloatRange(min=1),
               help="Seconds for which other nodes wait for the first one.")  # fmt: skip
 @click.option("--grace", default=60.0, show_default=True, type=click.FloatRange(min=0.1),
@@ -52,6 +55,7 @@ def worker(arguments: tuple[str, ...]) -> None:
 def run(
     nodes: Nodes,
     nproc_per_node: int | None,
+    ray_nodes: int | None,
     patience: float,
     grace: float,
     threads: int,
@@ -70,6 +74,8 @@ def run(
     Where an engine has started this command on several nodes (srun, Kubeflow, or --nnodes), the
     first one runs the script, and the others serve it with workers until it ends.
     """
+    if ray_nodes is not None:
+        sys.exit(_run_on_ray(ray_nodes, script, arguments, patience))
     job = nodes.membership(os.environ)
     if job is None and nproc_per_node is None:
         raise click.UsageError("give --nproc-per-node, the number of workers to start here")
@@ -92,6 +98,21 @@ def run(
     else:
         code = run_first(job, command, count, settings, _say, wait)
     sys.exit(code)
+
+
+def _run_on_ray(nodes: int, script: str, arguments: tuple[str, ...], patience: float) -> int:
+    """Run this command without ``--ray`` on nodes that Ray places; return the exit code."""
+    from pipedream_rt.cluster.engines.ray_nodes import run_on_ray
+
+    own = sys.argv[sys.argv.index("run") + 1 : len(sys.argv) - len(arguments) - 1]
+    options, given = [], iter(own)
+    for option in given:
+        if option == "--ray":
+            next(given)
+        elif not option.startswith("--ray="):
+            options.append(option)
+    command = [script if "-m" in own or "--module" in own else os.path.abspath(script), *arguments]
+    return run_on_ray(nodes, options, command, Deadline(timedelta(seconds=patience)), _say)
 
 
 def count_of(text: str | None) -> int | None:

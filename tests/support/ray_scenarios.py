@@ -21,9 +21,10 @@ SCRIPT = str(Path(__file__).parent / "everywhere.py")
 class Script:
     """The training as a driver of the cluster, whose lines are printed and looked at."""
 
-    def __init__(self, cluster, folder, *more):
+    def __init__(self, cluster, command):
+        self.lines = []
         self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, folder, "--workers", "ray", *more],
+            command,
             env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
@@ -31,9 +32,17 @@ class Script:
     def wait_for(self, words):
         for line in self.process.stdout:
             print(line, end="", flush=True)
+            self.lines.append(line)
             if words in line:
                 return line
         raise AssertionError(f"no line with {words!r} came")
+
+    def wait_for_number(self, words):
+        """The number behind words in a line that has come."""
+        return next(
+            line.split(f"{words} ")[1].split()[0] for line in self.lines if f"{words} " in line
+            and "began" in line
+        )  # fmt: skip
 
 
 def cluster_of(nodes, head_cpus=1):
@@ -49,7 +58,7 @@ def cluster_of(nodes, head_cpus=1):
 def a_node_dies(folder):
     cluster, nodes = cluster_of(3, head_cpus=0)
     try:
-        script = Script(cluster, folder)
+        script = Script(cluster, [sys.executable, SCRIPT, folder, "--workers", "ray"])
         script.wait_for("step 200")
         cluster.remove_node(nodes[1], allow_graceful=False)
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
@@ -57,6 +66,35 @@ def a_node_dies(folder):
         script.wait_for("digest")
         assert script.process.wait(60) == 0
     finally:
+        cluster.shutdown()
+
+
+def the_node_of_the_script_dies(folder):
+    """Ray starts the script again on another node; the script is told nothing of Ray."""
+    cluster, _ = cluster_of(0, head_cpus=0)
+    try:
+        nodes = [cluster.add_node(num_cpus=1, object_store_memory=STORE) for _ in range(3)]
+        command = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
+        script = Script(
+            cluster, command=[*command, "run", "--ray", "3", "--resume", SCRIPT, folder]
+        )
+        script.wait_for("step 200")
+        # The node whose raylet is an ancestor of the script's process.
+        pid = int(script.wait_for_number("pid"))
+        ancestors = set()
+        while pid > 1:
+            ancestors.add(pid)
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        (node,) = [
+            node for node in nodes if node.all_processes["raylet"][0].process.pid in ancestors
+        ]
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        script.wait_for("began at")
+        script.wait_for("digest")
+        assert script.process.wait(60) == 0
+    finally:
+        ray.shutdown()
         cluster.shutdown()
 
 
@@ -91,4 +129,5 @@ def what_cannot_be_placed(folder):
 
 
 if __name__ == "__main__":
-    {each.__name__: each for each in (a_node_dies, what_cannot_be_placed)}[sys.argv[1]](sys.argv[2])
+    known = (a_node_dies, the_node_of_the_script_dies, what_cannot_be_placed)
+    {each.__name__: each for each in known}[sys.argv[1]](sys.argv[2])

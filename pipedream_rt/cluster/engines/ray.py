@@ -84,7 +84,7 @@ class RayWorkers:
 
     def host(self) -> str:
         """See `Supervisor.host`."""
-        ray = self._connected()
+        ray = self.connected()
         if ray.util.client.ray.is_connected():  # this process is in no node of the cluster
             head = ray.util.client.ray.get_context().client_worker._conn_str
             return address_towards(head.rpartition("/")[2])
@@ -92,29 +92,15 @@ class RayWorkers:
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
         """See `Supervisor.start`."""
-        ray = self._connected()
+        self.connected()
         if self._group is None:
-            self._place(count, deadline)
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            self.place(count, deadline)
         for index in range(count):
             name = f"ray-{index}"
             if name in self._lives and not self._has_ended(name):
                 continue
             if name not in self._actors:
-                kind = ray.remote(_Worker).options(
-                    num_cpus=self._resources.get("CPU", 0),
-                    num_gpus=self._resources.get("GPU", 0),
-                    resources={
-                        name: amount
-                        for name, amount in self._resources.items()
-                        if name not in ("CPU", "GPU")
-                    },
-                    max_restarts=-1,
-                    max_task_retries=-1,
-                    runtime_env=self._runtime_env or None,
-                    scheduling_strategy=strategy(self._group, placement_group_bundle_index=index),
-                )
-                self._actors[name] = kind.remote()
+                self.actor(_Worker, index, name)
             self._lives[name] = self._actors[name].serve.remote(address, name, secret.text)
 
     def ending(self, name: str) -> str:
@@ -157,7 +143,29 @@ class RayWorkers:
         if group is not None:
             self._ray.util.remove_placement_group(group)
 
-    def _connected(self) -> Any:
+    def actor(self, kind: type, index: int, name: str, *arguments: object) -> Any:
+        """Start an actor in a bundle; Ray starts it again when it dies, and its method too.
+
+        Args:
+            kind: Its class.
+            index: Number of the bundle.
+            name: Name of the actor, for `ending` and `replace`.
+            arguments: Of the class.
+        """
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        made = self._ray.remote(kind).options(
+            num_cpus=self._resources.get("CPU", 0),
+            num_gpus=self._resources.get("GPU", 0),
+            resources={k: v for k, v in self._resources.items() if k not in ("CPU", "GPU")},
+            max_restarts=-1,
+            max_task_retries=-1,
+            runtime_env=self._runtime_env or None,
+            scheduling_strategy=strategy(self._group, placement_group_bundle_index=index),
+        )
+        actor = self._actors[name] = made.remote(*arguments)
+        return actor
+
+    def connected(self) -> Any:
         """Return the module of Ray, connected to a cluster.
 
         Raises:
@@ -173,7 +181,7 @@ class RayWorkers:
                 ) from error
         return self._ray
 
-    def _place(self, count: int, deadline: Deadline) -> None:
+    def place(self, count: int, deadline: Deadline) -> None:
         """Reserve what all workers need.
 
         Raises:

@@ -38,6 +38,13 @@ def test_a_node_of_ray_dies_and_the_bits_are_the_same(scenario):
 
 
 @pytest.mark.processes
+def test_the_node_of_the_script_dies_and_ray_starts_it_again(scenario):
+    said = "\n".join(scenario("the_node_of_the_script_dies"))
+    assert expected(600) in said
+    assert said.count("began at") == 2
+
+
+@pytest.mark.processes
 def test_what_ray_cannot_place_is_refused_with_what_there_is(scenario):
     large, spread = scenario("what_cannot_be_placed")[-2:]
     assert "Ray could not place 3 workers of CPU 2 each with PACK within 3 s" in large
