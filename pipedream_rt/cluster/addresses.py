@@ -88,7 +88,7 @@ def is_here(name: str) -> bool:
 def host_to_listen_at(name: str, *, alone: bool) -> str:
     """Numeric address of this machine at which it listens for others that know it by a name.
 
-    That is the one that the name stands for; but where the name is unknown here, or stands for
+    That is the one that the name stands for, or is; but where a name is unknown here, or stands for
     loopback, as that of the own machine does in Debian, while other machines are to come, every
     address of this machine.
 
@@ -96,6 +96,8 @@ def host_to_listen_at(name: str, *, alone: bool) -> str:
         name: Name or address of this machine.
         alone: Whether nobody comes from other machines.
     """
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(name))
     try:
         host = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 _END_TIMEOUT = timedelta(seconds=5)
 """For killed workers to be gone."""
 
-_FAREWELL_TIMEOUT = timedelta(seconds=30)
+_FAREWELL_TIMEOUT = timedelta(seconds=15)
 """For the workers of other nodes to hear that the job is over: those that have lost their group in
 the same moment try again every half second."""
 

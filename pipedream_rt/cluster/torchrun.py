@@ -67,7 +67,7 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         become_worker(spec.threads, spec.start_timeout)
     store, key = _store_of_job(spec.start_timeout)
     deadline = Deadline(spec.start_timeout)
-    with listening(host_to_listen_at(_host_of_rank_0(), alone=is_one_machine()), 0) as listener:
+    with listening(_own_host(), 0) as listener:
         port = listener.getsockname()[1]
         secret = (
             _hand_over(store, key, world_size() - 1, deadline)
@@ -235,6 +235,16 @@ def _is_ours(connection: socket.socket) -> bool:
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
+
+
+def _own_host() -> str:
+    """Address of this machine at which rank 0 listens for the other ranks.
+
+    Raises:
+        ConfigError: The name that torchrun was given is unknown here.
+    """
+    _host_of_rank_0()
+    return host_to_listen_at(os.environ["MASTER_ADDR"], alone=is_one_machine())
 
 
 def _host_of_rank_0() -> str:

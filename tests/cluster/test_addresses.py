@@ -5,8 +5,10 @@ import pytest
 
 from pipedream_rt.cluster.addresses import (
     boot_id,
+    host_to_listen_at,
     interface_of,
     interface_towards,
+    is_here,
     listening,
     parse_address,
 )
@@ -68,3 +70,19 @@ def test_a_machine_without_a_free_port_says_what_takes_them(monkeypatch):
 
 def test_the_kernel_is_the_same_for_two_questions():
     assert boot_id() == boot_id()
+
+
+def test_where_a_machine_listens_that_others_know_by_a_name(monkeypatch):
+    assert host_to_listen_at("127.0.0.1", alone=False) == "127.0.0.1"  # the user says so
+    assert host_to_listen_at("192.0.2.7", alone=False) == "192.0.2.7"
+    assert host_to_listen_at("localhost", alone=False) in ("0.0.0.0", "::")
+    assert host_to_listen_at("localhost", alone=True) in ("127.0.0.1", "::1")
+    assert host_to_listen_at("no such host.invalid", alone=True) == "0.0.0.0"
+
+
+def test_which_names_stand_for_this_machine():
+    assert is_here("localhost")
+    assert is_here(socket.gethostname())
+    assert is_here("127.0.0.1")
+    assert not is_here("192.0.2.1")
+    assert not is_here("no such host.invalid")

@@ -128,6 +128,16 @@ def what_cannot_be_placed(folder):
         cluster.shutdown()
 
 
+def serve(folder):
+    """Keep a cluster of three nodes for another process, until a line comes."""
+    cluster, _ = cluster_of(3, head_cpus=0)
+    try:
+        print("up", cluster.address, flush=True)
+        sys.stdin.readline()
+    finally:
+        cluster.shutdown()
+
+
 if __name__ == "__main__":
-    known = (a_node_dies, the_node_of_the_script_dies, what_cannot_be_placed)
+    known = (serve, a_node_dies, the_node_of_the_script_dies, what_cannot_be_placed)
     {each.__name__: each for each in known}[sys.argv[1]](sys.argv[2])

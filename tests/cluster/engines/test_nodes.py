@@ -1,9 +1,11 @@
 """Jobs of several nodes, whose processes are started, killed and started again as engines do."""
 
 import signal
+import sys
 
 import pytest
-from support.nodes import expected, nodes
+from support.nodes import SCRIPT, expected, nodes, own_environment
+from support.two_hosts import SECRET, Child
 
 pytestmark = pytest.mark.processes
 
@@ -67,3 +69,56 @@ def test_a_node_with_another_secret_is_kept_out(job):
     started = [job.start(rank) for rank in (1, 2)]
     assert first.wait_for("digest") == expected(job.steps)
     assert [each.ended() for each in (first, *started)] == [0, 0, 0]
+
+
+def test_nodes_that_are_missing_are_told_of_where_to_look(job, tmp_path):
+    script = tmp_path / "impatient.py"
+    script.write_text(
+        "from datetime import timedelta\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline, Recovery\n"
+        "Pipeline([nn.Linear(2, 2)] * 3, stages=3, loss_fn=nn.MSELoss(),\n"
+        "         recovery=Recovery(start=timedelta(seconds=10)))\n"
+    )
+    first = job.start(0, script=[str(script)])
+    other = job.start(1)
+    line = first.wait_for("RendezvousTimeout: 1 of 3 workers did not join within 10 s")
+    assert "joined: node-0-0, node-1-0" in line
+    assert "look at what the other processes of the job of 3 nodes at 127.0.0.1:" in line
+    # The script has ended for good, so the node that is there hears it; the other is not awaited
+    # for ever.
+    assert other.ended() == 1
+    assert first.ended() == 1
+    assert "1 of 2 workers of other nodes did not hear the end" in first.text
+
+
+def test_two_jobs_at_one_address(job):
+    started = [job.start(rank) for rank in range(3)]
+    started[0].wait_for("began at")
+    second = job.start(0)
+    assert second.ended() == 1
+    assert (
+        f"cannot listen at 127.0.0.1:{job.port}: [Errno 98] Address already in use" in second.text
+    )
+    assert started[0].wait_for("digest") == expected(job.steps)
+
+
+def test_the_same_script_under_torchrun_on_two_nodes(job, tmp_path):
+    started = [
+        Child(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                "--node-rank", str(rank), "--nproc_per_node", "2", "--master-addr", "127.0.0.1",
+                "--master-port", str(job.port), SCRIPT, str(tmp_path / "run"),
+                "--steps", str(job.steps),
+            ],
+            own_environment(PIPEDREAM_RT_SECRET=SECRET),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert started[0].wait_for("digest") == expected(job.steps)
+        assert [each.ended() for each in started] == [0, 0], started[0].text
+    finally:
+        for each in started:
+            each.close()
