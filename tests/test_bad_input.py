@@ -92,7 +92,7 @@ def make(model=None, **kwargs):
         ({"optimizer": (torch.optim.LBFGS, {})}, "LBFGS"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "not one of the model's"),
         ({"workers": "somewhere"}, "write HOST:PORT"),
-        ({"workers": 4}, 'workers must be "local", "serial" or "HOST:PORT"'),
+        ({"workers": 4}, 'workers must be "local", "serial", "ray", "HOST:PORT" or an engine'),
         ({"workers": "192.0.2.1:29500"}, "cannot listen at 192.0.2.1:29500"),
         ({"checkpoint": 5}, "folder of the checkpoints must be a path, not 5"),
         ({"checkpoint": lambda: Checkpoints("run", every=0)}, "every, .* must be an integer of at"),

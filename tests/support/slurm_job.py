@@ -54,7 +54,7 @@ class Job:
         for pid in self.slurm.node_processes(node):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if words[1].endswith(b"bin/pipedream-rt") and words[2] == b"run":
+                if words[2:3] == [b"run"] and words[1].endswith(b"bin/pipedream-rt"):
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
         assert killed == 1
