@@ -31,7 +31,7 @@ _LOOK_S = 2.0
 _END_S = 30.0
 """Seconds for the other nodes to end when the script has."""
 
-_PATIENCE_S = 10
+_PATIENCE_S = 3
 """Seconds after which an actor asks again where the first node is."""
 
 
