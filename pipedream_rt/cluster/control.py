@@ -69,6 +69,16 @@ EXIT_COORDINATOR_LOST = 3
 """Exit code of a worker whose coordinator died or did not come, or whose job goes on with other
 workers: whoever has started it may start it again."""
 
+
+def is_final(code: int) -> bool:
+    """Whether an exit code says that to start the same again would not help, or is not needed.
+
+    0 is the end of the work, 1 an error, 2 a command line that makes no sense. The others are
+    signals, as 143 after a checkpoint at SIGTERM, and 3, a coordinator or workers that are lost.
+    """
+    return code < 128 and code != EXIT_COORDINATOR_LOST
+
+
 LIFE_AGAIN = 75
 """What the life of a worker returns if its job ended before it began: with ``--persist`` the worker
 tries again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""

@@ -25,7 +25,7 @@ from pipedream_rt.cluster.addresses import (
     joined,
     listening,
 )
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, is_final
 from pipedream_rt.cluster.engines import Membership
 from pipedream_rt.cluster.environment import (
     ENGINE,
@@ -58,15 +58,6 @@ _QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
 number."""
 
 _TURN_S = 1.0
-
-
-def is_final(code: int) -> bool:
-    """Whether an exit code says that to start the same again would not help, or is not needed.
-
-    0 is the end of the work, 1 an error, 2 a command line that makes no sense. The others are
-    signals, as 143 after a checkpoint at SIGTERM, and 3, a coordinator or workers that are lost.
-    """
-    return code < 128 and code != EXIT_COORDINATOR_LOST
 
 
 class Workers:

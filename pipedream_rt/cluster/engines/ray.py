@@ -143,14 +143,13 @@ class RayWorkers:
         if group is not None:
             self._ray.util.remove_placement_group(group)
 
-    def actor(self, kind: type, index: int, name: str, *arguments: object) -> Any:
+    def actor(self, kind: type, index: int, name: str) -> Any:
         """Start an actor in a bundle; Ray starts it again when it dies, and its method too.
 
         Args:
             kind: Its class.
             index: Number of the bundle.
             name: Name of the actor, for `ending` and `replace`.
-            arguments: Of the class.
         """
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         made = self._ray.remote(kind).options(
@@ -162,7 +161,7 @@ class RayWorkers:
             runtime_env=self._runtime_env or None,
             scheduling_strategy=strategy(self._group, placement_group_bundle_index=index),
         )
-        actor = self._actors[name] = made.remote(*arguments)
+        actor = self._actors[name] = made.remote()
         return actor
 
     def connected(self) -> Any:

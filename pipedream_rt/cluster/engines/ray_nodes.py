@@ -13,12 +13,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipedream_rt.cluster.addresses import joined
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST
+from pipedream_rt.cluster.control import is_final
 from pipedream_rt.cluster.engines.ray import RayWorkers
 from pipedream_rt.cluster.environment import SECRET_FILE
 from pipedream_rt.cluster.keys import Secret
@@ -62,12 +64,10 @@ def run_on_ray(
     ray = engine.connected()
     board = ray.remote(_Board).options(num_cpus=0).remote()
     engine.place(nodes, deadline)
-    secret = Secret.generated().text
+    job = _Job(nodes, options, command, Secret.generated().text, os.getcwd())
     try:
-        lives = []
-        for rank in range(nodes):
-            actor = engine.actor(_Node, rank, f"node-{rank}", os.getcwd())
-            lives.append(actor.serve.remote(board, rank, nodes, options, command, secret))
+        actors = [engine.actor(_Node, rank, f"node-{rank}") for rank in range(nodes)]
+        lives = [actor.serve.remote(board, rank, job) for rank, actor in enumerate(actors)]
         while not (ended := ray.wait(lives[:1], timeout=_LOOK_S)[0]):
             pass
         code = int(ray.get(ended[0]))
@@ -97,35 +97,35 @@ class _Board:
         return self._address
 
 
-class _Node:
-    """An actor that runs one node of a job.
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every node of a job is told.
 
-    Args:
-        folder: The folder of the command, where the node runs if there is one of that name.
+    Attributes:
+        nodes: How many nodes there are.
+        options: Options of `pipedream-rt run`.
+        command: The script with its arguments.
+        secret: The secret of the job, as an argument: Ray shows the environment of its actors.
+        folder: The folder of the command, where a node runs if there is one of that name.
     """
 
-    def __init__(self, folder: str) -> None:
-        """Start nothing yet."""
-        self._folder = folder
+    nodes: int
+    options: Sequence[str]
+    command: Sequence[str]
+    secret: str
+    folder: str
 
-    def serve(
-        self,
-        board: Any,
-        rank: int,
-        nodes: int,
-        options: Sequence[str],
-        command: Sequence[str],
-        secret: str,
-    ) -> int:
+
+class _Node:
+    """An actor that runs one node of a job."""
+
+    def serve(self, board: Any, rank: int, job: _Job) -> int:
         """Run the node until the script has ended for good.
 
         Args:
             board: Knows where the first node is.
             rank: Number of this one.
-            nodes: How many there are.
-            options: Options of `pipedream-rt run`.
-            command: The script with its arguments.
-            secret: The secret of the job, as an argument: Ray shows the environment of its actors.
+            job: The job.
 
         Returns:
             Exit code of `pipedream-rt run`.
@@ -140,30 +140,26 @@ class _Node:
                 ray.get(board.put.remote(address))
             else:
                 address = ray.get(board.get.remote())
-            code = self._run(address, rank, nodes, options, command, secret) if address else 3
-            if code < 128 and code != EXIT_COORDINATOR_LOST:
+                if not address:  # the first node has not come yet
+                    threading.Event().wait(_LOOK_S)
+                    continue
+            code = self._run(address, rank, job)
+            if is_final(code):
                 return code
 
-    def _run(
-        self,
-        address: str,
-        rank: int,
-        nodes: int,
-        options: Sequence[str],
-        command: Sequence[str],
-        secret: str,
-    ) -> int:
+    def _run(self, address: str, rank: int, job: _Job) -> int:
         """Run the command of a node once, and return its exit code."""
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "secret"
             place.touch(mode=0o600)
-            place.write_text(secret)
+            place.write_text(job.secret)
             words = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
-            words += ["--nnodes", str(nodes), "--node-rank", str(rank), "--rdzv-endpoint", address]
-            words += [*options, "--patience", str(_PATIENCE_S), *command]
+            words += ["--nnodes", str(job.nodes), "--node-rank", str(rank)]
+            words += ["--rdzv-endpoint", address, *job.options]
+            words += ["--patience", str(_PATIENCE_S), *job.command]
             code = subprocess.run(
                 words, env={**os.environ, SECRET_FILE: str(place)},
-                cwd=self._folder if os.path.isdir(self._folder) else None,
+                cwd=job.folder if os.path.isdir(job.folder) else None,
                 preexec_fn=dies_with_parent(signal.SIGKILL), check=False,
             ).returncode  # fmt: skip
         return 128 - code if code < 0 else code
