@@ -149,7 +149,10 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
             tls = tls_of_environment()
             worker = Worker(name, threads, read_secret(fd), join["bind"], tls)
             # Its script may open a pipeline at any time, and calls this worker then.
-            place = Place(join["address"], join["timeout_s"], call_timeout=None, known=True)
+            place = Place(
+                join["address"], join["timeout_s"], call_timeout=None, known=True,
+                longest_pause_s=_LONGEST_PAUSE_S,
+            )  # fmt: skip
             return _join_for_ever(place, worker)
         control = Control(socket.socket(fileno=fd), "the coordinator")
         code = serve(control, Worker(name, threads))
@@ -193,6 +196,10 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
                 return 128 - code if code < 0 else code
 
 
+_LONGEST_PAUSE_S = 5.0
+"""Seconds between two attempts of a worker that `pipedream-rt run` has started: its job ends with a
+word to all workers, for which the first node waits three times as long."""
+
 _NOBODY = 77
 """Exit code of a child that found no coordinator for as long as it was to wait."""
 
@@ -213,7 +220,7 @@ def _serve_once(place: Place, worker: Worker, tries: Tries) -> int:
         return EXIT_FAILED
     except BaseException:  # the top of a process
         traceback.print_exc()
-        return EXIT_FAILED
+        return LIFE_AGAIN  # the next child may fare better; it comes after a pause
     finally:
         logging.shutdown()
 

@@ -126,7 +126,7 @@ def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
     if tries.is_awaited(time.monotonic()):
         _import_torch()  # while the coordinator is out of reach, perhaps
     while True:
-        pause(tries.pause_s(time.monotonic()))
+        pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
         connection = connect(place)
         here = str(connection.getsockname()[0])
         below = connection.dup()

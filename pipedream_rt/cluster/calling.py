@@ -77,6 +77,8 @@ class Place:
         persist: Whether to try again where there is no place for the worker in the job.
         call_timeout: For who listens there to say its first word; None to wait for ever.
         known: Whether the host is known to exist, though its name may lead nowhere for a while.
+        longest_pause_s: Seconds between two attempts at most. Where somebody waits to say that the
+            job is over, they are few.
     """
 
     address: str
@@ -84,6 +86,7 @@ class Place:
     persist: bool = True
     call_timeout: timedelta | None = CALL_TIMEOUT
     known: bool = False
+    longest_pause_s: float = 30.0
 
 
 def connect(place: Place) -> socket.socket:

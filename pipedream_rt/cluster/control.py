@@ -124,6 +124,8 @@ class Control:
         """Take the socket over: `close` closes it."""
         self.peer = peer
         self._below = below
+        if below is not None:
+            close_in_forked_children(below)
         self._channel = channel
         self._socket = connection
         close_in_forked_children(connection)

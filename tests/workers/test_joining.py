@@ -196,3 +196,10 @@ def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(knows):
         thread.join()
     if knows:
         assert raised.value.code == 7
+
+
+def test_a_worker_that_may_be_told_the_end_tries_more_often(pauses, visits):
+    visits += [joining.NoPlace("the job has its 3 workers")] * 5 + [0]
+    place = Place("here:1", 1, longest_pause_s=5)
+    assert joining.serve_at(place, Worker("w", 1, SECRET), Tries()) == 0
+    assert pauses == [0, 1, 2, 4, 5, 5]
