@@ -30,7 +30,7 @@ from pipedream_rt.cluster.control import (
 from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.records import is_name
-from pipedream_rt.cluster.subprocesses import dies_with_parent
+from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 
 _log = logging.getLogger("pipedream_rt.worker")
@@ -193,7 +193,7 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
             case _ if code == _NOBODY:
                 return EXIT_COORDINATOR_LOST
             case _:
-                return 128 - code if code < 0 else code
+                return shell_code(code)
 
 
 _LONGEST_PAUSE_S = 5.0

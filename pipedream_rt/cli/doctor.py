@@ -40,7 +40,8 @@ def doctor(nodes: Nodes, folder: str, source: str, patience: float, as_json: boo
             click.echo(why, err=True)
         sys.exit(1 if why else 0)
     found = look_at_this(folder, source) if job is None else look_at_all(job, folder, source, wait)
-    findings = judge(found.machines, found.links, found.clocks, 1 if job is None else job.node.size)
+    expected = 1 if job is None else job.node.size
+    findings = judge(found.machines, found.links, found.clocks, expected, found.addresses)
     if as_json:
         click.echo(_json(found, [asdict(each) for each in findings]))
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from pipedream_rt.cluster.environment import PROFILE
-from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.cluster.subprocesses import end_processes, shell_code
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import files
@@ -45,7 +45,7 @@ def profile(output: Path, module: bool, script: str, arguments: tuple[str, ...])
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     code = _run([sys.executable, *named, *arguments], {PROFILE: str(output.absolute())})
     if code:
-        sys.exit(128 - code if code < 0 else code)
+        sys.exit(shell_code(code))
     if not output.exists() or output.stat().st_mtime_ns == before:
         raise ConfigError(
             f"{script} has ended without a profile: it must make a Pipeline and give it a "

@@ -8,7 +8,9 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.admission import Refusal, process_of, talk_of
@@ -16,12 +18,16 @@ from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.crowd import accept, most_strangers
 from pipedream_rt.cluster.keys import NONCE, JobKey, Talk
 from pipedream_rt.cluster.records import Record
-from pipedream_rt.errors import PeerLost
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.schema import printable
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls, wrapped
 
 _log = logging.getLogger(__name__)
+
+_TURN_S = 0.5
+"""Seconds after which the deadline is looked at again, whatever comes."""
 
 
 class Callers:
@@ -159,3 +165,44 @@ class Callers:
             self._forget(oldest)
             oldest.close()
         return oldest is not None
+
+
+Answer: TypeAlias = Callable[[Callers, Control, Record, Talk], object]
+"""``answer(callers, control, hello, talk)`` takes the connection over that has said hello."""
+
+
+def answer_all(
+    listener: socket.socket,
+    key: JobKey,
+    answer: Answer,
+    until: Callable[[], bool],
+    deadline: Deadline,
+    tls: Tls | None = None,
+) -> None:
+    """Answer every hello, until enough have come or the time has passed.
+
+    Args:
+        listener: Where they call.
+        key: The key of the job.
+        answer: Called with each hello, which anybody may have sent. It may raise `TransportError`
+            where the connection is gone.
+        until: Whether enough have come.
+        deadline: When to stop in any case.
+        tls: Encrypts the connections; None to leave them.
+    """
+    with selectors.DefaultSelector() as selector:
+        callers = Callers(key, selector, tls)
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while not until() and not deadline.expired():
+                for each, _ in selector.select(min(_TURN_S, deadline.remaining_s() or _TURN_S)):
+                    if each.fileobj is listener:
+                        callers.accept(listener)
+                        continue
+                    assert isinstance(each.fileobj, Control)
+                    with suppress(TransportError):
+                        if (heard := callers.hear(each.fileobj)) is not None:
+                            answer(callers, each.fileobj, *heard)
+        finally:
+            callers.close()

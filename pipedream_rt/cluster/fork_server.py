@@ -49,7 +49,7 @@ _REPORT_TIMEOUT = timedelta(seconds=1)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 """For the server to end itself."""
 
-_LISTENS_WITHIN = timedelta(seconds=5)
+LISTENS_WITHIN = timedelta(seconds=5)
 """For the coordinators of `pipedream-rt run` to listen: their socket does as long as the job lives.
 The time is for strangers who fill the queue before it."""
 
@@ -100,6 +100,10 @@ class ForkedWorker:
         self._pidfd = pidfd
         self._close = weakref.finalize(self, os.close, pidfd)
         self.returncode: int | None = None
+
+    def fileno(self) -> int:
+        """Descriptor that a selector finds readable when the process has ended, until `wait`."""
+        return self._pidfd
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -207,9 +211,9 @@ class ForkServer:
         threads: int,
         secret: int,
         *,
-        bind: str | None = None,
-        timeout: timedelta = _LISTENS_WITHIN,
-        stays: bool = False,
+        bind: str | None,
+        timeout: timedelta,
+        stays: bool,
     ) -> ForkedWorker:
         """Fork a worker that joins one coordinator after another at an address.
 
@@ -226,12 +230,12 @@ class ForkServer:
             PeerLost: As `fork`.
             PipelineClosed: As `fork`.
         """
-        join: dict[str, Any] = {
+        join = {
             "address": address,
             "bind": bind,
             "timeout_s": timeout.total_seconds(),
+            "stays": stays,
         }
-        join["stays"] = stays
         return self._fork({"name": name, "threads": threads, "join": join}, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:

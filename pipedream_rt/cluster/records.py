@@ -81,6 +81,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "clock": {"ns": maybe(whole(0, 2**63))},
     # Of `pipedream-rt doctor`.
     "examine": {"folder": text(4096), "token": line(64)},
+    "answer calls": {},
     "call on": {"host": line(255), "port": whole(1, 65535), "nonce": exactly(NONCE)},
     "findings": {"text": text(_LONG)},
     "stop": {},

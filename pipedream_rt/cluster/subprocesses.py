@@ -49,6 +49,15 @@ def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
                 process.wait()
 
 
+def shell_code(code: int) -> int:
+    """Return the exit code of a process as a shell has it: 128 and the signal that ended it.
+
+    Args:
+        code: As `subprocess.Popen` has it, negative for a signal.
+    """
+    return 128 - code if code < 0 else code
+
+
 def dies_with_parent(number: int) -> Callable[[], object]:
     """Return what a child calls before its program starts, as ``preexec_fn`` of `subprocess.Popen`.
 

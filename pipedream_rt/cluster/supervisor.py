@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 
@@ -38,9 +38,9 @@ from pipedream_rt.cluster.environment import (
     tls_of_environment,
 )
 from pipedream_rt.cluster.farewell import say_over
-from pipedream_rt.cluster.fork_server import ForkedWorker, ForkServer
+from pipedream_rt.cluster.fork_server import LISTENS_WITHIN, ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import dies_with_parent, end_processes
+from pipedream_rt.cluster.subprocesses import dies_with_parent, end_processes, shell_code
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 
@@ -81,7 +81,7 @@ class Workers:
         secret: Secret,
         imports: Sequence[str] = (),
         bind: str | None = None,
-        patience: timedelta = timedelta(seconds=5),
+        patience: timedelta = LISTENS_WITHIN,
     ) -> None:
         """Start no worker yet, but what forks them: it imports torch while the script does."""
         self._names = names
@@ -137,13 +137,12 @@ class Workers:
             if is_ending():
                 return 128 + signal.SIGTERM
             for name in ended:
-                code, lived_s = self._children[name].wait(), time.monotonic() - began[name]
+                code = shell_code(self._children[name].wait())
+                lived_s = time.monotonic() - began[name]
                 if code == 0:
                     over.add(name)
                     continue
-                if is_final(code) and code > 0:
-                    return code
-                if code == EXIT_COORDINATOR_LOST:  # in vain for all of its patience
+                if is_final(code) or code == EXIT_COORDINATOR_LOST:  # in vain for all its patience
                     return code
                 failures[name] = failures[name] + 1 if lived_s < _QUICK_S else 0
                 pause_s = min(2.0 ** failures[name] - 1, _LONGEST_PAUSE_S)
@@ -155,12 +154,10 @@ class Workers:
 
     def _ended_now(self, over: set[str]) -> list[str]:
         """Wait until a worker ends, or for a second; return the names of those that have."""
-        with ExitStack() as opened, selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector:
             for name in self._names:
                 if name not in over:
-                    watch = os.pidfd_open(self._children[name].pid)
-                    opened.callback(os.close, watch)
-                    selector.register(watch, selectors.EVENT_READ, name)
+                    selector.register(self._children[name], selectors.EVENT_READ, name)
             return [key.data for key, _ in selector.select(_TURN_S)]
 
     def _start_one(self, name: str) -> None:
@@ -205,7 +202,7 @@ def run_here(
     Raises:
         PipelineError: No workers can be started.
     """
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+    with listening("127.0.0.1", 0) as listener:
         secret, (host, port) = Secret.generated(), listener.getsockname()
         names = [f"worker-{i}" for i in range(count)]
         workers = Workers(names, threads, joined(host, port), secret, imports)
@@ -376,7 +373,7 @@ def _run_script(
             raise
         finally:
             code = process.wait()
-    return 128 - code if code < 0 else code
+    return shell_code(code)
 
 
 def _serve_script(

@@ -1,15 +1,18 @@
-"""How the first machine asks the others: the hello of a worker, and then a few records.
+"""How the first machine asks the others, by a few records after the hello of a worker.
 
-first                       other
-call, hello, admitted       as for a worker; see `pipedream_rt.cluster.control`
-examine         ->          the folder that is to be shared, and what is in its file
-<- findings what the machine has found
-clock           ->
-<- clock    its time of day, in nanoseconds
-<- door     where it answers measurements, with the nonce that callers show
-call on         ->          the machine measures the link to another one
-<- findings what the link is like
-exit            ->          nothing more is asked
+    first                       other
+    call, hello, admitted       as for a worker; see `pipedream_rt.cluster.control`
+    examine         ->          the folder that is to be shared, and what is in its file
+                    <- findings what the machine has found
+    clock           ->
+                    <- clock    its time of day, in nanoseconds
+    answer calls    ->
+                    <- call on  where it answers measurements, and the nonce that callers show
+    call on         ->          the machine measures the link to another one
+                    <- findings what the link is like
+    exit            ->          nothing more is asked
+
+The connection is signed as that of a worker, and not encrypted.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -27,11 +29,11 @@ from datetime import timedelta
 
 from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, joined, listening
 from pipedream_rt.cluster.admission import admit, refusal_of
-from pipedream_rt.cluster.callers import Callers
+from pipedream_rt.cluster.callers import Callers, answer_all
 from pipedream_rt.cluster.calling import Place, be_admitted, connect
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.engines import Membership
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.keys import Secret, Talk
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
@@ -87,10 +89,9 @@ def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) 
         members = _gathered(listener, secret, node.size - 1, deadline, found.refused)
         for member in members:
             opened.callback(member.control.close)
-        names = {"first": mine} | {
-            member.name: _examined(member, folder, token) for member in members
-        }
-        found.machines.update(names)
+        found.machines["first"] = mine
+        for member in members:
+            found.machines[member.name] = _examined(member, folder, token)
         found.clocks.update({member.name: _ahead_s(member.control) for member in members})
         if members:
             doors = _measure_links(members, found.links)
@@ -127,9 +128,9 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
             be_admitted(control, name, secret, _ANSWER)
         except PipelineError as error:
             return str(error)
-        echo = Echo(address_towards(place.address))
-        opened.callback(echo.close)
         host = address_towards(place.address)
+        echo = Echo(host)
+        opened.callback(echo.close)
         while True:
             record = control.receive(Deadline(patience))
             match record["type"]:
@@ -138,7 +139,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
                     control.send({"type": "findings", "text": json.dumps(seen)})
                 case "clock":
                     control.send({"type": "clock", "ns": time.time_ns()})
-                case "door":
+                case "answer calls":
                     control.send(
                         {"type": "call on", "host": host, "port": echo.port, "nonce": echo.nonce}
                     )
@@ -176,43 +177,21 @@ def _gathered(
 ) -> list[Member]:
     """Wait until so many machines have come, or the time has passed; note whom it sends away."""
     members: list[Member] = []
-    with selectors.DefaultSelector() as selector:
-        callers = Callers(secret.job_key(), selector)
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-        try:
-            while len(members) + len(refused) < count and not deadline.expired():
-                for each, _ in selector.select(min(1.0, deadline.remaining_s() or 1.0)):
-                    if each.fileobj is listener:
-                        callers.accept(listener)
-                        continue
-                    assert isinstance(each.fileobj, Control)
-                    with suppress(TransportError):
-                        _let_in(each.fileobj, callers, members, refused)
-        finally:
-            callers.close()
+
+    def answer(callers: Callers, control: Control, hello: Record, talk: Talk) -> None:
+        refusal = refusal_of(hello, talk, members)
+        if refusal is None:
+            members.append(admit(control, hello, talk))
+            return
+        callers.refuse(control, talk, hello, refusal, logging.WARNING)
+        if refusal.proven:
+            refused[str(hello["name"])] = refusal.reason
+
+    def enough() -> bool:
+        return len(members) + len(refused) >= count
+
+    answer_all(listener, secret.job_key(), answer, enough, deadline)
     return sorted(members, key=lambda member: member.name)
-
-
-def _let_in(
-    control: Control, callers: Callers, members: list[Member], refused: dict[str, str]
-) -> None:
-    """Read a hello, and take a machine in or send it away.
-
-    Raises:
-        TransportError: It is gone, or says something else.
-    """
-    heard = callers.hear(control)
-    if heard is None:
-        return
-    hello, talk = heard
-    refusal = refusal_of(hello, talk, members)
-    if refusal is None:
-        members.append(admit(control, hello, talk))
-        return
-    callers.refuse(control, talk, hello, refusal, logging.WARNING)
-    if refusal.proven:
-        refused[str(hello["name"])] = refusal.reason
 
 
 def _examined(member: Member, folder: str, token: str) -> Facts:
@@ -242,7 +221,7 @@ def _measure_links(members: list[Member], links: dict[tuple[str, str], Link]) ->
             "first": {"host": own_host, "port": echo.port, "nonce": echo.nonce}
         }
         for member in members:
-            door = _asked(member.control, {"type": "door", "host": "-", "port": 1})
+            door = _asked(member.control, {"type": "answer calls"})
             if door["type"] == "call on":
                 doors[member.name] = door
         for called, door in doors.items():

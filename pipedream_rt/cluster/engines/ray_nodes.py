@@ -24,7 +24,7 @@ from pipedream_rt.cluster.control import is_final
 from pipedream_rt.cluster.engines.ray import RayWorkers
 from pipedream_rt.cluster.environment import SECRET_FILE
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import dies_with_parent
+from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.deadline import Deadline
 
 _LOOK_S = 2.0
@@ -157,9 +157,9 @@ class _Node:
             words += ["--nnodes", str(job.nodes), "--node-rank", str(rank)]
             words += ["--rdzv-endpoint", address, *job.options]
             words += ["--patience", str(_PATIENCE_S), *job.command]
-            code = subprocess.run(
+            ended = subprocess.run(
                 words, env={**os.environ, SECRET_FILE: str(place)},
                 cwd=job.folder if os.path.isdir(job.folder) else None,
                 preexec_fn=dies_with_parent(signal.SIGKILL), check=False,
-            ).returncode  # fmt: skip
-        return 128 - code if code < 0 else code
+            )  # fmt: skip
+        return shell_code(ended.returncode)
