@@ -2,9 +2,11 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from support.nodes import SCRIPT, expected, nodes, own_environment
+from support.slurm import until
 from support.two_hosts import SECRET, Child
 
 pytestmark = pytest.mark.processes
@@ -46,6 +48,28 @@ def test_sigterm_to_all_nodes_makes_a_checkpoint(job):
     assert began > 100
     assert started[0].wait_for("digest") == expected(job.steps)
     assert [each.ended() for each in started] == [0, 0, 0]
+
+
+def calls_to(port):
+    """How many connections to a port stand, as those see them that have called there."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return sum(
+        there.endswith(f":{port:04X}") and state == "01" for _, _, there, state, *_ in fields
+    )
+
+
+def test_workers_of_one_node_may_end_in_the_same_moment(tmp_path):
+    """All hear at once that the job is over; the node ends well all the same."""
+    script = tmp_path / "nothing.py"
+    script.write_text("import sys; sys.stdin.readline()")
+    with nodes(tmp_path / "run", size=2) as job:
+        first, other = (
+            job.start(rank, "--nproc-per-node", "6", script=[str(script)]) for rank in (0, 1)
+        )
+        until(lambda: calls_to(job.port) == 6, "six workers that wait")
+        first.go_on()
+        assert [first.ended(), other.ended()] == [0, 0], other.text
 
 
 def test_a_script_that_fails_ends_all_nodes_for_good(job, tmp_path):
