@@ -18,8 +18,9 @@ from typing import Any
 
 import click
 from pipedream_rt.workers.forkserver import serve_forks
-from pipedream_rt.workers.joining import JobOver, Place, Tries, Worker, serve, serve_at
+from pipedream_rt.workers.joining import Tries, Worker, serve, serve_at
 
+from pipedream_rt.cluster.calling import JobOver, Place
 from pipedream_rt.cluster.control import (
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from pipedream_rt.cluster.calling import (
-    JobOver,
     NoPlace,
     Place,
     Unproven,
@@ -28,8 +27,6 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
 from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, wrapped
-
-__all__ = ["JobOver", "NoPlace", "Place", "Tries", "Worker", "serve", "serve_at"]
 
 _log = logging.getLogger("pipedream_rt.worker")
 

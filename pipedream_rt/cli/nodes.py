@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from pipedream_rt.cluster.engines import Asked, Membership, membership
+from pipedream_rt.cluster.addresses import joined
+from pipedream_rt.cluster.engines import Asked
 
 _OPTIONS = (
     click.option("--nnodes", type=click.IntRange(min=1), help="Number of nodes."),
@@ -28,32 +28,16 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """What a command line says of the nodes of a job."""
-
-    asked: Asked
-
-    def membership(self, environment: Mapping[str, str]) -> Membership | None:
-        """Return what stands for the engine that has started this process; None for none.
-
-        Raises:
-            ConfigError: The environment or the command line makes no sense.
-        """
-        return membership(environment, self.asked)
-
-
 def options_of_nodes(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options, and the argument ``nodes`` with what they say."""
+    """Give a command the options, and the argument ``asked`` with what they say."""
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        names = ("rdzv_backend", "rdzv_id", "rdzv_conf")  # of torchrun's own rendezvous
-        for name in names:
+        for name in ("rdzv_backend", "rdzv_id", "rdzv_conf"):  # of torchrun's own rendezvous
             del given[name]
         host, port = given.pop("master_addr"), given.pop("master_port")
-        endpoint = given.pop("rdzv_endpoint") or (f"{host}:{port}" if host else "")
+        endpoint = given.pop("rdzv_endpoint") or (joined(host, port) if host else "")
         asked = Asked(nodes=given.pop("nnodes"), rank=given.pop("node_rank"), endpoint=endpoint)
-        command(nodes=Nodes(asked), **given)
+        command(asked=asked, **given)
 
     return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), called)

@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import click
 
-from pipedream_rt.cli.nodes import Nodes, options_of_nodes
+from pipedream_rt.cli.nodes import options_of_nodes
+from pipedream_rt.cluster.engines import Asked, membership
 from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
@@ -53,7 +54,7 @@ def worker(arguments: tuple[str, ...]) -> None:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    nodes: Nodes,
+    asked: Asked,
     nproc_per_node: int | None,
     ray_nodes: int | None,
     patience: float,
@@ -74,14 +75,23 @@ def run(
     Where an engine has started this command on several nodes (srun, Kubeflow, or --nnodes), the
     first one runs the script, and the others serve it with workers until it ends.
     """
+    count, wait = nproc_per_node or 1, timedelta(seconds=patience)
     if ray_nodes is not None:
-        sys.exit(_run_on_ray(ray_nodes, script, arguments, patience))
-    job = nodes.membership(os.environ)
+        from pipedream_rt.cluster.engines.ray_nodes import run_on_ray
+
+        if asked != Asked():
+            raise click.UsageError("with --ray it is Ray that says which node is which")
+        options = [f"--nproc-per-node={count}", f"--threads={threads}", f"--grace={grace}"]
+        options += [] if trace is None else [f"--trace={os.path.abspath(trace)}"]
+        options += [] if max_restarts is None else [f"--max-restarts={max_restarts}"]
+        options += ["--resume"] * resume + ["--module"] * module
+        on_nodes = [script if module else os.path.abspath(script), *arguments]
+        sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), _say))
+    job = membership(os.environ, asked)
     if job is None and nproc_per_node is None:
         raise click.UsageError("give --nproc-per-node, the number of workers to start here")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     imports = [] if module else imports_of(script)
-    count, wait = nproc_per_node or 1, timedelta(seconds=patience)
     if job is not None and not job.node.is_first:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
         sys.exit(run_other(job, count, threads, imports, wait, timedelta(seconds=grace)))
@@ -98,21 +108,6 @@ def run(
     else:
         code = run_first(job, command, count, settings, _say, wait)
     sys.exit(code)
-
-
-def _run_on_ray(nodes: int, script: str, arguments: tuple[str, ...], patience: float) -> int:
-    """Run this command without ``--ray`` on nodes that Ray places; return the exit code."""
-    from pipedream_rt.cluster.engines.ray_nodes import run_on_ray
-
-    own = sys.argv[sys.argv.index("run") + 1 : len(sys.argv) - len(arguments) - 1]
-    options, given = [], iter(own)
-    for option in given:
-        if option == "--ray":
-            next(given)
-        elif not option.startswith("--ray="):
-            options.append(option)
-    command = [script if "-m" in own or "--module" in own else os.path.abspath(script), *arguments]
-    return run_on_ray(nodes, options, command, Deadline(timedelta(seconds=patience)), _say)
 
 
 def count_of(text: str | None) -> int | None:

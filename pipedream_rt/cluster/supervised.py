@@ -32,10 +32,7 @@ def supervised(workers: object) -> Supervised | None:
         module, name = _BY_NAME[workers]
         make: Callable[[], Supervisor] = getattr(import_module(module), name)
         return Supervised(make())
-    needed = ("host", "start", "ending", "missing", "replace", "stop")
-    if all(callable(getattr(workers, name, None)) for name in needed):
-        return Supervised(workers)  # type: ignore[arg-type]
-    return None
+    return Supervised(workers) if isinstance(workers, Supervisor) else None
 
 
 class Supervised:

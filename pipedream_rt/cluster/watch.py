@@ -38,7 +38,7 @@ class Watch:
         heartbeat: How long a worker may be silent.
         command: The command that starts a worker elsewhere, for messages; empty if the user starts
             none by hand.
-        ending: Says how a worker has ended that an engine has started; see `Supervisor`.
+        ending_of: Says how a worker has ended that an engine has started; see `Supervisor`.
 
     Attributes:
         ending: Whether the workers are to end, so that the loss of one is no failure any more.
@@ -52,10 +52,10 @@ class Watch:
         fail: Fail,
         heartbeat: timedelta,
         command: str = "",
-        ending: Callable[[str], str] | None = None,
+        ending_of: Callable[[str], str] | None = None,
     ) -> None:
         """Start no thread yet."""
-        self._ending = ending
+        self._ending_of = ending_of
         self.silent: set[str] = set()
         self._command = command
         self._members = members
@@ -159,8 +159,8 @@ class Watch:
                 f"process lives, otherwise start it there again with `{self._command}`"
             )
         how = self._local.ending(member.name)
-        if not how and self._ending is not None:
-            how = self._ending(member.name)
+        if not how and self._ending_of is not None:
+            how = self._ending_of(member.name)
         return member.lost(how, problem, note)
 
     def name_loss(self, error: PipelineError) -> PipelineError:

@@ -21,7 +21,7 @@ from types import FrameType
 
 _log = logging.getLogger(__name__)
 
-_ONE_S = 2.0
+_SAME_SIGNAL_S = 2.0
 """Signals that come within that time are one."""
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -94,7 +94,7 @@ class Preemption:
         try:
             while numbers := woken.recv(64):
                 # Slurm sends it to all processes of a job, and `pipedream-rt run` passes it on.
-                if signal.SIGTERM in numbers and time.monotonic() - came > _ONE_S:
+                if signal.SIGTERM in numbers and time.monotonic() - came > _SAME_SIGNAL_S:
                     break
         except TimeoutError:
             pass

@@ -5,9 +5,10 @@ import threading
 from datetime import timedelta
 
 import pytest
-from pipedream_rt.workers.joining import JobOver, Place, Tries, Worker, serve_at
+from pipedream_rt.workers.joining import Tries, Worker, serve_at
 
 from pipedream_rt.cluster.addresses import listening
+from pipedream_rt.cluster.calling import JobOver, Place
 from pipedream_rt.cluster.farewell import say_over
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.deadlines import LATEST_S
-from support.nodes import RUN, own_environment
+from support.nodes import COMMAND, own_environment
 from support.two_hosts import SECRET, A, Child, two_hosts, why_not
 
 from pipedream_rt.doctor.facts import digest_of
@@ -16,7 +16,7 @@ from pipedream_rt.doctor.links import Echo, measure
 
 pytestmark = pytest.mark.processes
 
-DOCTOR = [*RUN[:-1], "doctor"]
+DOCTOR = [*COMMAND, "doctor"]
 
 
 @pytest.fixture
@@ -46,6 +46,8 @@ def test_three_machines_that_fit(started, tmp_path):
     assert len(said["links"]) == 6
     assert all(link["bandwidth"] > 1e6 and link["latency_s"] > 0 for link in said["links"])
     assert {each["grade"] for each in said["findings"]} <= {"ok", "note"}
+    announced = [each for each in said["findings"] if each["check"] == "address"]
+    assert [each["where"] for each in announced] == ["node-1", "node-2"]
     assert list(tmp_path.iterdir()) == []
 
 

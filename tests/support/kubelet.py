@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
 from .deadlines import LATEST_S
-from .nodes import own_environment
+from .nodes import command_in, own_environment
 from .two_hosts import SECRET, Child, ip
 
 
@@ -71,11 +70,7 @@ class Kubelet:
         secret.parent.mkdir()
         secret.write_text(SECRET)
         secret.chmod(0o400)
-        command = self._folder / "bin" / "pipedream-rt"
-        command.parent.mkdir()
-        lines = (f"#!{sys.executable}", "from pipedream_rt.cli import main", "main()", "")
-        command.write_text("\n".join(lines))
-        command.chmod(0o755)
+        command_in(self._folder / "bin")
         for name in self._pods:
             self._make(name)
         self._tell_names()

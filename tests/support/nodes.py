@@ -13,7 +13,8 @@ from .deadlines import LATEST_S
 from .two_hosts import SECRET, Child
 
 SCRIPT = str(Path(__file__).parent / "everywhere.py")
-RUN = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
+COMMAND = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
+RUN = [*COMMAND, "run"]
 
 
 @functools.cache
@@ -32,6 +33,15 @@ def own_environment(**more):
     mine = ("PIPEDREAM_RT_", "PET_", "SLURM_", "MASTER_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(mine)}
     return {**kept, "PYTHONUNBUFFERED": "1", **more}
+
+
+def command_in(folder):
+    """Make a program `pipedream-rt` in a folder, for whoever finds it by PATH."""
+    folder.mkdir()
+    place = folder / "pipedream-rt"
+    lines = (f"#!{sys.executable}", "from pipedream_rt.cli import main", "main()", "")
+    place.write_text("\n".join(lines))
+    place.chmod(0o755)
 
 
 class Nodes:

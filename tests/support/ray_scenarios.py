@@ -9,13 +9,17 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started as a program
+
+from support.nodes import RUN, SCRIPT
+
 STORE = 80_000_000
-SCRIPT = str(Path(__file__).parent / "everywhere.py")
 
 
 class Script:
@@ -45,39 +49,41 @@ class Script:
         )  # fmt: skip
 
 
+@contextmanager
 def cluster_of(nodes, head_cpus=1):
+    """A cluster of a head and so many nodes of one core, until the block ends."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": head_cpus, "object_store_memory": STORE, "include_dashboard": False
         },
     )  # fmt: skip
-    return cluster, [cluster.add_node(num_cpus=1, object_store_memory=STORE) for _ in range(nodes)]
+    try:
+        yield cluster, [add_node(cluster) for _ in range(nodes)]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def add_node(cluster):
+    return cluster.add_node(num_cpus=1, object_store_memory=STORE)
 
 
 def a_node_dies(folder):
-    cluster, nodes = cluster_of(3, head_cpus=0)
-    try:
+    with cluster_of(3, head_cpus=0) as (cluster, nodes):
         script = Script(cluster, [sys.executable, SCRIPT, folder, "--workers", "ray"])
         script.wait_for("step 200")
         cluster.remove_node(nodes[1], allow_graceful=False)
-        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        add_node(cluster)
         script.wait_for("recovered in")
         script.wait_for("digest")
         assert script.process.wait(60) == 0
-    finally:
-        cluster.shutdown()
 
 
 def the_node_of_the_script_dies(folder):
     """Ray starts the script again on another node; the script is told nothing of Ray."""
-    cluster, _ = cluster_of(0, head_cpus=0)
-    try:
-        nodes = [cluster.add_node(num_cpus=1, object_store_memory=STORE) for _ in range(3)]
-        command = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
-        script = Script(
-            cluster, command=[*command, "run", "--ray", "3", "--resume", SCRIPT, folder]
-        )
+    with cluster_of(3, head_cpus=0) as (cluster, nodes):
+        script = Script(cluster, [*RUN, "--ray", "3", "--resume", SCRIPT, folder])
         script.wait_for("step 200")
         # The node whose raylet is an ancestor of the script's process.
         pid = int(script.wait_for_number("pid"))
@@ -89,13 +95,10 @@ def the_node_of_the_script_dies(folder):
             node for node in nodes if node.all_processes["raylet"][0].process.pid in ancestors
         ]
         cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        add_node(cluster)
         script.wait_for("began at")
         script.wait_for("digest")
         assert script.process.wait(60) == 0
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def what_cannot_be_placed(folder):
@@ -106,8 +109,7 @@ def what_cannot_be_placed(folder):
 
     from pipedream_rt import Pipeline, RayWorkers, Recovery, RendezvousTimeout
 
-    cluster, _ = cluster_of(1)
-    try:
+    with cluster_of(1) as (cluster, _):
         ray.init(cluster.address, log_to_driver=False)
         for workers in (RayWorkers(resources={"CPU": 2}), RayWorkers("STRICT_SPREAD")):
             try:
@@ -123,19 +125,13 @@ def what_cannot_be_placed(folder):
         assert {group["state"] for group in groups} <= {"REMOVED"}
         left = [t for t in threading.enumerate() if t.name.startswith(("control", "join"))]
         assert left == []
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def serve(folder):
     """Keep a cluster of three nodes for another process, until a line comes."""
-    cluster, _ = cluster_of(3, head_cpus=0)
-    try:
+    with cluster_of(3, head_cpus=0) as (cluster, _):
         print("up", cluster.address, flush=True)
         sys.stdin.readline()
-    finally:
-        cluster.shutdown()
 
 
 if __name__ == "__main__":

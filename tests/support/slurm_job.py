@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .deadlines import LATEST_S
-from .nodes import SCRIPT
+from .nodes import SCRIPT, command_in
 from .slurm import until
 
 SBATCH = Path(__file__).parents[2] / "deploy" / "slurm.sbatch"
@@ -21,11 +21,7 @@ class Job:
         folder.mkdir()
         self.slurm, self.output = slurm, folder / "out"
         commands = os.path.dirname(sys.executable)
-        (folder / "bin").mkdir()
-        command = folder / "bin" / "pipedream-rt"
-        lines = (f"#!{sys.executable}", "from pipedream_rt.cli import main", "main()", "")
-        command.write_text("\n".join(lines))
-        command.chmod(0o755)
+        command_in(folder / "bin")
         answer = slurm.run(
             "sbatch", "--parsable", "--nodes=3", f"--output={self.output}", f"--chdir={folder}",
             SBATCH, SCRIPT, folder / "run", "--steps", steps,

@@ -7,9 +7,10 @@ from datetime import timedelta
 
 import pytest
 from pipedream_rt.workers import joining
-from pipedream_rt.workers.joining import JobOver, Place, Tries, Worker
+from pipedream_rt.workers.joining import Tries, Worker
 
 from pipedream_rt.cluster import calling
+from pipedream_rt.cluster.calling import JobOver, Place
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.keys import NONCE, Secret, Talk
 from pipedream_rt.deadline import Deadline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
@@ -80,6 +80,7 @@ class Membership(Protocol):
         """Remove what the job has left; the first process calls it when the job is over."""
 
 
+@runtime_checkable
 class Supervisor(Protocol):
     """An engine that the script asks for workers, which join the script at its address."""
 

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from pipedream_rt.cluster.addresses import is_here, parse_address
+from pipedream_rt.cluster.addresses import is_here, joined, parse_address
 from pipedream_rt.cluster.engines.base import Asked, Node
 from pipedream_rt.cluster.environment import secret_of_environment
 from pipedream_rt.cluster.keys import Secret
@@ -32,7 +32,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
         return None
     endpoint = asked.endpoint or environment.get("PET_RDZV_ENDPOINT", "")
     if not endpoint and (host := environment.get("PET_MASTER_ADDR", "")):
-        endpoint = f"{host}:{environment.get('PET_MASTER_PORT', _PORT)}"
+        endpoint = joined(host, _number(environment, "PET_MASTER_PORT", None) or _PORT)
     if not endpoint:
         raise ConfigError(
             f"there are {nodes} nodes, and nothing says where the first one is: give all of them "
@@ -63,7 +63,7 @@ class Elastic:
     def __init__(self, node: Node) -> None:
         """Remember it."""
         self.node = node
-        self.title = f"the job of {node.size} nodes at {node.host}:{node.port}"
+        self.title = f"the job of {node.size} nodes at {joined(node.host, node.port)}"
 
     def secret(self, deadline: Deadline) -> Secret:
         """See `Membership.secret`; the user gives it to all nodes."""

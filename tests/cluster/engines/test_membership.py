@@ -121,6 +121,12 @@ def test_a_pod_of_kubeflow():
     )
 
 
+def test_a_first_node_whose_address_is_of_ipv6():
+    job = membership({**KUBEFLOW, "PET_MASTER_ADDR": "fd00::1"}, Asked())
+    assert (job.node.host, job.node.port) == ("fd00::1", 29500)
+    assert job.title == "the job of 4 nodes at [fd00::1]:29500"
+
+
 def test_without_a_rank_the_machine_that_has_the_address_is_the_first():
     assert node_of({}, nodes=2, endpoint="127.0.0.1:5").rank == 0
     other = node_of({}, nodes=2, endpoint="192.0.2.1:5")

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.deadlines import LATEST_S
 from support.nodes import expected, own_environment
 
 from pipedream_rt import RayWorkers
+from pipedream_rt.cli import main
 from pipedream_rt.cluster.engines import ray as engine
 from pipedream_rt.errors import ConfigError
 
@@ -69,3 +71,24 @@ def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'pip install "pipedream-rt\[ray\]"'):
         engine.RayWorkers()
+
+
+def test_what_the_nodes_of_ray_run_is_made_of_what_the_command_was_given(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(
+        "pipedream_rt.cluster.engines.ray_nodes.run_on_ray", lambda *all: given.append(all) or 0
+    )
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke
+    assert run(main, ["run", "--ray=1", "--resume", "--", "x.py", "--ray", "2"]).exit_code == 0
+    assert run(main, ["run", "--ray", "3", "--max_restarts", "9", "-m", "a.b"]).exit_code == 0
+    (nodes, options, command, *_), second = given
+    assert nodes == 1
+    assert options == ["--nproc-per-node=1", "--threads=1", "--grace=60.0", "--resume"]
+    assert command == [str(tmp_path / "x.py"), "--ray", "2"]
+    assert second[0] == 3
+    assert second[1][3:] == ["--max-restarts=9", "--module"]
+    assert second[2] == ["a.b"]
+    refused = run(main, ["run", "--ray", "3", "--node-rank", "0", "x.py"])
+    assert refused.exit_code == 2
+    assert "it is Ray that says which node is which" in refused.output
