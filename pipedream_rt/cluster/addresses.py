@@ -7,10 +7,12 @@ import ipaddress
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 
 _BACKLOG = 4096
@@ -20,6 +22,14 @@ _NO_PORT_LEFT = (
     "; every port that this machine gives out by itself is taken at that address: see which "
     "connections hold them (ss -tan), or widen net.ipv4.ip_local_port_range"
 )
+
+
+_AGAIN_S = 0.2
+"""Seconds between two attempts to get a port: the kernel tells nobody that one is free."""
+
+
+class PortTaken(ConfigError):
+    """Another process listens at a port."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -65,11 +75,32 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(
+        taken = error.errno == errno.EADDRINUSE
+        raise (PortTaken if taken and port else ConfigError)(
             f"cannot listen at {joined(host, port)}: {error}"
-            + (_NO_PORT_LEFT if error.errno == errno.EADDRINUSE and port == 0 else "")
+            + (_NO_PORT_LEFT if taken and not port else "")
         ) from error
     with listener:
+        yield listener
+
+
+@contextmanager
+def listening_in_time(host: str, port: int, deadline: Deadline) -> Iterator[socket.socket]:
+    """Listen as `listening` does, once nobody else has the port any more.
+
+    Raises:
+        PortTaken: Somebody has it until the end.
+        ConfigError: This process cannot listen there.
+    """
+    with ExitStack() as opened:
+        while True:
+            try:
+                listener = opened.enter_context(listening(host, port))
+                break
+            except PortTaken:
+                if deadline.expired():
+                    raise
+            threading.Event().wait(_AGAIN_S)
         yield listener
 
 

@@ -9,8 +9,9 @@ import os
 import re
 import socket
 import tempfile
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipedream_rt.cluster.keys import Secret
@@ -117,8 +118,33 @@ def socket_of_environment(name: str) -> Iterator[socket.socket]:
         opened = socket.socket(fileno=os.dup(fd))
     except OSError as error:
         raise ConfigError(_not_of_run(name, fd, error)) from error
+    _close_in_children(fd, opened)
     with opened:
         yield opened
+
+
+_of_run: dict[int, weakref.WeakSet[socket.socket]] = {}
+"""The descriptors of `pipedream-rt run`, each with those sockets here that duplicate it."""
+
+
+def _close_in_children(fd: int, duplicate: socket.socket) -> None:
+    """Have processes that this one forks not hold a socket of `pipedream-rt run`.
+
+    One that outlives the script, as a worker of a data loader does for seconds, would keep the port
+    from the next life of the script.
+    """
+
+    def close() -> None:
+        for number, opened in _of_run.items():
+            with suppress(OSError):
+                os.close(number)
+            for each in list(opened):
+                each.close()
+        _of_run.clear()
+
+    if not _of_run:
+        os.register_at_fork(after_in_child=close)
+    _of_run.setdefault(fd, weakref.WeakSet()).add(duplicate)
 
 
 def _not_of_run(name: str, fd: int, error: Exception) -> str:

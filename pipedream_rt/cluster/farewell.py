@@ -1,4 +1,4 @@
-"""The end of a job of several nodes: its workers are told, so that their nodes end too."""
+"""The end of a job of several nodes: one worker of each is told, and the node ends all of its."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def say_over(
     deadline: Deadline,
     tls: Tls | None = None,
 ) -> int:
-    """Tell every worker that calls that the script has ended for good.
+    """Tell the workers that call that the script has ended for good, until each node has heard it.
+
+    The name of a worker is that of its node, and a number.
 
     Args:
         listener: Where the workers of the job call.
         key: The key of the job.
         code: The exit code of the script, from 0 to 255.
-        count: How many workers there are to be told.
+        count: How many nodes there are to be told.
         deadline: When to stop, though some have not come.
         tls: Encrypts the connections; None to leave them.
 
     Returns:
-        How many were told.
+        How many nodes were told.
     """
     told: set[str] = set()
 
@@ -46,7 +48,7 @@ def say_over(
             control.send({"type": "over", "code": code, "proof": talk.prove_over(code)})
         finally:
             control.close()
-        told.add(str(hello["name"]))
+        told.add(str(hello["name"]).rpartition("-")[0])
 
     try:
         answer_all(listener, key, answer, lambda: len(told) >= count, deadline, tls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -47,6 +48,32 @@ def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+_QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
+"""What ends sooner than that is started again after a pause, which grows up to the other number."""
+
+
+class Pauses:
+    """How long to wait before something that has ended is started again.
+
+    At once, unless it ended soon after its start, and more than once: then it waits 1, 3, 7 ...
+    seconds.
+    """
+
+    def __init__(self) -> None:
+        """Know of no end."""
+        self._quick: Counter[str] = Counter()
+
+    def after(self, name: str, lived_s: float) -> float:
+        """Return the seconds to wait.
+
+        Args:
+            name: What has ended.
+            lived_s: How many seconds after its start.
+        """
+        quick = self._quick[name] = self._quick[name] + 1 if lived_s < _QUICK_S else 0
+        return min(2.0 ** max(quick - 1, 0) - 1, _LONGEST_PAUSE_S)
 
 
 def shell_code(code: int) -> int:

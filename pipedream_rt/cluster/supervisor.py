@@ -14,16 +14,18 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import FrameType
 
 from pipedream_rt.cluster.addresses import (
+    PortTaken,
     host_to_listen_at,
     interface_towards,
     joined,
     listening,
+    listening_in_time,
 )
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, is_final
 from pipedream_rt.cluster.engines import Membership
@@ -40,7 +42,7 @@ from pipedream_rt.cluster.environment import (
 from pipedream_rt.cluster.farewell import say_over
 from pipedream_rt.cluster.fork_server import LISTENS_WITHIN, ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import dies_with_parent, end_processes, shell_code
+from pipedream_rt.cluster.subprocesses import Pauses, dies_with_parent, end_processes, shell_code
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 
@@ -53,11 +55,14 @@ _FAREWELL_TIMEOUT = timedelta(seconds=15)
 """For the workers of other nodes to hear that the job is over: those that have lost their group in
 the same moment try again every half second."""
 
-_QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
-"""A worker that ends sooner than that is started again after a pause, which grows up to the other
-number."""
-
 _TURN_S = 1.0
+
+_LAST_TURNS = 2
+"""How often a node looks again at its workers when it is to stop."""
+
+_PORT_TIMEOUT = timedelta(seconds=10)
+"""For what is left of an earlier life of the first node to give its port back: a process that the
+script has started may hold it for a moment longer than the script lives."""
 
 
 class Workers:
@@ -124,41 +129,40 @@ class Workers:
             is_ending: Whether to stop though it is not; asked every second.
 
         Returns:
-            0 where all have heard that the script has ended well; the exit code of a worker that
+            0 where a worker has heard that the script has ended well; the exit code of one that
             says that another one would not help; 3 if nobody listened for as long as they wait; or
             143 if it is to stop.
         """
-        self.start()
-        began = dict.fromkeys(self._names, time.monotonic())
-        failures = dict.fromkeys(self._names, 0)
-        over: set[str] = set()
-        while len(over) < len(self._names):
-            ended = self._ended_now(over)
-            if is_ending():
-                return 128 + signal.SIGTERM
-            for name in ended:
-                code = shell_code(self._children[name].wait())
-                lived_s = time.monotonic() - began[name]
-                if code == 0:
-                    over.add(name)
-                    continue
-                if is_final(code) or code == EXIT_COORDINATOR_LOST:  # in vain for all its patience
-                    return code
-                failures[name] = failures[name] + 1 if lived_s < _QUICK_S else 0
-                pause_s = min(2.0 ** failures[name] - 1, _LONGEST_PAUSE_S)
-                _log.warning("worker %r has ended with %d; it is started again", name, code)
-                threading.Event().wait(pause_s)
-                began[name] = time.monotonic()
+        pauses, turns = Pauses(), 0
+        due = dict.fromkeys(self._names, time.monotonic())  # when to start those that do not run
+        began: dict[str, float] = {}
+        while True:
+            now = time.monotonic()
+            for name in [name for name, at in due.items() if at <= now]:
+                del due[name]
+                began[name] = now
                 self._start_one(name)
-        return 0
+            for name in self._ended_now(due, min([now + _TURN_S, *due.values()]) - now):
+                code = shell_code(self._children[name].wait())
+                # All workers of a node hear the same: one is enough. One that nobody has called has
+                # waited in vain for all its patience.
+                if is_final(code) or code == EXIT_COORDINATOR_LOST:
+                    return code
+                _log.warning("worker %r has ended with %d; it is started again", name, code)
+                now = time.monotonic()
+                due[name] = now + pauses.after(name, now - began[name])
+            # Whoever has just heard that the job is over ends in these turns, and well.
+            turns = turns + 1 if is_ending() else 0
+            if turns > _LAST_TURNS:
+                return 128 + signal.SIGTERM
 
-    def _ended_now(self, over: set[str]) -> list[str]:
-        """Wait until a worker ends, or for a second; return the names of those that have."""
+    def _ended_now(self, resting: Collection[str], seconds: float) -> list[str]:
+        """Wait until a worker ends, at most for so long; return the names of those that have."""
         with selectors.DefaultSelector() as selector:
             for name in self._names:
-                if name not in over:
+                if name not in resting:
                     selector.register(self._children[name], selectors.EVENT_READ, name)
-            return [key.data for key, _ in selector.select(_TURN_S)]
+            return [key.data for key, _ in selector.select(seconds)]
 
     def _start_one(self, name: str) -> None:
         """Start a worker, which gets the secret by a pipe."""
@@ -234,23 +238,29 @@ def run_first(
         patience: How long to wait for the secret.
 
     Returns:
-        As `run_here`.
+        As `run_here`; 3 if another process has the port.
 
     Raises:
         PipelineError: This node cannot listen, or has no secret.
     """
     node, secret = job.node, job.secret(Deadline(patience))
-    with listening(host_to_listen_at(node.host, alone=False), node.port) as listener:
+    host = host_to_listen_at(node.host, alone=False)
+    with ExitStack() as opened:
+        try:
+            door = listening_in_time(host, node.port, Deadline(_PORT_TIMEOUT))
+            listener = opened.enter_context(door)
+        except PortTaken as error:
+            say(f"{error}. Is it another job's? If so, give this one another port")
+            return EXIT_COORDINATOR_LOST
         total = str(node.size * count)
         more = {**settings, NPROC: total, NPROC_HERE: str(count), ENGINE: job.title}
         code = _run_script(command, None, listener, secret, more, say)
         if is_final(code):
-            others = (node.size - 1) * count
             deadline = Deadline(_FAREWELL_TIMEOUT)
             key, tls = secret.job_key(), tls_of_environment()
-            told = say_over(listener, key, code, others, deadline, tls)
-            if told < others:
-                say(f"{others - told} of {others} workers of other nodes did not hear the end")
+            told = say_over(listener, key, code, node.size - 1, deadline, tls)
+            if told < node.size - 1:
+                say(f"{node.size - 1 - told} of {node.size - 1} other nodes did not hear the end")
             job.finish()
     return code
 

@@ -38,7 +38,7 @@ def test_every_worker_hears_how_the_script_has_ended(encrypts):
 
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        who = {"a": SECRET, "b": SECRET, "wrong": Secret.generated()}
+        who = {"a-0": SECRET, "b-1": SECRET, "c-0": Secret.generated()}
         threads = [threading.Thread(target=life, args=each) for each in who.items()]
         for each in threads:
             each.start()
@@ -48,9 +48,9 @@ def test_every_worker_hears_how_the_script_has_ended(encrypts):
         each.join()
     for each in strangers:
         each.close()
-    assert [type(ended[name]) for name in "ab"] == [JobOver, JobOver]
-    assert ended["a"].code == 7
-    assert not isinstance(ended["wrong"], JobOver)
+    assert [type(ended[name]) for name in ("a-0", "b-1")] == [JobOver, JobOver]
+    assert ended["a-0"].code == 7
+    assert not isinstance(ended["c-0"], JobOver)
 
 
 def test_who_does_not_come_is_not_awaited_for_ever():

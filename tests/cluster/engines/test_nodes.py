@@ -1,5 +1,6 @@
 """Jobs of several nodes, whose processes are started, killed and started again as engines do."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -48,6 +49,55 @@ def test_sigterm_to_all_nodes_makes_a_checkpoint(job):
     assert began > 100
     assert started[0].wait_for("digest") == expected(job.steps)
     assert [each.ended() for each in started] == [0, 0, 0]
+
+
+def test_what_the_script_has_forked_does_not_keep_the_port(job, tmp_path):
+    """It outlives a script that is killed, as workers of data loaders do for a while."""
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, runpy, signal, sys\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline\n"
+        "def fork(*_):\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        null = os.open(os.devnull, os.O_RDWR)\n"
+        "        os.dup2(null, 1); os.dup2(null, 2)\n"
+        "        signal.pause()\n"
+        "    print('forked', child)\n"
+        "pipe = Pipeline([nn.Linear(2, 2)] * 3, stages=3)\n"
+        "fork()\n"
+        "print('script', os.getpid())\n"
+        "sys.stdin.readline()\n"
+    )
+    first, *others = (job.start(rank, script=[str(script)]) for rank in range(3))
+    forked = int(first.wait_for("forked").split()[1])
+    try:
+        os.kill(int(first.wait_for("script").split()[1]), signal.SIGKILL)
+        assert first.ended() == 128 + signal.SIGKILL
+        first = job.start(0)
+        assert first.wait_for("digest") == expected(job.steps)
+        assert [each.ended() for each in (first, *others)] == [0, 0, 0]
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_nodes_may_have_different_numbers_of_workers(job):
+    """As with --nproc-per-node auto on unlike machines; the job has as many as it needs."""
+    first, *others = (
+        job.start(rank, "--nproc-per-node", str(count)) for rank, count in enumerate((1, 3, 2))
+    )
+    assert first.wait_for("digest") == expected(job.steps)
+    assert [each.ended() for each in (first, *others)] == [0, 0, 0]
+    assert "did not hear" not in first.text
+
+
+def test_sigterm_at_a_good_end_is_a_good_end(job):
+    """An engine may take the machines back in the same moment; it must not start the job again."""
+    first, *others = (job.start(rank) for rank in range(3))
+    first.wait_for("digest")
+    for each in others:
+        each.signal(signal.SIGTERM)
+    assert [each.ended() for each in (first, *others)] == [0, 0, 0]
 
 
 def calls_to(port):
@@ -113,18 +163,22 @@ def test_nodes_that_are_missing_are_told_of_where_to_look(job, tmp_path):
     # for ever.
     assert other.ended() == 1
     assert first.ended() == 1
-    assert "1 of 2 workers of other nodes did not hear the end" in first.text
+    assert "1 of 2 other nodes did not hear the end" in first.text
 
 
-def test_two_jobs_at_one_address(job):
-    started = [job.start(rank) for rank in range(3)]
-    started[0].wait_for("began at")
-    second = job.start(0)
-    assert second.ended() == 1
-    assert (
-        f"cannot listen at 127.0.0.1:{job.port}: [Errno 98] Address already in use" in second.text
-    )
-    assert started[0].wait_for("digest") == expected(job.steps)
+def test_two_jobs_at_one_address(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import sys; print('waits'); sys.stdin.readline()")
+    with nodes(tmp_path / "run", size=2) as job:
+        first, other = (job.start(rank, script=[str(script)]) for rank in (0, 1))
+        first.wait_for("waits")
+        second = job.start(0, script=[str(script)])
+        assert second.ended() == 3, second.text  # the port may be free when it is started again
+        line = f"cannot listen at 127.0.0.1:{job.port}: [Errno 98] Address already in use"
+        assert line in second.text
+        assert "Is it another job's?" in second.text
+        first.go_on()
+        assert [first.ended(), other.ended()] == [0, 0]
 
 
 def test_the_same_script_under_torchrun_on_two_nodes(job, tmp_path):
