@@ -12,19 +12,18 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.control import is_final
 from pipedream_rt.cluster.engines.ray import RayWorkers
-from pipedream_rt.cluster.environment import SECRET_FILE
+from pipedream_rt.cluster.environment import SECRET
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
+from pipedream_rt.cluster.subprocesses import Pauses, dies_with_parent, shell_code
 from pipedream_rt.deadline import Deadline
 
 _LOOK_S = 2.0
@@ -132,6 +131,7 @@ class _Node:
         """
         import ray
 
+        pauses = Pauses()
         while True:
             if rank == 0:
                 host = str(ray.util.get_node_ip_address())
@@ -143,23 +143,32 @@ class _Node:
                 if not address:  # the first node has not come yet
                     threading.Event().wait(_LOOK_S)
                     continue
-            code = self._run(address, rank, job)
+            began = time.monotonic()
+            command = self._started(address, rank, job)
+            while (code := _code_within(command, _LOOK_S)) is None:
+                # Another program may have taken the port of a first node that has moved.
+                if rank and ray.get(board.get.remote()) != address:
+                    command.kill()
             if is_final(code):
                 return code
+            threading.Event().wait(pauses.after("", time.monotonic() - began))
 
-    def _run(self, address: str, rank: int, job: _Job) -> int:
-        """Run the command of a node once, and return its exit code."""
-        with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / "secret"
-            place.touch(mode=0o600)
-            place.write_text(job.secret)
-            words = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
-            words += ["--nnodes", str(job.nodes), "--node-rank", str(rank)]
-            words += ["--rdzv-endpoint", address, *job.options]
-            words += ["--patience", str(_PATIENCE_S), *job.command]
-            ended = subprocess.run(
-                words, env={**os.environ, SECRET_FILE: str(place)},
-                cwd=job.folder if os.path.isdir(job.folder) else None,
-                preexec_fn=dies_with_parent(signal.SIGKILL), check=False,
-            )  # fmt: skip
-        return shell_code(ended.returncode)
+    def _started(self, address: str, rank: int, job: _Job) -> subprocess.Popen[bytes]:
+        """Start the command of a node, which takes the secret out of its environment."""
+        words = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
+        words += ["--nnodes", str(job.nodes), "--node-rank", str(rank)]
+        words += ["--rdzv-endpoint", address, *job.options]
+        words += ["--patience", str(_PATIENCE_S), *job.command]
+        return subprocess.Popen(
+            words, env={**os.environ, SECRET: job.secret},
+            cwd=job.folder if os.path.isdir(job.folder) else None,
+            preexec_fn=dies_with_parent(signal.SIGKILL),
+        )  # fmt: skip
+
+
+def _code_within(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code of a process; None if it has not ended in time."""
+    try:
+        return shell_code(process.wait(seconds))
+    except subprocess.TimeoutExpired:
+        return None

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 from pipedream_rt.cluster.engines.base import Asked, Node
@@ -26,6 +28,9 @@ _FOLDER = "PIPEDREAM_RT_JOB_FOLDER"
 
 _LOWEST_PORT, _PORTS = 15_000, 15_000
 """Below the ports that systems choose by themselves (32768 and more)."""
+
+_MADE_WITHIN = timedelta(minutes=2)
+"""For task 0 to make the file, which it does first of all, and for NFS to show it."""
 
 _LOOK_S = 0.2
 """Seconds between two looks for the file: a shared file system tells nobody that one was made."""
@@ -91,9 +96,9 @@ class Slurm:
         place = self._folder / "secret"
         if self.node.is_first:
             self._make(place)
-        pause = threading.Event()
+        pause, made = threading.Event(), Deadline(_MADE_WITHIN)
         while not place.exists():
-            if deadline.expired():
+            if deadline.expired() or made.expired():
                 raise ConfigError(
                     f"{self.title}: task 0 has put no secret at {place} in time. Is it a folder "
                     f"that all nodes share? If not, set {_FOLDER} to one, or give all tasks the "
@@ -110,10 +115,12 @@ class Slurm:
         Raises:
             ConfigError: It cannot be made.
         """
-        part = place.with_name(f"secret-{os.getpid()}.part")
+        part = place.with_name(f"secret-{secrets.token_hex(8)}.part")
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
+            if place.exists():
+                return
             with open(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
                 stream.write(Secret.generated().text)
             try:
@@ -130,7 +137,8 @@ class Slurm:
     def finish(self) -> None:
         """See `Membership.finish`."""
         with suppress(OSError):
-            (self._folder / "secret").unlink()
+            for each in self._folder.glob("secret*"):  # parts too, of lives that were cut short
+                each.unlink()
             self._folder.rmdir()
 
 
