@@ -17,16 +17,16 @@ from pipedream_rt.cluster.calling import (
     Place,
     Unproven,
     be_admitted,
-    connect,
     expect,
     pause,
+    reached,
 )
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
-from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, wrapped
+from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -120,23 +120,11 @@ def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
         PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
     said = tries.failures > 0
-    if tries.is_awaited(time.monotonic()):
+    if place.warm or tries.is_awaited(time.monotonic()):
         _import_torch()  # while the coordinator is out of reach, perhaps
     while True:
         pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
-        connection = connect(place)
-        here = str(connection.getsockname()[0])
-        below = connection.dup()
-        try:
-            waits = None if place.call_timeout is None else HANDSHAKE_TIMEOUT_S
-            connection, channel = wrapped(worker.tls, connection, True, waits)
-        except OSError as error:
-            connection.close()
-            below.close()
-            raise PeerLost(
-                f"the coordinator at {place.address} is gone: {error}", peer=place.address
-            ) from error
-        control = Control(connection, "the coordinator", here, channel, below)
+        control = reached(place, "the coordinator", worker.tls)
         try:
             return serve(control, worker, place.call_timeout)
         except NoPlace as problem:

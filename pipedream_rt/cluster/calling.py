@@ -27,6 +27,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.schema import printable
 from pipedream_rt.software import software
 from pipedream_rt.transport.tcp import prepare
+from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, wrapped
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -79,6 +80,7 @@ class Place:
         known: Whether the host is known to exist, though its name may lead nowhere for a while.
         longest_pause_s: Seconds between two attempts at most. Where somebody waits to say that the
             job is over, they are few.
+        warm: Whether to import torch before anybody calls.
     """
 
     address: str
@@ -87,6 +89,7 @@ class Place:
     call_timeout: timedelta | None = CALL_TIMEOUT
     known: bool = False
     longest_pause_s: float = 30.0
+    warm: bool = False
 
 
 def connect(place: Place) -> socket.socket:
@@ -126,6 +129,31 @@ def connect(place: Place) -> socket.socket:
         pause(pause_s if left_s is None else min(pause_s, left_s))
         if reason != "no answer":  # which took its time already
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_OF_CONNECT_S)
+
+
+def reached(place: Place, who: str, tls: Tls | None) -> Control:
+    """Connect as `connect` does, and return the control connection.
+
+    Args:
+        place: Where the coordinator is.
+        who: What it is called in messages.
+        tls: Encrypts the connection; None to leave it.
+
+    Raises:
+        ConfigError: The address is none, or its host is unknown.
+        PeerLost: No coordinator listened in time, or it is gone.
+    """
+    connection = connect(place)
+    here = str(connection.getsockname()[0])
+    below = connection.dup()
+    try:
+        waits = None if place.call_timeout is None else HANDSHAKE_TIMEOUT_S
+        connection, channel = wrapped(tls, connection, True, waits)
+    except OSError as error:
+        connection.close()
+        below.close()
+        raise PeerLost(f"{who} at {place.address} is gone: {error}", peer=place.address) from error
+    return Control(connection, who, here, channel, below)
 
 
 def pause(seconds: float) -> None:

@@ -13,6 +13,9 @@ from pipedream_rt.doctor.judgement import Link
 from pipedream_rt.transport.tcp import prepare
 
 _TIMEOUT_S = 5.0
+_INTRODUCED_S = 0.5
+"""Seconds for a caller to show the nonce, which it sends at once."""
+
 _TURNS = 20
 _SIZES = (1 << 20, 1 << 24)
 """Bytes that are sent; the larger number where the smaller one takes no half second."""
@@ -49,10 +52,11 @@ class Echo:
             except OSError:
                 return  # it was closed
             with connection, suppress(OSError):
-                connection.settimeout(_TIMEOUT_S)
                 prepare(connection)
+                connection.settimeout(_INTRODUCED_S)  # a stranger who is silent is soon gone
                 if _exactly(connection, NONCE) != self.nonce:
                     continue
+                connection.settimeout(_TIMEOUT_S)
                 while True:
                     size = int.from_bytes(_exactly(connection, 8), "big")
                     if size > max(_SIZES):

@@ -12,7 +12,7 @@
                     <- findings what the link is like
     exit            ->          nothing more is asked
 
-The connection is signed as that of a worker, and not encrypted.
+The connection is signed and encrypted as that of a worker; measurements are in the clear.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from datetime import timedelta
 from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, joined, listening
 from pipedream_rt.cluster.admission import admit, refusal_of
 from pipedream_rt.cluster.callers import Callers, answer_all
-from pipedream_rt.cluster.calling import Place, be_admitted, connect
+from pipedream_rt.cluster.calling import Place, be_admitted, reached
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.engines import Membership
+from pipedream_rt.cluster.environment import tls_of_environment
 from pipedream_rt.cluster.keys import Secret, Talk
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.records import Record
@@ -41,9 +42,13 @@ from pipedream_rt.doctor.facts import Facts, facts, token_file
 from pipedream_rt.doctor.judgement import Link
 from pipedream_rt.doctor.links import Echo, measure
 from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, PipelineError, TransportError
+from pipedream_rt.transport.tls import Tls
 
 _ANSWER = timedelta(seconds=60)
 """For a machine to look at itself, which imports torch, or to measure a link."""
+
+_SENT = timedelta(seconds=2)
+"""For the last words of a machine to be sent, where they are encrypted."""
 
 _CLOCK_READINGS = 5
 
@@ -86,7 +91,10 @@ def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) 
         )
         token = opened.enter_context(_written(folder))
         mine = facts(folder, token, source)
-        members = _gathered(listener, secret, node.size - 1, deadline, found.refused)
+        tls = tls_of_environment()
+        if tls is not None:
+            opened.callback(lambda: tls.finish(Deadline(_SENT)))
+        members = _gathered(listener, secret, node.size - 1, deadline, found.refused, tls)
         for member in members:
             opened.callback(member.control.close)
         found.machines["first"] = mine
@@ -119,10 +127,12 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
     node = job.node
     secret = job.secret(Deadline(patience))
     place = Place(joined(node.host, node.port), patience.total_seconds(), known=True)
-    connection = connect(place)
-    control = Control(connection, "the first machine", str(connection.getsockname()[0]))
+    tls = tls_of_environment()
+    control = reached(place, "the first machine", tls)
     name = node.name or f"node-{node.rank}"
     with ExitStack() as opened:
+        if tls is not None:
+            opened.callback(lambda: tls.finish(Deadline(_SENT)))
         opened.callback(control.close)
         try:
             be_admitted(control, name, secret, _ANSWER)
@@ -132,7 +142,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
         echo = Echo(host)
         opened.callback(echo.close)
         while True:
-            record = control.receive(Deadline(patience))
+            record = control.receive(Deadline(None))  # others have their turn for a while
             match record["type"]:
                 case "examine":
                     seen = facts(record["folder"], record["token"], source)
@@ -173,7 +183,12 @@ def _written(folder: str) -> Iterator[str]:
 
 
 def _gathered(
-    listener: socket.socket, secret: Secret, count: int, deadline: Deadline, refused: dict[str, str]
+    listener: socket.socket,
+    secret: Secret,
+    count: int,
+    deadline: Deadline,
+    refused: dict[str, str],
+    tls: Tls | None,
 ) -> list[Member]:
     """Wait until so many machines have come, or the time has passed; note whom it sends away."""
     members: list[Member] = []
@@ -190,7 +205,7 @@ def _gathered(
     def enough() -> bool:
         return len(members) + len(refused) >= count
 
-    answer_all(listener, secret.job_key(), answer, enough, deadline)
+    answer_all(listener, secret.job_key(), answer, enough, deadline, tls)
     return sorted(members, key=lambda member: member.name)
 
 
