@@ -25,6 +25,7 @@ import click
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.calling import NoPlace, Place, be_admitted, connect
 from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -75,13 +76,14 @@ def once(count: int) -> dict[str, float]:
     secret = Secret.generated()
     with listening("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
+        door = Door(key=secret.job_key(), listener=listener)
         local = LocalWorkers(1, ForkServer())
         plan = Plan(name="", shape=Shape(workers=count))
-        rendezvous = Rendezvous(plan, local, secret.job_key(), timedelta(seconds=60))
+        rendezvous = Rendezvous(plan, local, door, timedelta(seconds=60))
         memory, began, used = resident(), time.monotonic(), time.process_time()
         pid = crowd(count, f"{host}:{port}", secret)
         try:
-            rendezvous.gather(listener, Deadline(timedelta(minutes=5)))
+            rendezvous.gather(Deadline(timedelta(minutes=5)))
             took_s, cpu_s = time.monotonic() - began, time.process_time() - used
             grown, fds = resident() - memory, len(os.listdir("/proc/self/fd"))
         finally:

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -45,6 +46,9 @@ _log = logging.getLogger("pipedream_rt.worker")
 @click.option("--timeout", default=300.0, show_default=True, type=click.FloatRange(min=0.1),
               help="Seconds to wait for the coordinator to listen.")  # fmt: skip
 @click.option("--persist", is_flag=True, help="After a job, wait for the next coordinator.")
+@click.option("--spare", is_flag=True,
+              help="Wait with torch in memory for a job that has its workers, to be there at once "
+              "when it needs one; with --persist in it.")  # fmt: skip
 @click.option("--bind", metavar="INTERFACE",
               help="Network interface to listen on for other workers; else loopback.")  # fmt: skip
 @click.option("--secret-stdin", is_flag=True,
@@ -60,6 +64,7 @@ def main(
     threads: int,
     timeout: float,
     persist: bool,
+    spare: bool,
     bind: str | None,
     secret_stdin: bool,
     secret_fd: int | None,
@@ -93,7 +98,11 @@ def main(
                 "the same text here and where the script runs, or write it to --secret-stdin"
             )
         worker = Worker(name, threads, secret, bind, tls_of_environment())
-        code = serve_at(Place(address, timeout, persist), worker, tries := Tries(failures, lost))
+        persist = persist or spare
+        place = Place(address, timeout, persist)
+        if spare:
+            place = replace(place, warm=True, call_timeout=None, longest_pause_s=_SPARE_PAUSE_S)
+        code = serve_at(place, worker, tries := Tries(failures, lost))
     except JobOver as over:
         _log.info("%s", over)
         code, persist = over.code, False
@@ -110,6 +119,10 @@ def main(
     logging.shutdown()
     # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
     os._exit(EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code)
+
+
+_SPARE_PAUSE_S = 0.5
+"""Seconds between two attempts of a spare worker at most: when it is needed, a recovery waits."""
 
 
 def _set_up(name: str, level: str) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from pipedream_rt.errors import (
     PipelineError,
 )
 from pipedream_rt.stage.host import StageHost
+from pipedream_rt.stage.turns import serve_together
 from pipedream_rt.transport.base import sender
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
@@ -97,7 +99,6 @@ def host_stage(
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
     control.notice_within(4 * welcome["beat_s"])
     spare_dynamo()
-    worker, stages = welcome["rank"] - 1, welcome["stages"]
     timeout = timedelta(seconds=welcome["timeout_s"])
     group = Group(
         generation=welcome["generation"],
@@ -117,26 +118,31 @@ def host_stage(
             control.send({"type": "failed", "text": str(error)})
         return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
     generation = welcome["generation"]
-    host = StageHost(
-        worker,
-        welcome["title"],
-        stages,
-        generation,
-        lambda stage: sender(transport, stage, generation),
-        _PATIENCE * timeout,
-        threads,
-        announce=lambda action: control.send({"type": "doing", "action": action}),
-        own_process=True,
-        waiter=transport.waiter,
-    )
-    for stage in stages:
-        transport.open(stage, host.inbox.put, host.inbox.close)
-        endpoint.expose(stage, functools.partial(host.part, stage))
-    thread = threading.Thread(target=host.serve, name=host.name)
+    hosts = [
+        StageHost(
+            worker,
+            title,
+            stages,
+            generation,
+            lambda stage: sender(transport, stage, generation),
+            _PATIENCE * timeout,
+            threads,
+            announce=lambda action: control.send({"type": "doing", "action": action}),
+            own_process=True,
+            waiter=transport.waiter,
+        )
+        for worker, title, stages in welcome["seats"]
+    ]
+    for host, (_, _, stages) in zip(hosts, welcome["seats"], strict=True):
+        for stage in stages:
+            transport.open(stage, host.inbox.put, host.inbox.close)
+            endpoint.expose(stage, functools.partial(host.part, stage))
+    serve = functools.partial(serve_together, hosts, threads, transport.waiter)
+    thread = threading.Thread(target=serve, name=hosts[0].name)
     thread.start()
     control.send({"type": "joined"})
     beat = timedelta(seconds=welcome["beat_s"])
-    return _until_exit(control, host, thread, transport, endpoint, beat)
+    return _until_exit(control, hosts, thread, transport, endpoint, beat)
 
 
 def _join(
@@ -223,7 +229,7 @@ def _host_of_door(control: Control, host: str, bind: str | None) -> str:
 
 def _until_exit(
     control: Control,
-    host: StageHost,
+    hosts: Sequence[StageHost],
     thread: threading.Thread,
     transport: SocketTransport,
     endpoint: Endpoint | NoEndpoint,
@@ -236,7 +242,7 @@ def _until_exit(
 
     Args:
         control: The control connection.
-        host: Hosts the stages.
+        hosts: Host the stages.
         thread: The thread that computes.
         transport: The transport, closed on exit.
         endpoint: The endpoint in torch RPC, closed on exit.
@@ -248,32 +254,43 @@ def _until_exit(
     Raises:
         PeerLost: The coordinator has sent a record that no worker knows.
     """
-    inbox = host.inbox
+
+    def story() -> str:
+        return "; ".join(
+            f"{host.name}: {host.inbox.story()}" if len(hosts) > 1 else host.inbox.story()
+            for host in hosts
+        )
+
+    def close(reason: str) -> None:
+        for host in hosts:
+            host.inbox.close(PipelineClosed(reason))
+
     while True:
         try:
             record = control.receive(Deadline(beat))  # breaks when the coordinator dies
         except MessageTimeout:
             with suppress(PeerLost):  # which is noticed when the next record does not come
-                control.send({"type": "beat", "doing": inbox.story(), "rss": resident_bytes()})
+                control.send({"type": "beat", "doing": story(), "rss": resident_bytes()})
             continue
         except PeerLost:
             _log.error("the coordinator is gone; this worker ends")
             if control.is_local:  # it is dead: not only out of reach
                 # Else a stage would begin a checkpoint behind the removal, as it was told before.
-                inbox.close(PipelineClosed("the coordinator is gone"))
+                close("the coordinator is gone")
                 thread.join(_AT_THE_END_S)
-                host.remove_parts()
+                for host in hosts:
+                    host.remove_parts()
             return EXIT_COORDINATOR_LOST
         match record["type"]:
             case "stop":
-                inbox.close(PipelineClosed("the coordinator said stop"))
+                close("the coordinator said stop")
                 thread.join(_LAST_ACTION_S)
                 if thread.is_alive():
                     _log.error("a stage computes without end; the process ends without it")
                     return EXIT_COORDINATOR_LOST  # with --persist a new process joins again
                 control.send({"type": "stopped"})
             case "story":
-                control.send({"type": "story", "text": inbox.story()})
+                control.send({"type": "story", "text": story()})
             case "shut":
                 transport.tunnel.shut()
             case "clock":

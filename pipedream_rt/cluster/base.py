@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules.seats import Crew
 from pipedream_rt.transport.base import Receive, Transport
 
 Failure: TypeAlias = BaseException | Callable[[], BaseException]
@@ -31,7 +32,8 @@ class ClusterSpec:
     """What every kind of cluster is told.
 
     Attributes:
-        plan: How many workers are needed, and which stages each hosts.
+        plan: Which worker hosts which stages.
+        crew: How many worker processes do the work of the plan's workers.
         receive: Takes messages for the coordinator.
         fail: Called with the error when the cluster cannot go on, as when a worker dies.
         generation: Number of this group in the process.
@@ -42,6 +44,7 @@ class ClusterSpec:
     """
 
     plan: Plan
+    crew: Crew
     receive: Receive
     fail: Fail
     generation: int
@@ -68,7 +71,7 @@ class Cluster(Protocol):
     """The workers of one pipeline.
 
     Attributes:
-        names: Names of the workers, by rank.
+        names: By worker of the plan, the name of the worker process that does its work.
         transport: Carries the messages between the coordinator and the stages.
         has_rrefs: Whether references lead to modules, parameters and optimizers.
     """
@@ -106,7 +109,13 @@ class Cluster(Protocol):
         """Describe every worker process, for `pipedream-rt status`; empty for threads."""
 
     def clocks(self) -> list[Reading]:
-        """Read the clock of every worker against ``time.monotonic_ns`` of this process."""
+        """Read the clock of each worker of the plan against ``time.monotonic_ns`` of this process.
+
+        Workers that share a process have the same one.
+        """
+
+    def newcomers(self) -> int:
+        """Return how many workers wait to join, for which a next generation would have work."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to a part of a stage.

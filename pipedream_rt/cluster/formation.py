@@ -66,7 +66,8 @@ class Formation:
         self._local = local
         self._deadline = deadline
         self._names = (_COORDINATOR, *(member.name for member in members))
-        self._hosts = plan.hosts
+        by_address = {a: index for index, member in enumerate(members) for a in member.stages}
+        self._hosts = tuple(by_address[address] for address in plan.addresses)
         self._inherits = all(member.control.is_local for member in members)
         self._found: dict[str, tuple[str, int]] = {}  # the doors that are known, by name
         self._doors: Future[dict[str, tuple[str, int]]] = Future()  # all of them
@@ -95,8 +96,7 @@ class Formation:
                     "nonce": nonce,
                     "beat_s": self._heartbeat.total_seconds() / 4,
                     "rank": rank,
-                    "stages": list(member.stages),
-                    "title": member.title,
+                    "seats": [[w, title, list(stages)] for w, title, stages in member.seats],
                     "names": list(self._names),
                     "hosts": list(self._hosts),
                     "host": None if self._inherits else self._meeting_host(),

@@ -106,6 +106,10 @@ class ClusterHere:
         now = time.monotonic_ns()
         return [Reading(now, now, now)] * self._plan.workers
 
+    def newcomers(self) -> int:
+        """See `Cluster.newcomers`."""
+        return 0
+
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""
         worker = self._plan.worker_of(stage)

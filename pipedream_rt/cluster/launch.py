@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from importlib import import_module
 
 from pipedream_rt.cluster.addresses import joined, listening, parse_address
 from pipedream_rt.cluster.base import Cluster, ClusterSpec
+from pipedream_rt.cluster.door import Door
+from pipedream_rt.cluster.engines.base import Supervisor
 from pipedream_rt.cluster.environment import (
     ENGINE,
     LISTEN_FD,
@@ -32,6 +37,7 @@ from pipedream_rt.cluster.torchrun import (
     under_torchrun,
     world_size,
 )
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.job.options import Workers
 
@@ -42,32 +48,151 @@ _secret_of_run: Secret | None = None
 """The secret that `pipedream-rt run` has made; read once, since it comes through a pipe."""
 
 
-def start_cluster(workers: Workers, spec: ClusterSpec) -> Cluster:
-    """Start what hosts the stages, or await workers.
+_ENGINES = {"ray": ("pipedream_rt.cluster.engines.ray", "RayWorkers")}
+"""The engines that have a name, and what makes each; a name is a value of ``workers``."""
 
-    Under torchrun it returns on rank 0 alone: the processes of the other ranks become workers.
+
+class Launcher:
+    """Starts the workers of a pipeline, one generation after another.
 
     Args:
         workers: See `Pipeline`.
-        spec: What the cluster is told.
 
     Raises:
-        ConfigError: The argument or the environment makes no sense.
-        RendezvousTimeout: Some workers did not join in time.
-        WorkerLost: A worker died on the way.
+        ConfigError: What an engine needs is not installed.
     """
-    if workers == "serial":
-        return SerialCluster(spec)
-    if callable(workers):
-        made: Cluster = workers(spec)
-        return made
-    if workers is not None and workers != "local":
-        return _await_at(workers, spec)
-    if starts_here(workers):  # the key goes to them over inherited connections
-        return ProcessCluster(spec, key=JobKey.new())
-    if LISTEN_FD in os.environ:
-        return _await_workers_of_run(spec)
-    return start_under_torchrun(spec)
+
+    def __init__(self, workers: Workers) -> None:
+        """Start nothing yet."""
+        self._workers = workers
+        self._engine = _engine_of(workers)
+        self._open = ExitStack()
+        self._door: Door | None = None
+
+    def start(self, spec: ClusterSpec) -> Cluster:
+        """Start what hosts the stages of a generation, or await workers.
+
+        Under torchrun it returns on rank 0 alone: the processes of the other ranks become workers.
+
+        Raises:
+            ConfigError: The argument or the environment makes no sense.
+            RendezvousTimeout: Some workers did not join in time.
+            WorkerLost: A worker died on the way.
+        """
+        workers = self._workers
+        if self._engine is not None:
+            return self._ask_engine(self._engine, spec)
+        if workers == "serial":
+            return SerialCluster(spec)
+        if callable(workers):
+            made: Cluster = workers(spec)
+            return made
+        if workers is not None and workers != "local":
+            return self._await_at(workers, spec)
+        if starts_here(workers):  # the key goes to them over inherited connections
+            return ProcessCluster(spec, door=Door(key=JobKey.new()))
+        if LISTEN_FD in os.environ:
+            return self._await_workers_of_run(spec)
+        return start_under_torchrun(spec)
+
+    def close(self) -> None:
+        """End what has been started besides workers, and let nobody join any more. Idempotent."""
+        self._door = None
+        self._open.close()
+
+    def _door_at(self, listener: AbstractContextManager[socket.socket], secret: Secret) -> Door:
+        """Open the door, which stays open from one generation to the next."""
+        self._door = Door(
+            key=secret.job_key(),
+            listener=self._open.enter_context(listener),
+            tls=tls_of_environment(),
+        )
+        self._open.callback(self._door.close)
+        return self._door
+
+    def _ask_engine(self, engine: Supervisor, spec: ClusterSpec) -> Cluster:
+        """Have an engine place workers; those that it starts again wait for the next generation.
+
+        Raises:
+            ConfigError: The engine cannot be reached.
+            RendezvousTimeout: Some workers could not be placed, or did not join in time.
+            WorkerLost: A worker died on the way.
+        """
+        if self._door is None:
+            self._secret = Secret.generated()
+            self._open.callback(engine.stop)
+            self._door_at(listening(engine.host(), 0), self._secret)
+        assert self._door is not None
+        assert self._door.listener is not None
+        host, port = self._door.listener.getsockname()[:2]
+        deadline = Deadline(spec.start_timeout)
+        engine.start(spec.crew.most, joined(host, port), self._secret, deadline)
+        return ProcessCluster(spec, door=self._door, supervisor=engine)
+
+    def _await_at(self, workers: object, spec: ClusterSpec) -> Cluster:
+        """Listen at an address for workers that the user starts elsewhere.
+
+        Raises:
+            ConfigError: The argument is no address, or the environment has no secret.
+        """
+        if not isinstance(workers, str):
+            raise ConfigError(
+                f'workers must be "local", "serial", "ray", "HOST:PORT" or an engine, not '
+                f"{workers!r}"
+            )
+        address, secret = parse_address(workers), secret_of_environment()
+        door = self._door or self._door_at(listening(*address), secret)
+        assert door.listener is not None
+        host, port = door.listener.getsockname()[:2]
+        command = f"pipedream-rt worker {joined(host, port)} --name NAME"
+        try:
+            return ProcessCluster(spec, door=door, command=command)
+        finally:
+            if not spec.crew.stays_open:
+                self.close()
+
+    def _await_workers_of_run(self, spec: ClusterSpec) -> Cluster:
+        """Use the workers that `pipedream-rt run` has started.
+
+        On the first node of several, those of this machine are started here.
+
+        Raises:
+            ConfigError: It has started too few.
+        """
+        plan, available = spec.plan, count_of_environment(NPROC)
+        engine = os.environ.get(ENGINE, "")
+        if spec.crew.fewest > available:
+            raise ConfigError(
+                f"{plan.in_words}: {engine or '`pipedream-rt run`'} has started {available}; raise "
+                + ("the number of nodes or " if engine else "")
+                + "--nproc-per-node"
+            )
+        global _secret_of_run
+        if _secret_of_run is None:
+            _secret_of_run = read_secret(count_of_environment(SECRET_FD))
+            assert _secret_of_run is not None
+        here = min(spec.crew.most, count_of_environment(NPROC_HERE)) if engine else 0
+        door = self._door or self._door_at(socket_of_environment(LISTEN_FD), _secret_of_run)
+        return ProcessCluster(
+            spec,
+            door=door,
+            own=[f"node-0-{i}" for i in range(here)],
+            replace=None if engine else _replace_workers,
+            remedy=f"look at what the other processes of {engine} say" if engine else "",
+        )
+
+
+def _engine_of(workers: object) -> Supervisor | None:
+    """Return the engine that places the workers; None if the argument means none.
+
+    Raises:
+        ConfigError: What the engine needs is not installed.
+    """
+    if isinstance(workers, str) and workers in _ENGINES:
+        module, name = _ENGINES[workers]
+        make: Callable[[], Supervisor] = getattr(import_module(module), name)
+        return make()
+    return workers if isinstance(workers, Supervisor) else None
 
 
 def starts_here(workers: Workers) -> bool:
@@ -125,62 +250,6 @@ def numbers_of_workers(workers: Workers) -> Sequence[int]:
     if _are_ranks_here(workers):
         return range(max(world_size() - 1, 1), world_size() + 1)
     return ()
-
-
-def _await_at(workers: object, spec: ClusterSpec) -> Cluster:
-    """Listen at an address for workers that the user starts elsewhere.
-
-    Raises:
-        ConfigError: The argument is no address, or the environment has no secret.
-    """
-    if not isinstance(workers, str):
-        raise ConfigError(
-            f'workers must be "local", "serial", "ray", "HOST:PORT" or an engine, not {workers!r}'
-        )
-    address, secret = parse_address(workers), secret_of_environment()
-    with listening(*address) as listener:
-        host, port = listener.getsockname()[:2]
-        command = f"pipedream-rt worker {joined(host, port)} --name NAME"
-        return ProcessCluster(
-            spec,
-            listener=listener,
-            key=secret.job_key(),
-            command=command,
-            tls=tls_of_environment(),
-        )
-
-
-def _await_workers_of_run(spec: ClusterSpec) -> Cluster:
-    """Use the workers that `pipedream-rt run` has started.
-
-    On the first node of several, those of this machine are started here.
-
-    Raises:
-        ConfigError: It has started too few.
-    """
-    plan, available = spec.plan, count_of_environment(NPROC)
-    engine = os.environ.get(ENGINE, "")
-    if plan.workers > available:
-        raise ConfigError(
-            f"{plan.in_words}: {engine or '`pipedream-rt run`'} has started {available}; raise "
-            + ("the number of nodes or " if engine else "")
-            + "--nproc-per-node"
-        )
-    global _secret_of_run
-    if _secret_of_run is None:
-        _secret_of_run = read_secret(count_of_environment(SECRET_FD))
-        assert _secret_of_run is not None
-    here = min(plan.workers, count_of_environment(NPROC_HERE)) if engine else 0
-    with socket_of_environment(LISTEN_FD) as listener:
-        return ProcessCluster(
-            spec,
-            listener=listener,
-            own=[f"node-0-{i}" for i in range(here)],
-            key=_secret_of_run.job_key(),
-            replace=None if engine else _replace_workers,
-            remedy=f"look at what the other processes of {engine} say" if engine else "",
-            tls=tls_of_environment(),
-        )
 
 
 def _replace_workers() -> None:

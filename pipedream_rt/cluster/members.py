@@ -7,11 +7,26 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
 from pipedream_rt.schedules.edges import Address
+
+
+class Seat(NamedTuple):
+    """A worker of the plan, whose work a worker process does.
+
+    Attributes:
+        worker: Its number in the plan.
+        title: What it is called by what it hosts, as ``stage 2``.
+        stages: Addresses of the stages that it hosts.
+    """
+
+    worker: int
+    title: str
+    stages: tuple[Address, ...]
 
 
 @dataclass(slots=True)
@@ -26,8 +41,7 @@ class Member:
         description: Process number and machine, in words.
         control: The control connection.
         same_clock: Whether the worker runs on the coordinator's kernel.
-        stages: Addresses of the stages that it hosts; empty until all workers have said hello.
-        title: What it is called by what it hosts, as ``stage 2``.
+        seats: The workers of the plan whose work it does; empty until all have said hello.
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
@@ -43,8 +57,7 @@ class Member:
     description: str
     control: Control
     same_clock: bool = False
-    stages: tuple[Address, ...] = ()
-    title: str = ""
+    seats: list[Seat] = field(default_factory=list)
     stage: int | None = None
     ready: bool = False
     processor: str = ""
@@ -56,12 +69,17 @@ class Member:
     clock: queue.SimpleQueue[tuple[int, int]] = field(default_factory=queue.SimpleQueue)
 
     @property
+    def stages(self) -> tuple[Address, ...]:
+        """Addresses of the stages that it hosts; empty until all workers have said hello."""
+        return tuple(address for seat in self.seats for address in seat.stages)
+
+    @property
     def hosts(self) -> str:
         """The stages that the worker hosts, in words."""
         if not self.stages:
             return "no stage yet"
         if len(self.stages) == 1:
-            return self.title
+            return self.seats[0].title
         return f"stages {', '.join(map(str, self.stages))}"
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.base import ClusterSpec, Reference, once
+from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.engines.base import Supervisor
 from pipedream_rt.cluster.environment import rpc_of_environment
 from pipedream_rt.cluster.fork_server import fork_server
 from pipedream_rt.cluster.formation import Formation
-from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import tell
 from pipedream_rt.cluster.rendezvous import Rendezvous
@@ -28,7 +27,6 @@ from pipedream_rt.transport.base import Transport
 from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
-from pipedream_rt.transport.tls import Tls
 
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to stop."""
@@ -45,8 +43,8 @@ class ProcessCluster:
 
     Args:
         spec: What the cluster is told.
-        key: The key of the job; a worker that joins by the listener proves that it knows it.
-        listener: Where workers that are started elsewhere join; None to start all of them here.
+        door: Where workers join that are started elsewhere; all are started here if it has no
+            listener.
         own: With a listener, the names of the workers to start here besides.
         replace: Has the launcher of workers that were started elsewhere kill them and start others;
             None where no launcher can.
@@ -55,21 +53,18 @@ class ProcessCluster:
         remedy: What to do where workers are missing, for messages; empty to tell the command.
         supervisor: The engine that has placed the workers, which is asked about those that are
             lost; None where none has.
-        tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
     """
 
     def __init__(
         self,
         spec: ClusterSpec,
         *,
-        key: JobKey,
-        listener: socket.socket | None = None,
+        door: Door,
         own: Sequence[str] = (),
         replace: Callable[[], None] | None = None,
         command: str = "",
         remedy: str = "",
         supervisor: Supervisor | None = None,
-        tls: Tls | None = None,
     ) -> None:
         """Start or await the workers and form a group with them; after an error nothing is left.
 
@@ -82,14 +77,14 @@ class ProcessCluster:
         self.has_rrefs = rpc_of_environment()
         if self.has_rrefs:
             refuse_second()
-        make_room(spec.plan.workers, self.has_rrefs)
+        make_room(spec.crew.most, self.has_rrefs)
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
-        self._key = key
+        self._crew = spec.crew
+        self._door = door
         self._replace = replace
         self._killed = False
-        self._tls = tls
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(spec.threads, fork_server())
@@ -97,27 +92,28 @@ class ProcessCluster:
         rendezvous = Rendezvous(
             spec.plan,
             self._local,
-            key,
+            door,
             spec.heartbeat,
             command,
             remedy if supervisor is None else supervisor.missing,
-            tls,
+            spec.crew,
         )
         self._members = rendezvous.members
         ending = None if supervisor is None else supervisor.ending
         self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, command, ending)
         try:
             deadline = Deadline(spec.start_timeout)
-            here = [f"worker-{i}" for i in range(spec.plan.workers)] if listener is None else own
-            self._local.start(here)
-            rendezvous.gather(listener, deadline)
-            self.names = tuple(member.name for member in self._members)
+            every = [f"worker-{i}" for i in range(spec.crew.most)]
+            self._local.start(every if door.listener is None else own)
+            rendezvous.gather(deadline)
+            self.names = tuple(member.name for member in self._members for _ in member.seats)
             formation = Formation(
-                spec.plan, self._members, self._local, deadline, spec.heartbeat, tls
+                spec.plan, self._members, self._local, deadline, spec.heartbeat, door.tls
             )
             group = formation.welcome(
-                generation=spec.generation, timeout=spec.timeout, key=key.key, rpc=self.has_rrefs
-            )
+                generation=spec.generation, timeout=spec.timeout, key=door.key.key,
+                rpc=self.has_rrefs,
+            )  # fmt: skip
             self._sockets = SocketTransport(group)
             self.transport: Transport = self._sockets
             if self.has_rrefs:
@@ -158,7 +154,13 @@ class ProcessCluster:
 
     def clocks(self) -> list[Reading]:
         """See `Cluster.clocks`."""
-        return self._watch.clocks()
+        readings = self._watch.clocks()
+        return [r for r, m in zip(readings, self._members, strict=True) for _ in m.seats]
+
+    def newcomers(self) -> int:
+        """See `Cluster.newcomers`."""
+        free = self._crew.most - len(self._members)
+        return self._door.look(free) if free else 0
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""
@@ -192,7 +194,7 @@ class ProcessCluster:
             steps.callback(self._watch.close)
             processes = self._local.processes.values()
             steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
-            if (tls := self._tls) is not None:
+            if (tls := self._door.tls) is not None:
                 steps.callback(lambda: tls.finish(Deadline(_SENT_TIMEOUT)))
             for control in (*(m.control for m in self._members), *self._local.controls.values()):
                 steps.callback(control.close)

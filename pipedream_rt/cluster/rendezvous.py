@@ -12,14 +12,14 @@ from datetime import timedelta
 from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
 from pipedream_rt.cluster.callers import Callers
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.keys import JobKey
+from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.local_workers import LocalWorkers
-from pipedream_rt.cluster.members import Member, natural
+from pipedream_rt.cluster.members import Member, Seat, natural
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules.seats import Crew, crew_for, seated
 from pipedream_rt.schema import printable
-from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ class Rendezvous:
     Args:
         plan: How many workers are needed, and which stages each hosts.
         local: The workers that were started here, which come over inherited connections.
-        key: The key of the job.
+        door: Where workers join that were started elsewhere.
         heartbeat: How long a worker that was started here may be silent.
         command: The command that starts a worker elsewhere, for messages.
         remedy: What to do where workers are missing, for messages, or a function that finds it out;
             empty to tell the command.
-        tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
+        crew: How many workers there are to be; None for one for each of the plan.
 
     Attributes:
         members: The workers that have come so far. Whoever made the rendezvous closes their
@@ -53,39 +53,41 @@ class Rendezvous:
         self,
         plan: Plan,
         local: LocalWorkers,
-        key: JobKey,
+        door: Door,
         heartbeat: timedelta,
         command: str = "",
         remedy: str | Callable[[], str] = "",
-        tls: Tls | None = None,
+        crew: Crew | None = None,
     ) -> None:
         """Call nobody yet."""
-        self._tls = tls
+        self._door = door
+        self._crew = crew or crew_for(plan.workers, None, timedelta())
         self._heartbeat_s = heartbeat.total_seconds()
-        self._began = time.monotonic()
+        self._began = self._came = time.monotonic()  # and when the last member has come
         self._refused: dict[str, str] = {}  # those that know the secret, and why
         command = command or "pipedream-rt worker HOST:PORT --name NAME"
         self._remedy = remedy or f"start them with `{command}`"
-        self.members: list[Member] = []
+        self.members: list[Member] = door.taken()
         self._plan = plan
         self._local = local
-        self._key = key
 
-    def gather(self, listener: socket.socket | None, deadline: Deadline) -> None:
+    def gather(self, deadline: Deadline) -> None:
         """Gather all members, in the order of their names, and wait until each has imported torch.
 
         Args:
-            listener: Where workers that were started elsewhere connect; None for none.
             deadline: When to give up.
 
         Raises:
             RendezvousTimeout: Some workers did not join in time.
             WorkerLost: A worker that was started here ended before it joined.
         """
+        door, listener = self._door, self._door.listener
         with selectors.DefaultSelector() as selector:
-            callers = Callers(self._key, selector, self._tls)
+            callers = Callers(door.key, selector, door.tls)
             try:
-                self._began = time.monotonic()
+                self._began = self._came = time.monotonic()
+                for member in self.members:
+                    selector.register(member.control, selectors.EVENT_READ, member)
                 for control in self._local.controls.values():
                     callers.call_local(control)
                 if listener is not None:
@@ -96,10 +98,16 @@ class Rendezvous:
             finally:
                 callers.close()
         self.members.sort(key=lambda member: natural(member.name))
-        for worker, member in enumerate(self.members):
-            member.stages = self._plan.stages_of(worker)
-            member.title = self._plan.name_of(worker)
-            member.stage = self._plan.stage_of(member.stages[0])
+        plan, count = self._plan, len(self.members)
+        for member, seats in zip(self.members, seated(plan.workers, count), strict=True):
+            member.seats = [Seat(w, plan.name_of(w), plan.stages_of(w)) for w in seats]
+            member.stage = plan.stage_of(member.stages[0])
+        if count < plan.workers:
+            _log.warning(
+                "worker processes: %d, for the work of %d, which gives the same bits and takes "
+                "longer: %s",
+                count, plan.workers, "; ".join(f"{m.name} has {m.hosts}" for m in self.members),
+            )  # fmt: skip
         self._tell_of_processors()
 
     def _tell_of_processors(self) -> None:
@@ -117,13 +125,19 @@ class Rendezvous:
 
     @property
     def _full(self) -> bool:
-        """Whether as many workers have come as there are to be."""
-        return len(self.members) == self._plan.workers
+        """Whether as many workers have come as there are to be at most."""
+        return len(self.members) == self._crew.most
+
+    @property
+    def _enough(self) -> bool:
+        """Whether there are to be no more: all have come, or enough, and the others are late."""
+        late = time.monotonic() - self._came >= self._crew.wait.total_seconds()
+        return self._full or (late and len(self.members) >= self._crew.fewest)
 
     @property
     def _complete(self) -> bool:
         """Whether all members have come and have imported torch, so that forming is quick."""
-        return self._full and all(member.ready for member in self.members)
+        return self._enough and all(member.ready for member in self.members)
 
     def _attend(
         self,
@@ -188,7 +202,7 @@ class Rendezvous:
         hello, talk = heard
         refusal = refusal_of(hello, talk, self.members)
         if refusal is None and self._full:
-            reason = f"the job has its {self._plan.workers} workers"
+            reason = f"the job has its {self._crew.most} workers"
             refusal = Refusal(reason, passing=True, proven=True)
         if refusal is not None:
             level = logging.INFO if self._full else logging.WARNING
@@ -203,6 +217,7 @@ class Rendezvous:
             self._note_end(control, callers, error)
             return
         self.members.append(member)
+        self._came = time.monotonic()
         selector.register(control, selectors.EVENT_READ, member)
 
     def _hear_member(self, member: Member, selector: selectors.BaseSelector) -> None:
@@ -246,14 +261,14 @@ class Rendezvous:
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
         """Make the error that says which workers did not join in time."""
-        needed = self._plan.workers
+        needed = self._crew.fewest
         came = {m.name for m in self.members}
-        if len(came) == needed:  # then some of them have not become ready
+        if len(came) >= needed:  # then some of them have not become ready
             came -= {m.name for m in self.members if not m.ready}
         joined = sorted(came, key=natural)
         expected = {*self._local.controls, *(m.name for m in self.members)}
         absent = sorted(expected - came, key=natural)
-        missing = needed - len(joined)
+        missing = max(needed - len(joined), 1)
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         remedy = self._remedy() if callable(self._remedy) else self._remedy
         return RendezvousTimeout(

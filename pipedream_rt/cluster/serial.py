@@ -9,9 +9,6 @@ as the order allows, before the coordinator looks for what it waits for.
 from __future__ import annotations
 
 import random
-import signal
-import threading
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +17,13 @@ import torch
 
 from pipedream_rt.cluster.base import ClusterSpec
 from pipedream_rt.cluster.here import ClusterHere
-from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.messages.inbox import Reason, Steps, Wanted
+from pipedream_rt.messages.inbox import Reason
 from pipedream_rt.messages.message import Message
 from pipedream_rt.models.settings import refuse_contexts
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.seeds import kept_generator_state
+from pipedream_rt.stage.turns import Turns
 from pipedream_rt.transport.memory import DirectTransport, ShuffledTransport
 
 
@@ -39,16 +36,13 @@ class _Worker:
 
     Attributes:
         host: The host of its stages.
-        has_ended: Whether its stages have raised an error.
     """
 
     def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
         """Do nothing until the first turn."""
         self.host = host
-        self.has_ended = False
+        self._turns = Turns(host)
         self._ready = ready
-        self._steps: Steps[None] = host.run()
-        self._wanted: Wanted | None = None
 
     def receive(self, message: Message) -> None:
         """Take a message, with which the worker may be able to go on."""
@@ -62,38 +56,21 @@ class _Worker:
 
     def _want_a_turn(self) -> None:
         """Be among those that are ready, once, unless the worker has ended."""
-        if not self.has_ended and self not in self._ready:
+        if not self._turns.has_ended and self not in self._ready:
             self._ready.append(self)
 
     def take_turn(self, *, once: bool = False) -> None:
-        """Go on until a message is needed that is not there. An error becomes a message.
+        """Go on until a message is needed that is not there; see `Turns.take`.
 
         Args:
             once: Whether to take one message at the most, and want another turn then.
         """
-        try:
-            wanted = next(self._steps) if self._wanted is None else self._wanted
-            while (message := self.host.inbox.take_if_there(wanted)) is not None:
-                wanted = self._steps.send(message)
-                if once:
-                    self._want_a_turn()
-                    break
-            self._wanted = wanted
-        except Exception as error:
-            self.has_ended = True
-            if _is_of_a_handler(error):
-                raise  # as Ctrl-C
-            if not isinstance(error, PipelineClosed):
-                self.host.report(error)
-        except BaseException:  # as Ctrl-C, which is meant for the caller
-            self.has_ended = True
-            raise
+        if self._turns.take(once=once) and once:
+            self._want_a_turn()
 
     def end(self) -> None:
         """End the loop, and let go of the stages."""
-        self.has_ended = True
-        self._steps.close()
-        self.host.end()
+        self._turns.end()
 
 
 class SerialCluster(ClusterHere):
@@ -182,17 +159,6 @@ class SerialCluster(ClusterHere):
         for worker in self._workers:
             worker.end()
         self.transport.close()
-
-
-def _is_of_a_handler(error: Exception) -> bool:
-    """Whether a signal handler of the script raised an error, while a stage happened to compute."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    codes = {
-        getattr(getattr(handler, "__func__", handler), "__code__", None)
-        for handler in map(signal.getsignal, signal.valid_signals())
-    }
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from pipedream_rt.cluster.addresses import host_to_listen_at, interface_towards, joined, listening
 from pipedream_rt.cluster.base import Cluster, ClusterSpec
+from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.environment import (
     count_of_environment,
     private_folder,
@@ -32,7 +34,6 @@ from pipedream_rt.cluster.keys import NONCE, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
-from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import printable
 
 _SOCKET = "secret-"
@@ -62,7 +63,8 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         ConfigError: The number of ranks does not fit, or the script has opened a pipeline before.
         RendezvousTimeout: Some ranks did not come in time.
     """
-    own = _workers_of_rank_0(spec.plan, world_size())
+    spec = replace(spec, crew=spec.crew.within(world_size()))
+    own = _workers_of_rank_0(spec, world_size())
     if is_other_rank():
         become_worker(spec.threads, spec.start_timeout)
     store, key = _store_of_job(spec.start_timeout)
@@ -75,9 +77,9 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
             else secret_of_environment()
         )
         store.set(key, str(port))
-        tls = tls_of_environment()
         names = [f"worker-{i}" for i in range(own)]
-        return ProcessCluster(spec, listener=listener, own=names, key=secret.job_key(), tls=tls)
+        door = Door(key=secret.job_key(), listener=listener, tls=tls_of_environment())
+        return ProcessCluster(spec, door=door, own=names)
 
 
 def world_size() -> int:
@@ -128,17 +130,17 @@ def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
     return store, f"pipedream-rt/{attempt}"
 
 
-def _workers_of_rank_0(plan: Plan, world: int) -> int:
+def _workers_of_rank_0(spec: ClusterSpec, world: int) -> int:
     """How many workers rank 0 starts besides the other ranks: none or one.
 
     Raises:
         ConfigError: The job has too few or too many ranks.
     """
-    workers = plan.workers
+    workers = spec.crew.most
     own = workers - (world - 1)
     if own not in (0, 1):
         raise ConfigError(
-            f"{plan.in_words} need {workers} or {workers + 1} "
+            f"{spec.plan.in_words} need {workers} or {workers + 1} "
             f"ranks, there are {world}; start with --nproc-per-node {workers}"
         )
     return own

@@ -25,7 +25,7 @@ from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster.base import Cluster, Fail
 from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
 from pipedream_rt.coordinator.reception import Reception
-from pipedream_rt.coordinator.recovery import Failures, Restart, is_passing
+from pipedream_rt.coordinator.recovery import Failures, Grown, Restart, is_passing
 from pipedream_rt.coordinator.status import Status, StatusServer
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import CheckpointError, ConfigError, MessageTimeout, PipelineClosed
@@ -160,7 +160,8 @@ class WorkerGroup:
         self._send: Send = lambda *_: None
         self._status_server: StatusServer | None = None
         with self.life.guard():
-            self._begin(self.log.origins[-1])
+            self._looked_at = self.log.origins[-1]
+            self._begin(self._looked_at)
             if self.cluster.status():
                 self._status_server = StatusServer(self.status)
 
@@ -489,20 +490,48 @@ class WorkerGroup:
                 finally:
                     self._recovers = False
 
+    def grow(self) -> None:
+        """Give workers that have come meanwhile their part of the work, once for each checkpoint.
+
+        It is a recovery without a failure: a new generation begins at the newest origin, and little
+        was fed since.
+
+        Raises:
+            PipelineClosed: The pipeline is closed.
+            BaseException: A failure that the run does not recover from; the pipeline ends.
+        """
+        origin = self.log.origins[-1]
+        if origin is self._looked_at or not self.log.on:
+            return
+        self._looked_at = origin
+        with self.life.guard():
+            if (count := self.cluster.newcomers()) > 0:
+                self._recovers = True
+                try:
+                    self._recover(Grown(f"{count} more worker processes have come"))
+                finally:
+                    self._recovers = False
+
     def _recover(self, error: BaseException) -> None:
         """Go on with new workers, or raise if the run cannot go on.
+
+        Args:
+            error: The failure; `Grown` if it is none.
 
         Raises:
             BaseException: The failure, or one that came after it.
         """
         noticed, failure = time.monotonic(), error
         while True:
-            self._failures.note(failure, range(self.next_loss, self.next_micro_batch))
-            _log.warning(
-                "%s\nstarting new workers; %d more failures will be recovered from",
-                failure,
-                self._failures.left,
-            )
+            if isinstance(failure, Grown):
+                _log.info("%s; the work is divided anew", failure)
+            else:
+                self._failures.note(failure, range(self.next_loss, self.next_micro_batch))
+                _log.warning(
+                    "%s\nstarting new workers; %d more failures will be recovered from",
+                    failure,
+                    self._failures.left,
+                )
             try:
                 replayed = self._start_again()
                 break

@@ -40,6 +40,10 @@ class Restart:
     replayed: int
 
 
+class Grown(Exception):
+    """No failure: workers have come, and the work is divided anew."""
+
+
 def is_passing(error: BaseException) -> bool:
     """Whether new workers can help: not if the same action must fail again on the same input."""
     if isinstance(error, StageFailed):

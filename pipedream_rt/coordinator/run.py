@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
 from pipedream_rt.cluster.fork_server import fork_server, installed_modules
 from pipedream_rt.cluster.launch import (
+    Launcher,
     cores_for,
     leave_to_rank_0,
     numbers_of_workers,
-    start_cluster,
     starts_here,
 )
-from pipedream_rt.cluster.supervised import supervised
 from pipedream_rt.coordinator.balance import Balance
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
@@ -40,7 +39,7 @@ from pipedream_rt.job.identity import (
 )
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.notices import about_cores, about_micro_batches
-from pipedream_rt.job.options import SPANS_KEPT, Options, Workers
+from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.job.weighing import Weighing, samples_of
 from pipedream_rt.messages.keys import optimizer_state
@@ -115,13 +114,11 @@ def start(job: Job) -> WorkerGroup:
     most = job.options.recovery.max_restarts
     assert most is not None
     with ExitStack() as undo:
-        of_engine = supervised(job.options.workers)
-        if of_engine is not None:
-            undo.callback(of_engine.stop)
-        workers = job.options.workers if of_engine is None else of_engine
+        launcher = Launcher(job.options.workers)
+        undo.callback(launcher.close)
         group = WorkerGroup(
             job.plan,
-            functools.partial(_start_cluster, job=job.lasting, workers=workers),
+            functools.partial(_start_cluster, job=job.lasting, launcher=launcher),
             list(job.specs),
             job.forwards,
             job.options.recovery.answer,
@@ -132,12 +129,13 @@ def start(job: Job) -> WorkerGroup:
 
 
 def _start_cluster(
-    receive: Receive, fail: Fail, generation: int, *, job: Job, workers: Workers
+    receive: Receive, fail: Fail, generation: int, *, job: Job, launcher: Launcher
 ) -> Cluster:
     """Start the workers of a generation."""
     recovery = job.options.recovery
     spec = ClusterSpec(
         plan=job.plan,
+        crew=job.crew,
         receive=receive,
         fail=fail,
         generation=generation,
@@ -146,7 +144,7 @@ def _start_cluster(
         threads=job.options.threads,
         heartbeat=recovery.heartbeat,
     )
-    return start_cluster(workers, spec)
+    return launcher.start(spec)
 
 
 def attach(job: Job, group: WorkerGroup) -> Run:
@@ -212,7 +210,7 @@ def notices_of(job: Job) -> list[str]:
         return []
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
-        said += about_cores(job.plan.workers, options.threads, cores)
+        said += about_cores(job.crew.most, options.threads, cores)
     return said
 
 

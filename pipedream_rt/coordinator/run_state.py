@@ -138,6 +138,8 @@ class RunState:
     def mini_batch_was_fed(self) -> None:
         """Finish a checkpoint that the stages have written, and begin one if it is due.
 
+        Behind a new one, workers that have come meanwhile get their part of the work.
+
         The new checkpoint is as of the mini-batch that was fed last.
 
         Raises:
@@ -148,6 +150,7 @@ class RunState:
             self._end_with_checkpoint()
         checkpointer, step = self._checkpointer, self._feeder.step
         checkpointer.finish_if_written()
+        self._group.grow()
         if not checkpointer.due(step):
             return
         if checkpointer.is_begun:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedream_rt.corrections import Correction
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
 from pipedream_rt.job.forwards import Forwards
 from pipedream_rt.job.given_optimizer import (
@@ -32,6 +33,7 @@ from pipedream_rt.job.weighing import Weighing
 from pipedream_rt.models import ties_of
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.checker import prove
+from pipedream_rt.schedules.seats import Crew, crew_for
 from pipedream_rt.stage.evaluation import changes_modes
 from pipedream_rt.stage.spec import LossFunction, StageSpec, own_loss
 
@@ -44,6 +46,7 @@ class Job:
         options: The options.
         model: The unsplit model.
         plan: The plan, proved as it will run.
+        crew: How many worker processes do the work of its workers.
         specs: By stage, its specification, packed; see `pickled_specs`.
         forwards: What the forwards of the model do.
         loss_fn: The loss function; None for a pipeline that only infers.
@@ -60,6 +63,7 @@ class Job:
     options: Options
     model: UnsplitModel
     plan: Plan
+    crew: Crew
     specs: Sequence[tuple[Tensor, ...]]
     forwards: Forwards
     loss_fn: LossFunction | None
@@ -110,6 +114,9 @@ def prepare(model: UnsplitModel, options: Options) -> Job:
     split = split_model(model, options.stages, options.example, forward)
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
+    crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait)
+    if options.recovery.elastic is not None and options.workers == "serial":
+        raise ConfigError('elastic is a number of worker processes, and workers="serial" has none')
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
     recompute = recomputing(training.recompute, plan.num_stages)
     plan, facts = _proved(plan, model, parts, options, bool(recompute))
@@ -147,6 +154,7 @@ def prepare(model: UnsplitModel, options: Options) -> Job:
         options=options,
         model=model,
         plan=plan,
+        crew=crew,
         specs=specs,
         forwards=split.forwards,
         loss_fn=loss_fn,

@@ -26,6 +26,7 @@ from pipedream_rt.job.requirements import (
     require_count,
     require_decay,
     require_instance,
+    require_range,
     require_seed,
     require_time,
 )
@@ -178,21 +179,30 @@ class Recovery:
             time, also while they compute.
         answer: How long to wait for a message that is sure to come.
         start: How long to wait for all workers to join.
+        elastic: The fewest and the most worker processes, ``(2, 4)``: where fewer come than the
+            plan has workers, some do the work of several, with the same bits. At a checkpoint those
+            that have come meanwhile get their part of it. None: one process for each worker.
+        elastic_wait: How long to wait, where the fewest have come, for another one to come; and
+            then for the next.
 
     Raises:
-        ConfigError: A time is no positive `timedelta`, or the number is below 0.
+        ConfigError: A time is no positive `timedelta`, or a number makes no sense.
     """
 
     max_restarts: int | None = None
     heartbeat: timedelta = timedelta(seconds=10)
     answer: timedelta = timedelta(minutes=5)
     start: timedelta = timedelta(minutes=2)
+    elastic: tuple[int, int] | None = None
+    elastic_wait: timedelta = timedelta(seconds=10)
 
     def __post_init__(self) -> None:
         """Check the values."""
         if self.max_restarts is not None:
             require_count("max_restarts", self.max_restarts, least=0)
-        for name in ("heartbeat", "answer", "start"):
+        if self.elastic is not None:
+            require_range("elastic", self.elastic)
+        for name in ("heartbeat", "answer", "start", "elastic_wait"):
             require_time(name, getattr(self, name))
 
 

@@ -80,6 +80,19 @@ def require_count(name: str, value: int, least: int = 1) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
+def require_range(name: str, value: object) -> None:
+    """Refuse an option that must be two rising integers, of at least 1, and is not.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    whole = isinstance(value, tuple) and [type(each) for each in value] == [int, int]
+    if not whole or not 1 <= value[0] <= value[1]:  # type: ignore[index]
+        raise ConfigError(
+            f"{name} must be the fewest and the most, two integers such as (2, 4), not {value!r}"
+        )
+
+
 def require_decay(value: object) -> None:
     """Refuse the decay of an average that is no number from 0 to 1.
 

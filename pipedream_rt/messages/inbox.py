@@ -115,6 +115,7 @@ class Inbox:
         self._taken: dict[Edge, int] = {}
         self._reason: Reason | None = None
         self._taker: int | None = None
+        self._watched = False
         self.awaited: tuple[Key, ...] = ()
         self._also: Sequence[Key] = ()
         self.arrived_ns = 0
@@ -145,7 +146,8 @@ class Inbox:
             if self._reason is not None:
                 return False
             self._waiting[key] = (message, time.monotonic_ns())
-            called = self._taker is not None and (key in self.awaited or key in self._also)
+            waits = self._watched or self._taker is not None
+            called = waits and (key in self.awaited or key in self._also)
         if called:
             self._waiter.wake()
         return True
@@ -174,7 +176,7 @@ class Inbox:
                     if self._reason is not None:
                         break
                     if wanted.deadline.expired():
-                        raise self._late(wanted.deadline)
+                        raise self.late(wanted.deadline)
                 # The lock is free: with some waiters, this thread is the one that calls `put`.
                 self._waiter.wait(wanted.deadline.remaining_s())
         finally:
@@ -189,13 +191,21 @@ class Inbox:
             BaseException: The reason given to `close`.
         """
         with self._lock:
-            self.awaited = (wanted.key, *wanted.instead)
+            self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
             if (found := self._find(wanted)) is not None:
-                self.awaited = ()
+                self.awaited, self._also = (), ()
                 return self._remove(found)
             if self._reason is None:
                 return None
         raise self._closed()
+
+    def watch(self, waiter: Waiter) -> None:
+        """Wake a waiter when a message comes that `take_if_there` did not find.
+
+        Args:
+            waiter: What the taker of several inboxes waits with.
+        """
+        self._waiter, self._watched = waiter, True
 
     def follow(self, steps: Steps[T]) -> T:
         """Do steps to their end, and wait for each message that they want.
@@ -251,7 +261,7 @@ class Inbox:
             )
         self._taker = threading.get_ident()
 
-    def _late(self, deadline: Deadline) -> MessageTimeout:
+    def late(self, deadline: Deadline) -> MessageTimeout:
         """Return the error that says which message is missing and which ones are there."""
         there = ", ".join(key.words(self.titles) for key in self._waiting) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0

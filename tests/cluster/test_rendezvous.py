@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.control import VERSION, Control
+from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, JobKey, Talk
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -22,6 +24,7 @@ from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, WorkerLost
 from pipedream_rt.schedules import Plan, Shape
+from pipedream_rt.schedules.seats import Crew
 from pipedream_rt.software import software
 
 SECRET = b"the secret of the job".ljust(NONCE)
@@ -99,17 +102,17 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
             answer(others[1], "w9")
 
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, KEY, BEAT
+            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, Door(key=KEY), BEAT
         )
         with meanwhile(workers):
-            rendezvous.gather(None, soon())
+            rendezvous.gather(soon())
         assert [member.name for member in rendezvous.members] == ["w9", "w10"]
         assert [member.stages for member in rendezvous.members] == [(0, 2), (1, 3)]
         assert all(member.ready for member in rendezvous.members)
 
 
 @contextlib.contextmanager
-def forming(count, workers):
+def forming(count, workers, crew=None):
     """A rendezvous and where it listens, while ``workers(connect)`` runs beside it.
 
     Workers stay connected until the body ends; then what has been gathered is closed.
@@ -123,10 +126,12 @@ def forming(count, workers):
 
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=count)), local, KEY, BEAT)
+        door = Door(key=KEY, listener=listener)
+        plan = Plan(name="", shape=Shape(workers=count))
+        rendezvous = Rendezvous(plan, local, door, BEAT, crew=crew)
         with meanwhile(beside):
             try:
-                yield rendezvous, listener
+                yield rendezvous
             finally:
                 done.set()
         for member in rendezvous.members:
@@ -141,8 +146,8 @@ def test_a_worker_without_the_secret_is_told_why_and_the_next_one_is_taken():
         refused.append(answer(connect()[1], "rogue", b"another".ljust(NONCE)))
         answer(connect()[1], "right")
 
-    with forming(1, workers) as (rendezvous, listener):
-        rendezvous.gather(listener, soon())
+    with forming(1, workers) as rendezvous:
+        rendezvous.gather(soon())
     assert [member.name for member in rendezvous.members] == ["right"]
     assert refused[0]["type"] == "refused"
     assert not refused[0]["passing"]
@@ -164,8 +169,8 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
         replies.append(answer(connect()[1], "w2"))
 
     timeout = pytest.raises(RendezvousTimeout, match=r"1 of 2 .* w0; joined: w1")
-    with forming(2, workers) as (rendezvous, listener), timeout:
-        rendezvous.gather(listener, soon(1))
+    with forming(2, workers) as rendezvous, timeout:
+        rendezvous.gather(soon(1))
     assert [reply["passing"] for reply in replies] == [True, True]
     assert "'w0' is taken by pid 7 on here" in replies[0]["reason"]
     assert "the job has its 2 workers" in replies[1]["reason"]
@@ -181,8 +186,8 @@ def test_a_worker_with_another_torch_is_refused_and_named_in_the_end():
 
     words = r"joined: w1; 'w0' was refused: it has torch 1\.13\.0, and the"
     timeout = pytest.raises(RendezvousTimeout, match=words)
-    with forming(2, workers) as (rendezvous, listener), timeout:
-        rendezvous.gather(listener, soon(1))
+    with forming(2, workers) as rendezvous, timeout:
+        rendezvous.gather(soon(1))
     assert not replies[0]["passing"]
     assert "install the same on all machines" in replies[0]["reason"]
 
@@ -194,8 +199,8 @@ def test_several_kinds_of_processor_are_told_of(other, caplog):
         for name, kind in (("w0", "a kind"), ("w1", other)):
             answer(connect()[1], name, processor=kind)
 
-    with forming(2, workers) as (rendezvous, listener):
-        rendezvous.gather(listener, soon())
+    with forming(2, workers) as rendezvous:
+        rendezvous.gather(soon())
     told = [r.message for r in caplog.records if "several kinds of processor" in r.message]
     assert bool(told) == (other != "a kind")
     assert all("a kind (w0); another (w1)" in text for text in told)
@@ -203,11 +208,11 @@ def test_several_kinds_of_processor_are_told_of(other, caplog):
 
 def test_workers_that_do_not_answer_are_named():
     with local_workers("w0", "w1") as (local, _):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, KEY, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, Door(key=KEY), BEAT)
         with pytest.raises(
             RendezvousTimeout, match=r"2 of 2 workers did not join within 0 s: w0, w1; joined: none"
         ) as e:
-            rendezvous.gather(None, soon(0))
+            rendezvous.gather(soon(0))
     assert e.value.missing == 2
 
 
@@ -219,27 +224,81 @@ def test_a_worker_that_does_not_become_ready_is_named():
             answer(others[0], "w0")
             answer(others[1], "w1", ready=False)
 
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, KEY, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, Door(key=KEY), BEAT)
         with (
             meanwhile(workers),
             pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .*: w1; joined: w0"),
         ):
-            rendezvous.gather(None, soon(0.3))
+            rendezvous.gather(soon(0.3))
 
 
 def test_a_local_worker_that_ends_before_its_hello_ends_the_rendezvous():
     with local_workers("w0", "w1") as (local, others):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, KEY, BEAT)
+        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, Door(key=KEY), BEAT)
         others[1].close()
         with pytest.raises((WorkerLost, PeerLost), match="w1"):
-            rendezvous.gather(None, soon())
+            rendezvous.gather(soon())
 
 
-def stop_soon(rendezvous, listener, seconds=20):
+@pytest.mark.threads
+def test_an_elastic_group_begins_without_those_that_are_late():
+    """It waits for the next one each time that one has come, and not for ever."""
+
+    def workers(connect):
+        for name in ("a", "b", "c"):
+            answer(connect()[1], name)
+
+    crew = Crew(fewest=2, most=5, wait=timedelta(seconds=0.3))
+    with forming(5, workers, crew) as rendezvous:
+        rendezvous.gather(soon())
+    assert [(m.name, m.hosts) for m in rendezvous.members] == [
+        ("a", "stages 0, 1"), ("b", "stages 2, 3"), ("c", "stage 4"),
+    ]  # fmt: skip
+
+
+@pytest.mark.threads
+def test_too_few_for_an_elastic_group():
+    crew = Crew(fewest=2, most=3, wait=timedelta(seconds=0.1))
+    timeout = pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .* joined: a;")
+    with forming(3, lambda connect: answer(connect()[1], "a"), crew) as rendezvous, timeout:
+        rendezvous.gather(soon(1))
+
+
+@pytest.mark.threads
+def test_who_comes_while_a_generation_runs_is_in_the_next_one():
+    """At the door they prove that they know the secret; others do not count."""
+    replies = []
+
+    def workers(connect):
+        for name, secret in (("wrong", b"x" * 32), ("early", SECRET)):
+            replies.append(answer(connect()[1], name, secret))
+
+    with contextlib.ExitStack() as opened:
+        connect = opened.enter_context
+        listener = connect(listening("127.0.0.1", 0))
+        local, _ = connect(local_workers())
+        door = Door(key=KEY, listener=listener)
+        assert door.look(2) == 0  # nobody has called, so that takes no time
+        made = connect(connections(listener.getsockname()))
+        with meanwhile(lambda: workers(made)):
+            select.select([listener], [], [])
+            assert door.look(2) == 1
+        assert [reply["type"] for reply in replies] == ["refused", "admitted"]
+        plan = Plan(name="", shape=Shape(workers=2))
+        rendezvous = Rendezvous(plan, local, door, BEAT)
+        with meanwhile(lambda: answer(made()[1], "late")):
+            rendezvous.gather(soon())
+        assert [member.name for member in rendezvous.members] == ["early", "late"]
+        for member in rendezvous.members:
+            member.control.close()
+        door.close()
+
+
+def stop_soon(rendezvous, seconds=20):
     """Gather for as long as no worker comes."""
     start = time.monotonic()
     with pytest.raises(RendezvousTimeout):
-        rendezvous.gather(listener, soon(seconds))
+        rendezvous.gather(soon(seconds))
     return time.monotonic() - start
 
 
@@ -276,9 +335,11 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(caplog):
         local_workers() as (local, _),
     ):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, KEY, BEAT)
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY, listener=listener), BEAT
+        )
         with meanwhile(strangers):
-            rendezvous.gather(listener, soon())
+            rendezvous.gather(soon())
         assert [member.name for member in rendezvous.members] == ["right"]
         for member in rendezvous.members:
             member.control.close()
@@ -298,10 +359,12 @@ def test_strangers_who_keep_coming_do_not_put_off_the_deadline():
 
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=1)), local, KEY, BEAT)
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY, listener=listener), BEAT
+        )
         with meanwhile(strangers):
             try:
-                assert stop_soon(rendezvous, listener, 1) < 3
+                assert stop_soon(rendezvous, 1) < 3
             finally:
                 over.set()
 
@@ -310,6 +373,7 @@ FULL = """
 import resource, socket, sys, threading, time
 from datetime import timedelta
 from pipedream_rt.cluster.addresses import listening
+from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -322,10 +386,10 @@ with listening("127.0.0.1", 0) as listener:
     print(listener.getsockname()[1], flush=True)
     rendezvous = Rendezvous(
         Plan(name="", shape=Shape(workers=1)), LocalWorkers(1, ForkServer()),
-        JobKey(b"s" * 32, b""), timedelta(seconds=20))
+        Door(key=JobKey(b"s" * 32, b""), listener=listener), timedelta(seconds=20))
     start, used = time.monotonic(), time.process_time()
     try:
-        rendezvous.gather(listener, Deadline(timedelta(seconds=2)))
+        rendezvous.gather(Deadline(timedelta(seconds=2)))
     except RendezvousTimeout:
         print(time.monotonic() - start, time.process_time() - used, flush=True)
 """
@@ -351,21 +415,21 @@ def test_more_idle_strangers_than_there_are_descriptors():
 def test_a_worker_that_is_stopped_before_its_first_word_is_noticed_by_the_heartbeat():
     with local_workers("w0") as (local, _):
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, KEY, timedelta(seconds=0.2)
+            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY), timedelta(seconds=0.2)
         )
         start = time.monotonic()
         with pytest.raises(WorkerLost, match=r"'w0' has been silent since it was started"):
-            rendezvous.gather(None, soon(60))
+            rendezvous.gather(soon(60))
         assert time.monotonic() - start < 10
 
 
 def test_so_is_one_that_is_stopped_behind_its_hello():
     with local_workers("w0") as (local, others):
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, KEY, timedelta(seconds=0.2)
+            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY), timedelta(seconds=0.2)
         )
         with (
             meanwhile(lambda: answer(others[0], "w0", ready=False)),
             pytest.raises(WorkerLost, match=r"'w0' has been silent"),
         ):
-            rendezvous.gather(None, soon(60))
+            rendezvous.gather(soon(60))

@@ -1,0 +1,74 @@
+"""Which worker process does the work of which workers of a plan, where there may be fewer of them.
+
+A plan has as many workers as its schedule has places. As a rule each is a process of its own. In an
+elastic job there may be fewer processes: then some take several places, and do the work of each in
+turn on one thread. The stages, their order and their versions stay those of the plan, and so do all
+bits; only the time differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import accumulate, pairwise
+
+from pipedream_rt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """How many worker processes there are to be.
+
+    Attributes:
+        fewest: With how many a generation may begin.
+        most: How many there are at most.
+        wait: How long to wait for another one where there are enough to begin.
+        stays_open: Whether workers may come while a generation runs, to be in the next one.
+    """
+
+    fewest: int
+    most: int
+    wait: timedelta = timedelta()
+    stays_open: bool = False
+
+    def within(self, there: int) -> Crew:
+        """Return this crew where only so many processes can come, if those are enough."""
+        return replace(self, most=min(self.most, max(self.fewest, there)))
+
+
+def crew_for(workers: int, elastic: tuple[int, int] | None, wait: timedelta) -> Crew:
+    """Return how many processes do the work of a plan.
+
+    Args:
+        workers: Number of workers of the plan.
+        elastic: The fewest and the most processes; None for one process for each worker.
+        wait: How long to wait for another one where there are enough to begin.
+
+    Raises:
+        ConfigError: The plan has fewer workers than there are to be processes.
+    """
+    if elastic is None:
+        return Crew(fewest=workers, most=workers)
+    fewest, most = elastic
+    if most > workers:
+        raise ConfigError(
+            f"elastic is {elastic}, and the plan has work for {workers} worker processes at most: "
+            "give more stages, or smaller numbers"
+        )
+    return Crew(fewest=fewest, most=most, wait=wait, stays_open=True)
+
+
+def seated(workers: int, processes: int) -> list[range]:
+    """Return the workers of a plan whose work each process does.
+
+    Neighbours share a process, so that what passes between them does not leave it. The numbers
+    differ by one at most; the first processes have the larger ones, since the last stage has the
+    loss to compute too.
+
+    Args:
+        workers: Number of workers of the plan.
+        processes: Number of processes, from 1 to that.
+    """
+    each, more = divmod(workers, processes)
+    ends = accumulate([each + (p < more) for p in range(processes)], initial=0)
+    return [range(begin, end) for begin, end in pairwise(ends)]

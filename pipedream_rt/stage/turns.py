@@ -1,0 +1,129 @@
+"""Hosts of stages that share a thread: each goes on until it needs a message that is not there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.messages.inbox import Bell, Steps, Waiter, Wanted
+from pipedream_rt.stage.host import StageHost
+from pipedream_rt.threads import name_this_thread
+
+
+class Turns:
+    """A host, what its stages do, and the message that they wait for.
+
+    Args:
+        host: The host.
+
+    Attributes:
+        host: The host.
+        wanted: What its stages wait for; None before the first turn.
+        has_ended: Whether they have raised an error, or were ended.
+    """
+
+    def __init__(self, host: StageHost) -> None:
+        """Do nothing until the first turn."""
+        self.host = host
+        self.wanted: Wanted | None = None
+        self.has_ended = False
+        self._steps: Steps[None] = host.run()
+
+    def take(self, *, once: bool = False) -> bool:
+        """Go on until a message is needed that is not there. An error becomes a message.
+
+        Args:
+            once: Whether to take one message at the most.
+
+        Returns:
+            Whether the stages have done anything.
+        """
+        goes_on = self.wanted is None
+        try:
+            wanted = next(self._steps) if self.wanted is None else self.wanted
+            while (message := self.host.inbox.take_if_there(wanted)) is not None:
+                wanted, goes_on = self._steps.send(message), True
+                if once:
+                    break
+            self.wanted = wanted
+        except Exception as error:
+            self.fail(error)
+            goes_on = True
+            if _is_of_a_handler(error):
+                raise  # as Ctrl-C
+        except BaseException:  # as Ctrl-C, which is meant for the caller
+            self.has_ended = True
+            raise
+        return goes_on
+
+    def fail(self, error: Exception) -> None:
+        """Tell the coordinator of an error, unless the stages were told to end."""
+        self.has_ended = True
+        if not (isinstance(error, PipelineClosed) or _is_of_a_handler(error)):
+            self.host.report(error)
+
+    def end(self) -> None:
+        """End the stages."""
+        self.has_ended = True
+        self._steps.close()
+        self.host.end()
+
+
+def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter | None) -> None:
+    """Run the stages of several hosts on this thread until their inboxes are closed.
+
+    Bits do not depend on which of them has its turn when: an inbox hands out the message that is
+    asked for, and no other. An error of one is reported; the others go on until they are ended.
+
+    Args:
+        hosts: The hosts, whose inboxes have the waiter.
+        threads: Number of threads for torch's own parallel loops.
+        waiter: What to wait with for messages; None for a bell.
+    """
+    if len(hosts) == 1:
+        hosts[0].serve()
+        return
+    name_this_thread(hosts[0].plain_name)
+    torch.set_num_threads(threads)
+    waiter = waiter or Bell()
+    for host in hosts:
+        host.inbox.watch(waiter)
+    every = [Turns(host) for host in hosts]
+    try:
+        while open_ones := [each for each in every if not each.has_ended]:
+            if not any(each.take() for each in open_ones):
+                _wait_for_one(open_ones, waiter)
+    finally:
+        for each in every:
+            each.end()
+
+
+def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
+    """Wait until a message has come that one of them wants; one that waits too long fails."""
+    shortest: float | None = None
+    for each in every:
+        assert each.wanted is not None
+        deadline = each.wanted.deadline
+        if deadline.expired():
+            each.fail(each.host.inbox.late(deadline))
+            return
+        left = deadline.remaining_s()
+        if left is not None:
+            shortest = left if shortest is None else min(left, shortest)
+    waiter.wait(shortest)
+
+
+def _is_of_a_handler(error: Exception) -> bool:
+    """Whether a signal handler of the script raised an error, while a stage happened to compute."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    codes = {
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in map(signal.getsignal, signal.valid_signals())
+    }
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

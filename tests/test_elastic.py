@@ -1,0 +1,175 @@
+"""Worker processes that come and go: the bits are those of a run that has all of them."""
+
+import functools
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import elastic
+from support.models import batches, kitchen_sink
+from support.nodes import own_environment
+from support.two_hosts import SECRET, Child
+
+from pipedream_rt import Checkpoints, Clip, ConfigError, Layout, Pipeline, Recovery, Training
+
+SCRIPT = str(Path(elastic.__file__))
+PLANS = {
+    "async-1f1b": {},
+    "several in an update": {"micro_batches": 2},
+    "2bw": {"schedule": "2bw", "micro_batches": 4},
+    "clipped by the norm of the model": {
+        "schedule": "2bw",
+        "training": Training(clip=Clip(norm=0.1)),
+    },
+    "1f1b": {"schedule": "1f1b", "micro_batches": 3},
+    "interleaved": {"schedule": "interleaved-1f1b", "micro_batches": 6, "stages": 6},
+    "zero-bubble": {"schedule": "zero-bubble", "micro_batches": 4},
+    "replicas": {"stages": 2, "layout": Layout(replicas=(2, 1))},
+}
+
+
+def trained(plan, workers, folder=None, **more):
+    """Train, evaluate, train on, and return the state and what was measured."""
+    given = {"stages": 3, **PLANS[plan], **more}
+    with Pipeline(
+        kitchen_sink(), loss_fn=F.cross_entropy, workers=workers, corrections=(),
+        optimizer=(torch.optim.AdamW, {"lr": 3e-3}),
+        checkpoint=None if folder is None else Checkpoints(folder, resume=True), **given,
+    ) as pipe:  # fmt: skip
+        losses = [result.loss for result in pipe.train_epoch(batches(12, samples=12))]
+        losses.append(pipe.evaluate(batches(2, samples=12)))
+        losses += [result.loss for result in pipe.train_epoch(batches(12, samples=12))]
+        if folder is not None:
+            pipe.save()
+        return pipe.fingerprint().digest, losses, len({stage.worker for stage in pipe.stages})
+
+
+@functools.cache
+def alone(plan):
+    """The same in one process."""
+    return trained(plan, "serial")[:2]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_fewer_processes_give_the_same_bits(plan, count):
+    *found, processes = trained(plan, "local", recovery=Recovery(elastic=(1, count)))
+    assert tuple(found) == alone(plan)
+    assert processes == count
+
+
+@pytest.mark.processes
+def test_a_checkpoint_of_fewer_processes_is_that_of_all(tmp_path):
+    """It goes on with another number of them, and the result is that of two runs in one process."""
+    for name, workers in {"a": ["serial"] * 2, "b": ["local"] * 2}.items():
+        for count, kind in zip((1, 2), workers, strict=True):
+            more = {} if kind == "serial" else {"recovery": Recovery(elastic=(1, count))}
+            digest = trained("async-1f1b", kind, tmp_path / name, **more)[0]
+            (tmp_path / f"{name}{count}").write_text(digest)
+    for count in (1, 2):
+        assert (tmp_path / f"a{count}").read_text() == (tmp_path / f"b{count}").read_text()
+
+
+class Job:
+    """A script, and workers that are started by hand."""
+
+    def __init__(self, children, folder):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = listener.getsockname()[1]
+        self._folder = folder
+        self._children = children
+
+    def _start(self, *words):
+        child = Child([sys.executable, *words], own_environment(PIPEDREAM_RT_SECRET=SECRET))
+        self._children.callback(child.close)
+        return child
+
+    def script(self, fewest, most, *stops):
+        words = [str(self._port), *map(str, (fewest, most, *stops))]
+        return self._start(SCRIPT, str(self._folder), *words)
+
+    def worker(self, name, *options):
+        address = f"127.0.0.1:{self._port}"
+        words = ["-m", "pipedream_rt.workers", address, "--name", name, "--persist", *options]
+        return self._start(*words)
+
+
+@pytest.fixture
+def job(tmp_path):
+    with ExitStack() as children:
+        yield Job(children, tmp_path / "run")
+
+
+@functools.cache
+def expected():
+    """The digest of the script in one process."""
+    with ExitStack() as opened:
+        import tempfile
+
+        folder = opened.enter_context(tempfile.TemporaryDirectory())
+        return elastic.trained("serial", folder, Recovery(max_restarts=1))
+
+
+def line_of(text, words):
+    return next(line for line in text.splitlines() if words in line)
+
+
+@pytest.mark.processes
+def test_a_run_goes_on_without_a_worker_and_takes_another_at_a_checkpoint(job):
+    script = job.script(2, 3, 15, 25, 45)
+    workers = [job.worker(name) for name in "abc"]
+    assert script.wait_for("at 15") == "at 15: a b c"
+    workers[1].signal(signal.SIGKILL)
+    script.go_on()
+    assert script.wait_for("at 25") == "at 25: a a c"
+    job.worker("d", "--spare").wait_for("joining the coordinator")
+    script.go_on()
+    assert script.wait_for("at 45") == "at 45: a c d"
+    script.go_on()
+    assert script.wait_for("digest") == f"digest {expected()}"
+    assert script.ended() == 0
+    assert "worker processes: 2, for the work of 3" in script.text
+    assert "restart" in line_of(script.text, "1 more worker processes have come")
+    assert len([line for line in script.lines if line.startswith("restart")]) == 2
+
+
+@pytest.mark.processes
+def test_a_spare_worker_takes_the_place_of_one_that_is_lost(job):
+    script = job.script(3, 3, 15, 35)
+    workers = [job.worker(name) for name in "abc"]
+    assert script.wait_for("at 15") == "at 15: a b c"
+    job.worker("spare", "--spare").wait_for("joining the coordinator")
+    workers[0].signal(signal.SIGKILL)
+    script.go_on()
+    assert script.wait_for("at 35") == "at 35: b c spare"
+    script.go_on()
+    assert script.wait_for("digest") == f"digest {expected()}"
+    assert script.ended() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"recovery": {"elastic": (0, 2)}}, r"elastic must be the fewest and the most.*\(0, 2\)"),
+        ({"recovery": {"elastic": (3, 2)}}, r"elastic must be the fewest and the most.*\(3, 2\)"),
+        ({"recovery": {"elastic": 2}}, "elastic must be the fewest and the most.*not 2"),
+        ({"recovery": {"elastic": (1, True)}}, "elastic must be the fewest and the most"),
+        ({"recovery": {"elastic": (1, 4)}}, "the plan has work for 3 worker processes at most"),
+        ({"recovery": {"elastic_wait": 3}}, "elastic_wait must be a positive datetime.timedelta"),
+        ({"recovery": {"elastic": (1, 2)}, "workers": "serial"}, 'workers="serial" has none'),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(given, words):
+    given = {"workers": "local", **given}
+    with pytest.raises(ConfigError, match=words):
+        Pipeline(
+            kitchen_sink(), stages=3, loss_fn=F.cross_entropy, workers=given["workers"],
+            recovery=Recovery(**{"start": timedelta(seconds=5), **given["recovery"]}),
+        )  # fmt: skip
