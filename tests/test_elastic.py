@@ -82,7 +82,7 @@ class Job:
 
     def __init__(self, children, folder):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
+            self._address = f"127.0.0.1:{listener.getsockname()[1]}"
         self._folder = folder
         self._children = children
 
@@ -92,13 +92,12 @@ class Job:
         return child
 
     def script(self, fewest, most, *stops):
-        words = [str(self._port), *map(str, (fewest, most, *stops))]
+        words = [self._address, *map(str, (fewest, most, *stops))]
         return self._start(SCRIPT, str(self._folder), *words)
 
     def worker(self, name, *options):
-        address = f"127.0.0.1:{self._port}"
-        words = ["-m", "pipedream_rt.workers", address, "--name", name, "--persist", *options]
-        return self._start(*words)
+        words = [self._address, "--name", name, "--persist", *options]
+        return self._start("-m", "pipedream_rt.workers", *words)
 
 
 @pytest.fixture
@@ -107,18 +106,7 @@ def job(tmp_path):
         yield Job(children, tmp_path / "run")
 
 
-@functools.cache
-def expected():
-    """The digest of the script in one process."""
-    with ExitStack() as opened:
-        import tempfile
-
-        folder = opened.enter_context(tempfile.TemporaryDirectory())
-        return elastic.trained("serial", folder, Recovery(max_restarts=1))
-
-
-def line_of(text, words):
-    return next(line for line in text.splitlines() if words in line)
+expected = functools.cache(elastic.expected)
 
 
 @pytest.mark.processes
@@ -136,8 +124,10 @@ def test_a_run_goes_on_without_a_worker_and_takes_another_at_a_checkpoint(job):
     assert script.wait_for("digest") == f"digest {expected()}"
     assert script.ended() == 0
     assert "worker processes: 2, for the work of 3" in script.text
-    assert "restart" in line_of(script.text, "1 more worker processes have come")
-    assert len([line for line in script.lines if line.startswith("restart")]) == 2
+    reasons = [line.split(None, 3)[3] for line in script.lines if line.startswith("restart")]
+    assert "worker 'b'" in reasons[0]
+    assert reasons[1] == "another worker process has come"
+    assert len(reasons) == 2
 
 
 @pytest.mark.processes

@@ -508,7 +508,9 @@ class WorkerGroup:
             if (count := self.cluster.newcomers()) > 0:
                 self._recovers = True
                 try:
-                    self._recover(Grown(f"{count} more worker processes have come"))
+                    more = "another" if count == 1 else f"{count} more"
+                    are = "process has" if count == 1 else "processes have"
+                    self._recover(Grown(f"{more} worker {are} come"))
                 finally:
                     self._recovers = False
 
@@ -524,7 +526,7 @@ class WorkerGroup:
         noticed, failure = time.monotonic(), error
         while True:
             if isinstance(failure, Grown):
-                _log.info("%s; the work is divided anew", failure)
+                _log.warning("%s; the work is divided anew", failure)
             else:
                 self._failures.note(failure, range(self.next_loss, self.next_micro_batch))
                 _log.warning(

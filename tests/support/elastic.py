@@ -1,15 +1,21 @@
-"""A script whose worker processes come and go; it waits for a line at the steps that it is given.
+"""A script whose worker processes come and go.
 
-python elastic.py FOLDER PORT FEWEST MOST [STEP...]
+    python elastic.py FOLDER WORKERS FEWEST MOST [STEP...]
+
+WORKERS is that argument of `Pipeline`, or ``-`` for what the environment says. At each STEP it
+prints who hosts the stages, and waits for a line; at one such as ``35+`` for a worker that comes.
 """
 
 import sys
+import tempfile
+import threading
 from datetime import timedelta
 
 import torch
 from torch import nn
 
 from pipedream_rt import Checkpoints, Pipeline, Recovery
+from pipedream_rt.deadline import Deadline
 
 STAGES, STEPS, EVERY = 3, 60, 10
 
@@ -33,20 +39,31 @@ def trained(workers, folder, recovery, at_step=lambda pipe, step: None):
         return pipe.fingerprint().digest
 
 
+def expected():
+    """The digest of the same training in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return trained("serial", folder, Recovery(max_restarts=1))
+
+
 def main():
-    folder, port, fewest, most, *stops = sys.argv[1:]
+    folder, workers, fewest, most, *stops = sys.argv[1:]
 
     def at_step(pipe, step):
-        if str(step) in stops:
-            workers = [stage.worker for stage in pipe.stages]
-            print(f"at {step}: {' '.join(workers)}", flush=True)
+        if f"{step}+" in stops:
+            deadline, pause = Deadline(timedelta(seconds=120)), threading.Event()
+            while not pipe._group.cluster.newcomers() and not deadline.expired():
+                pause.wait(0.1)
+        elif str(step) in stops:
+            names = [stage.worker for stage in pipe.stages]
+            print(f"at {step}: {' '.join(names)}", flush=True)
             sys.stdin.readline()
 
     recovery = Recovery(
         max_restarts=20, start=timedelta(seconds=60), elastic=(int(fewest), int(most)),
-        elastic_wait=timedelta(seconds=1),
+        elastic_wait=timedelta(seconds=2),
     )  # fmt: skip
-    print("digest", trained(f"127.0.0.1:{port}", folder, recovery, at_step), flush=True)
+    workers = None if workers == "-" else workers
+    print("digest", trained(workers, folder, recovery, at_step), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started as a program
 
+from support import elastic
 from support.nodes import RUN, SCRIPT
+from support.slurm import until
 
 STORE = 80_000_000
 
@@ -30,8 +32,12 @@ class Script:
         self.process = subprocess.Popen(
             command,
             env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+
+    def go_on(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
 
     def wait_for(self, words):
         for line in self.process.stdout:
@@ -69,6 +75,23 @@ def add_node(cluster):
     return cluster.add_node(num_cpus=1, object_store_memory=STORE)
 
 
+def below(pid):
+    """The processes that a process has started, and those that they have."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *below(child))]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(processes):
+    until(lambda: not any(map(is_alive, processes)), "the end of a node")
+
+
 def a_node_dies(folder):
     with cluster_of(3, head_cpus=0) as (cluster, nodes):
         script = Script(cluster, [sys.executable, SCRIPT, folder, "--workers", "ray"])
@@ -76,6 +99,24 @@ def a_node_dies(folder):
         cluster.remove_node(nodes[1], allow_graceful=False)
         add_node(cluster)
         script.wait_for("recovered in")
+        script.wait_for("digest")
+        assert script.process.wait(60) == 0
+
+
+def a_node_is_away_for_a_while(folder):
+    """The run goes on without it, and gives it its part again when there is one."""
+    with cluster_of(3, head_cpus=0) as (cluster, nodes):
+        words = [elastic.__file__, folder, "ray", "2", "3", "15", "25", "35+", "55"]
+        script = Script(cluster, [sys.executable, *words])
+        for stop, hosts in {"at 15:": 3, "at 25:": 2, "at 55:": 3}.items():
+            assert len(set(script.wait_for(stop).split()[2:])) == hosts
+            if hosts == 2:
+                add_node(cluster)
+            elif "15" in stop:
+                processes = below(nodes[1].all_processes["raylet"][0].process.pid)
+                cluster.remove_node(nodes[1], allow_graceful=False)
+                wait_for_end(processes)
+            script.go_on()
         script.wait_for("digest")
         assert script.process.wait(60) == 0
 
@@ -135,5 +176,11 @@ def serve(folder):
 
 
 if __name__ == "__main__":
-    known = (serve, a_node_dies, the_node_of_the_script_dies, what_cannot_be_placed)
+    known = (
+        serve,
+        a_node_dies,
+        a_node_is_away_for_a_while,
+        the_node_of_the_script_dies,
+        what_cannot_be_placed,
+    )
     {each.__name__: each for each in known}[sys.argv[1]](sys.argv[2])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import elastic
 from support.nodes import SCRIPT, expected, nodes, own_environment
 from support.slurm import until
 from support.two_hosts import SECRET, Child
@@ -35,6 +36,22 @@ def test_any_node_may_be_killed_and_the_bits_are_the_same(job):
     assert first.text.count(f"pid {pid}") == 0
     assert first.wait_for("digest") == expected(job.steps)
     assert [each.ended() for each in (first, *others)] == [0, 0, 0]
+
+
+def test_an_elastic_job_goes_on_without_a_node(tmp_path):
+    with nodes(tmp_path / "run") as job:
+        words = [elastic.__file__, str(tmp_path / "run"), "-", "2", "3", "15", "25", "35+", "55"]
+        first, second, third = (job.start(rank, script=words) for rank in range(3))
+        assert first.wait_for("at 15") == "at 15: node-0-0 node-1-0 node-2-0"
+        second.signal(signal.SIGKILL)
+        first.go_on()
+        assert first.wait_for("at 25") == "at 25: node-0-0 node-0-0 node-2-0"
+        second = job.start(1, script=words)
+        first.go_on()
+        assert first.wait_for("at 55") == "at 55: node-0-0 node-1-0 node-2-0"
+        first.go_on()
+        assert first.wait_for("digest") == f"digest {elastic.expected()}"
+        assert [each.ended() for each in (first, second, third)] == [0, 0, 0]
 
 
 def test_sigterm_to_all_nodes_makes_a_checkpoint(job):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support import elastic
 from support.deadlines import LATEST_S
 from support.nodes import expected, own_environment
 
@@ -37,6 +38,12 @@ def test_a_node_of_ray_dies_and_the_bits_are_the_same(scenario):
     said = scenario("a_node_dies")
     assert expected(600) in said
     assert any("is gone" in line for line in said)
+
+
+@pytest.mark.processes
+def test_a_node_of_ray_is_away_for_a_while(scenario):
+    said = scenario("a_node_is_away_for_a_while")
+    assert f"digest {elastic.expected()}" in said
 
 
 @pytest.mark.processes
