@@ -18,8 +18,9 @@ from ray.cluster_utils import Cluster
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started as a program
 
 from support import elastic
+from support.deadlines import LATEST_S
 from support.nodes import RUN, SCRIPT
-from support.slurm import until
+from support.slurm import free_ports, until
 
 STORE = 80_000_000
 
@@ -168,6 +169,31 @@ def what_cannot_be_placed(folder):
         assert left == []
 
 
+def from_elsewhere(folder):
+    """A script over Ray Client, and one in a submitted job: neither is in a node of the cluster."""
+    client = free_ports(2)
+    head = {
+        "num_cpus": 3, "object_store_memory": STORE, "include_dashboard": True,
+        "dashboard_port": client + 1, "ray_client_server_port": client,
+    }  # fmt: skip
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    submit = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "job", "submit"]
+    train = [sys.executable, SCRIPT, "--workers", "ray", "--steps", "100"]
+    try:
+        for name, command, more in (
+            ("client", [], {"RAY_ADDRESS": f"ray://127.0.0.1:{client}"}),
+            ("job", [*submit, "--"], {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{client + 1}"}),
+        ):
+            done = subprocess.run(
+                [*command, *train, f"{folder}-{name}"], env={**os.environ, **more},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LATEST_S,
+            )  # fmt: skip
+            print(done.stdout, flush=True)
+            assert done.returncode == 0, name
+    finally:
+        cluster.shutdown()
+
+
 def serve(folder):
     """Keep a cluster of three nodes for another process, until a line comes."""
     with cluster_of(3, head_cpus=0) as (cluster, _):
@@ -178,6 +204,7 @@ def serve(folder):
 if __name__ == "__main__":
     known = (
         serve,
+        from_elsewhere,
         a_node_dies,
         a_node_is_away_for_a_while,
         the_node_of_the_script_dies,

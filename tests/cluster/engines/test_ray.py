@@ -47,6 +47,14 @@ def test_a_node_of_ray_is_away_for_a_while(scenario):
 
 
 @pytest.mark.processes
+def test_ray_client_and_submitted_jobs(scenario):
+    pytest.importorskip("grpc", reason="Ray Client needs ray[client]; make engines installs it")
+    pytest.importorskip("aiohttp", reason="jobs need ray[default]; make engines installs it")
+    said = scenario("from_elsewhere")
+    assert said.count(expected(100)) == 2
+
+
+@pytest.mark.processes
 def test_the_node_of_the_script_dies_and_ray_starts_it_again(scenario):
     said = "\n".join(scenario("the_node_of_the_script_dies"))
     assert expected(600) in said
