@@ -318,7 +318,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
         "if __name__ == '__main__':\n"
         "    with Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:\n"
         "        cluster = pipe._group.cluster\n"
-        "        secret = cluster._key.key\n"
+        "        secret = cluster._door.key.key\n"
         "        pid = int(cluster._members[0].description.split()[1])\n"
         "        for place in ('cmdline', 'environ'):\n"
         "            for process in (pid, os.getpid(), os.getppid()):\n"

@@ -77,7 +77,8 @@ class Callers:
             prepare(connection)
             connection.setblocking(True)
             connection, channel = wrapped(self._tls, connection, calls=False)
-            control = Control(connection, f"the worker at {joined(host, port)}", here, channel)
+            peer = f"the worker at {joined(host, port)}"
+            control = Control(connection, peer, here, channel, remote_host=host)
             self._call(control)
         except (OSError, PeerLost) as error:  # whoever connected is gone again
             connection.close()

@@ -111,6 +111,11 @@ class Control:
             inherit it; empty for a socket pair, which one process made.
         channel: What the two ends have in common where the connection is encrypted; see `Wrapped`.
         below: The TCP socket under the connection, for its settings; `close` closes it too.
+        remote_host: Numeric address of the other end as this end sees it; empty if nobody asks.
+
+    Attributes:
+        peer: Name of the other end, for error messages.
+        remote_host: Its address, as given.
     """
 
     def __init__(
@@ -120,9 +125,11 @@ class Control:
         local_host: str = "",
         channel: Future[bytes] | None = None,
         below: socket.socket | None = None,
+        remote_host: str = "",
     ) -> None:
         """Take the socket over: `close` closes it."""
         self.peer = peer
+        self.remote_host = remote_host
         self._below = below
         if below is not None:
             close_in_forked_children(below)
@@ -156,11 +163,6 @@ class Control:
     def local_host(self) -> str:
         """Numeric address of this end; loopback for a socket pair."""
         return self._local_host or "127.0.0.1"
-
-    @property
-    def remote_host(self) -> str:
-        """Numeric address of the other end as this end sees it; empty for a socket pair."""
-        return "" if self.is_local else str(self._socket.getpeername()[0])
 
     def notice_within(self, seconds: float) -> None:
         """Have the kernel end the connection where the other machine is out of reach for so long.

@@ -9,13 +9,13 @@ import os
 import re
 import socket
 import tempfile
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.tls import Tls
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
@@ -115,36 +115,21 @@ def socket_of_environment(name: str) -> Iterator[socket.socket]:
     """
     fd = count_of_environment(name)
     try:
-        opened = socket.socket(fileno=os.dup(fd))
+        kept = _of_run.get(fd) or socket.socket(fileno=fd)
+        opened = kept.dup()
     except OSError as error:
         raise ConfigError(_not_of_run(name, fd, error)) from error
-    _close_in_children(fd, opened)
+    _of_run[fd] = kept
+    # A process that the script forks, as a worker of a data loader, may outlive it for seconds, and
+    # would keep the port of the job from the next life of the script.
+    close_in_forked_children(kept)
+    close_in_forked_children(opened)
     with opened:
         yield opened
 
 
-_of_run: dict[int, weakref.WeakSet[socket.socket]] = {}
-"""The descriptors of `pipedream-rt run`, each with those sockets here that duplicate it."""
-
-
-def _close_in_children(fd: int, duplicate: socket.socket) -> None:
-    """Have processes that this one forks not hold a socket of `pipedream-rt run`.
-
-    One that outlives the script, as a worker of a data loader does for seconds, would keep the port
-    from the next life of the script.
-    """
-
-    def close() -> None:
-        for number, opened in _of_run.items():
-            with suppress(OSError):
-                os.close(number)
-            for each in list(opened):
-                each.close()
-        _of_run.clear()
-
-    if not _of_run:
-        os.register_at_fork(after_in_child=close)
-    _of_run.setdefault(fd, weakref.WeakSet()).add(duplicate)
+_of_run: dict[int, socket.socket] = {}
+"""What `pipedream-rt run` has opened for this process, by descriptor; it stays open."""
 
 
 def _not_of_run(name: str, fd: int, error: Exception) -> str:

@@ -45,7 +45,7 @@ def visits(monkeypatch):
             return socket.create_connection(listener.getsockname(), timeout=10)
 
     monkeypatch.setattr(joining, "serve", serve)
-    monkeypatch.setattr(joining, "connect", connect)
+    monkeypatch.setattr(calling, "connect", connect)
     return answers
 
 
@@ -133,7 +133,7 @@ def test_a_host_that_is_unknown():
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_what_listens_and_says_nothing_is_told_of(encrypts, monkeypatch):
     """Another program, or a coordinator that expects encryption: each wait has an end."""
-    monkeypatch.setattr(joining, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(calling, "HANDSHAKE_TIMEOUT_S", 0.3)
     tls = Tls.of_process(always=True) if encrypts else None
     worker = Worker("w", 1, SECRET, None, tls)
     with socket.create_server(("127.0.0.1", 0)) as silent:
