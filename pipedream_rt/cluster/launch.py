@@ -26,6 +26,7 @@ from pipedream_rt.cluster.environment import (
     socket_of_environment,
     tls_of_environment,
 )
+from pipedream_rt.cluster.keepers import ByHand, ByLauncher
 from pipedream_rt.cluster.keys import JobKey, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.serial import SerialCluster
@@ -127,7 +128,7 @@ class Launcher:
         host, port = self._door.listener.getsockname()[:2]
         deadline = Deadline(spec.start_timeout)
         engine.start(spec.crew.most, joined(host, port), self._secret, deadline)
-        return ProcessCluster(spec, door=self._door, supervisor=engine)
+        return ProcessCluster(spec, door=self._door, keeper=engine)
 
     def _await_at(self, workers: object, spec: ClusterSpec) -> Cluster:
         """Listen at an address for workers that the user starts elsewhere.
@@ -146,7 +147,7 @@ class Launcher:
         host, port = door.listener.getsockname()[:2]
         command = f"pipedream-rt worker {joined(host, port)} --name NAME"
         try:
-            return ProcessCluster(spec, door=door, command=command)
+            return ProcessCluster(spec, door=door, keeper=ByHand(command))
         finally:
             if not spec.crew.stays_open:
                 self.close()
@@ -173,13 +174,9 @@ class Launcher:
             assert _secret_of_run is not None
         here = min(spec.crew.most, count_of_environment(NPROC_HERE)) if engine else 0
         door = self._door or self._door_at(socket_of_environment(LISTEN_FD), _secret_of_run)
-        return ProcessCluster(
-            spec,
-            door=door,
-            own=[f"node-0-{i}" for i in range(here)],
-            replace=None if engine else _replace_workers,
-            remedy=f"look at what the other processes of {engine} say" if engine else "",
-        )
+        own = [f"node-0-{i}" for i in range(here)]
+        keeper = ByLauncher(engine or "pipedream-rt run", None if engine else _replace_workers)
+        return ProcessCluster(spec, door=door, own=own, keeper=keeper)
 
 
 def _engine_of(workers: object) -> Supervisor | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.base import ClusterSpec, Reference, once
 from pipedream_rt.cluster.door import Door
-from pipedream_rt.cluster.engines.base import Supervisor
+from pipedream_rt.cluster.engines.base import Keeper
 from pipedream_rt.cluster.environment import rpc_of_environment
 from pipedream_rt.cluster.fork_server import fork_server
 from pipedream_rt.cluster.formation import Formation
+from pipedream_rt.cluster.keepers import BY_HAND
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import tell
 from pipedream_rt.cluster.rendezvous import Rendezvous
@@ -46,13 +47,7 @@ class ProcessCluster:
         door: Where workers join that are started elsewhere; all are started here if it has no
             listener.
         own: With a listener, the names of the workers to start here besides.
-        replace: Has the launcher of workers that were started elsewhere kill them and start others;
-            None where no launcher can.
-        command: The command with which the user starts a worker elsewhere, for messages; empty if
-            a launcher does that.
-        remedy: What to do where workers are missing, for messages; empty to tell the command.
-        supervisor: The engine that has placed the workers, which is asked about those that are
-            lost; None where none has.
+        keeper: Who has started them.
     """
 
     def __init__(
@@ -61,10 +56,7 @@ class ProcessCluster:
         *,
         door: Door,
         own: Sequence[str] = (),
-        replace: Callable[[], None] | None = None,
-        command: str = "",
-        remedy: str = "",
-        supervisor: Supervisor | None = None,
+        keeper: Keeper = BY_HAND,
     ) -> None:
         """Start or await the workers and form a group with them; after an error nothing is left.
 
@@ -83,24 +75,21 @@ class ProcessCluster:
         self._fail = spec.fail
         self._crew = spec.crew
         self._door = door
-        self._replace = replace
         self._killed = False
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = LocalWorkers(spec.threads, fork_server())
-        self._supervisor = supervisor
+        self._keeper = keeper
         rendezvous = Rendezvous(
             spec.plan,
             self._local,
             door,
             spec.heartbeat,
-            command,
-            remedy if supervisor is None else supervisor.missing,
+            keeper,
             spec.crew,
         )
         self._members = rendezvous.members
-        ending = None if supervisor is None else supervisor.ending
-        self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, command, ending)
+        self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, keeper)
         try:
             deadline = Deadline(spec.start_timeout)
             every = [f"worker-{i}" for i in range(spec.crew.most)]
@@ -176,10 +165,7 @@ class ProcessCluster:
         for process in self._local.processes.values():
             process.kill()
         self._watch.stop_waiting()
-        if self._replace is not None:
-            self._replace()
-        if self._supervisor is not None and self._watch.silent:
-            self._supervisor.replace(self._watch.silent)
+        self._keeper.replace(self._watch.silent)
         self.close()
 
     def close(self) -> None:

@@ -6,13 +6,14 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
 from pipedream_rt.cluster.callers import Callers
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.door import Door
+from pipedream_rt.cluster.engines.base import Keeper
+from pipedream_rt.cluster.keepers import BY_HAND
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, Seat, natural
 from pipedream_rt.deadline import Deadline
@@ -39,9 +40,7 @@ class Rendezvous:
         local: The workers that were started here, which come over inherited connections.
         door: Where workers join that were started elsewhere.
         heartbeat: How long a worker that was started here may be silent.
-        command: The command that starts a worker elsewhere, for messages.
-        remedy: What to do where workers are missing, for messages, or a function that finds it out;
-            empty to tell the command.
+        keeper: Who has started those.
         crew: How many workers there are to be; None for one for each of the plan.
 
     Attributes:
@@ -55,8 +54,7 @@ class Rendezvous:
         local: LocalWorkers,
         door: Door,
         heartbeat: timedelta,
-        command: str = "",
-        remedy: str | Callable[[], str] = "",
+        keeper: Keeper = BY_HAND,
         crew: Crew | None = None,
     ) -> None:
         """Call nobody yet."""
@@ -65,8 +63,7 @@ class Rendezvous:
         self._heartbeat_s = heartbeat.total_seconds()
         self._began = self._came = time.monotonic()  # and when the last member has come
         self._refused: dict[str, str] = {}  # those that know the secret, and why
-        command = command or "pipedream-rt worker HOST:PORT --name NAME"
-        self._remedy = remedy or f"start them with `{command}`"
+        self._keeper = keeper
         self.members: list[Member] = door.taken()
         self._plan = plan
         self._local = local
@@ -270,12 +267,12 @@ class Rendezvous:
         absent = sorted(expected - came, key=natural)
         missing = max(needed - len(joined), 1)
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
-        remedy = self._remedy() if callable(self._remedy) else self._remedy
         return RendezvousTimeout(
             f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}"
             + "".join(f"; {name!r} was refused: {why}" for name, why in self._refused.items())
-            + f"; {remedy}, or give Pipeline recovery=Recovery(start=...) with more time",
+            + f"; {self._keeper.missing()}, or give Pipeline recovery=Recovery(start=...) with "
+            "more time",
             missing=missing,
         )

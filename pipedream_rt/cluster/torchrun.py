@@ -30,6 +30,7 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
     tls_of_environment,
 )
+from pipedream_rt.cluster.keepers import ByLauncher
 from pipedream_rt.cluster.keys import NONCE, Secret
 from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.deadline import Deadline
@@ -79,7 +80,7 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         store.set(key, str(port))
         names = [f"worker-{i}" for i in range(own)]
         door = Door(key=secret.job_key(), listener=listener, tls=tls_of_environment())
-        return ProcessCluster(spec, door=door, own=names)
+        return ProcessCluster(spec, door=door, own=names, keeper=ByLauncher("torchrun"))
 
 
 def world_size() -> int:

@@ -8,13 +8,15 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.base import Fail
 from pipedream_rt.cluster.clocks import clock_of
+from pipedream_rt.cluster.engines.base import Keeper
+from pipedream_rt.cluster.keepers import BY_HAND
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.deadline import Deadline
@@ -36,9 +38,7 @@ class Watch:
         local: The workers that were started here, which says how one of them has ended.
         fail: Called with a `WorkerLost` when a worker is lost, on the thread of the watch.
         heartbeat: How long a worker may be silent.
-        command: The command that starts a worker elsewhere, for messages; empty if the user starts
-            none by hand.
-        ending_of: Says how a worker has ended that an engine has started; see `Supervisor`.
+        keeper: Who has started the others.
 
     Attributes:
         ending: Whether the workers are to end, so that the loss of one is no failure any more.
@@ -51,13 +51,11 @@ class Watch:
         local: LocalWorkers,
         fail: Fail,
         heartbeat: timedelta,
-        command: str = "",
-        ending_of: Callable[[str], str] | None = None,
+        keeper: Keeper = BY_HAND,
     ) -> None:
         """Start no thread yet."""
-        self._ending_of = ending_of
+        self._keeper = keeper
         self.silent: set[str] = set()
-        self._command = command
         self._members = members
         self._local = local
         self._fail = fail
@@ -146,21 +144,16 @@ class Watch:
     def loss_of(
         self, member: Member, problem: PipelineError | None = None, note: str = ""
     ) -> WorkerLost:
-        """Make the error that says which worker is gone, and how if it was started here.
+        """Make the error that says which worker is gone, and how, as far as that is known.
 
         Args:
             member: The worker.
             problem: The error by which the loss was noticed; None for the end of the connection.
             note: Text to add to the message.
         """
-        if self._command and member.name not in self._local.processes:
-            note += (
-                "; it was started elsewhere: with --persist it comes back by itself as long as its "
-                f"process lives, otherwise start it there again with `{self._command}`"
-            )
-        how = self._local.ending(member.name)
-        if not how and self._ending_of is not None:
-            how = self._ending_of(member.name)
+        name = member.name
+        own = name in self._local.processes
+        how = self._local.ending(name) if own else self._keeper.ending(name)
         return member.lost(how, problem, note)
 
     def name_loss(self, error: PipelineError) -> PipelineError:

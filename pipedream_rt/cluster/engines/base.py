@@ -80,8 +80,25 @@ class Membership(Protocol):
         """Remove what the job has left; the first process calls it when the job is over."""
 
 
+class Keeper(Protocol):
+    """Whoever has started workers that are no children of the script, and starts them again."""
+
+    def ending(self, name: str) -> str:
+        """Say in words how a worker has ended, or what to do; empty if there is nothing to say."""
+
+    def missing(self) -> str:
+        """Say why workers have not come, and what to do."""
+
+    def replace(self, names: Collection[str]) -> None:
+        """Start others in the place of workers, before the next generation.
+
+        Args:
+            names: Those that do not answer, and have to be ended; often there are none.
+        """
+
+
 @runtime_checkable
-class Supervisor(Protocol):
+class Supervisor(Keeper, Protocol):
     """An engine that the script asks for workers, which join the script at its address."""
 
     def host(self) -> str:
@@ -104,15 +121,6 @@ class Supervisor(Protocol):
             ConfigError: The engine cannot be reached.
             RendezvousTimeout: The workers could not be placed in time.
         """
-
-    def ending(self, name: str) -> str:
-        """Say in words how a worker has ended; empty if it has not, or if that is not known."""
-
-    def missing(self) -> str:
-        """Say why workers have not come, and what to do."""
-
-    def replace(self, names: Collection[str]) -> None:
-        """End workers that do not answer, and start others in their place."""
 
     def stop(self) -> None:
         """End all workers. Idempotent."""
