@@ -60,7 +60,7 @@ def main():
 
     recovery = Recovery(
         max_restarts=20, start=timedelta(seconds=60), elastic=(int(fewest), int(most)),
-        elastic_wait=timedelta(seconds=2),
+        elastic_wait=timedelta(seconds=6),
     )  # fmt: skip
     workers = None if workers == "-" else workers
     print("digest", trained(workers, folder, recovery, at_step), flush=True)

@@ -5,12 +5,19 @@
 The nodes are processes of ``ray.cluster_utils.Cluster``, which a driver's process owns.
 """
 
+import atexit
+import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+
+# Ray notes there which cluster of this machine is the newest; other drivers would take that one.
+FOLDER = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
 
 import ray
 from ray.cluster_utils import Cluster
@@ -169,6 +176,16 @@ def what_cannot_be_placed(folder):
         assert left == []
 
 
+def takes_jobs(address):
+    """Whether the dashboard is up, and has an agent that starts jobs."""
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        return JobSubmissionClient(address).list_jobs() is not None
+    except (ConnectionError, RuntimeError):
+        return False
+
+
 def from_elsewhere(folder):
     """A script over Ray Client, and one in a submitted job: neither is in a node of the cluster."""
     client = free_ports(2)
@@ -184,6 +201,9 @@ def from_elsewhere(folder):
             ("client", [], {"RAY_ADDRESS": f"ray://127.0.0.1:{client}"}),
             ("job", [*submit, "--"], {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{client + 1}"}),
         ):
+            if name == "job":
+                dashboard = more["RAY_API_SERVER_ADDRESS"]
+                until(functools.partial(takes_jobs, dashboard), "a dashboard that takes jobs")
             done = subprocess.run(
                 [*command, *train, f"{folder}-{name}"], env={**os.environ, **more},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LATEST_S,
@@ -202,6 +222,7 @@ def serve(folder):
 
 
 if __name__ == "__main__":
+    atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
     known = (
         serve,
         from_elsewhere,
