@@ -284,14 +284,18 @@ def run_other(
 
     Returns:
         0 if the script has ended well, 1 if it has not or if this node was refused, 3 if nobody
-        listened, 143 after SIGTERM.
+        listened or no way leads there, 143 after SIGTERM.
 
     Raises:
         PipelineError: There is no secret, or no worker can be started.
     """
     node, secret = job.node, job.secret(Deadline(patience))
     address = joined(node.host, node.port)
-    bind = _interface_in_time(address, Deadline(patience))
+    try:
+        bind = _interface_in_time(address, Deadline(patience))
+    except RendezvousTimeout as error:
+        _log.error("the first node was not found within %g s: %s", patience.total_seconds(), error)
+        return EXIT_COORDINATOR_LOST
     names = [node.name_of_worker(i) for i in range(count)]
     workers = Workers(names, threads, address, secret, imports, bind, patience)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.deadlines import LATEST_S
+from support.nodes import RUN
 from support.two_hosts import A6, CONT, KILL, STOP, A, two_hosts, why_not
 
 from pipedream_rt.transport.tls import make_certificate
@@ -150,6 +151,13 @@ def test_addresses_of_ipv6(hosts):
     assert run.ended() == 0, run.text
     assert run.lines[-2] == expected(2)
     assert [worker.ended() for worker in workers] == [0, 0]
+
+
+def test_a_node_without_a_way_to_the_first(hosts):
+    words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "203.0.113.1:29500"]
+    other = hosts.start("b", *RUN[1:], *words, "--patience", "1", SCRIPT)
+    assert other.ended() == 3
+    assert "203.0.113.1:29500 cannot be reached from here: [Errno 101] Network" in other.text
 
 
 def test_torchrun_on_two_nodes(hosts):

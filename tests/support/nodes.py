@@ -62,14 +62,14 @@ class Nodes:
         self.size = size
         self.steps = steps
 
-    def start(self, rank, *options, secret=SECRET, script=None):
+    def start(self, rank, *options, secret=SECRET, script=None, **more):
         """Start a node."""
         command = [
             *RUN, "--nnodes", str(self.size), "--node-rank", str(rank),
             "--rdzv-endpoint", f"127.0.0.1:{self.port}", *options,
             *(script or [SCRIPT, str(self._folder), "--steps", str(self.steps)]),
         ]  # fmt: skip
-        child = Child(command, own_environment(PIPEDREAM_RT_SECRET=secret))
+        child = Child(command, own_environment(PIPEDREAM_RT_SECRET=secret, **more))
         self._children.callback(child.close)
         return child
 

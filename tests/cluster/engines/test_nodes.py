@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import elastic
-from support.nodes import SCRIPT, expected, nodes, own_environment
+from support.nodes import RUN, SCRIPT, expected, nodes, own_environment
 from support.slurm import until
 from support.two_hosts import SECRET, Child
 
@@ -150,6 +150,44 @@ def test_a_first_node_that_never_comes(job):
     assert job.start(1, "--patience", "1").ended() == 3
 
 
+def test_a_first_node_whose_name_nobody_knows():
+    words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "nobody.invalid:29500"]
+    child = Child(
+        [*RUN, *words, "--patience", "1", SCRIPT], own_environment(PIPEDREAM_RT_SECRET=SECRET)
+    )
+    assert child.ended() == 3
+    assert "the first node was not found within 1 s: nobody.invalid:29500" in child.text
+    child.close()
+
+
+def test_a_node_with_another_version_is_refused_by_name(job, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sitecustomize.py").write_text(
+        "import pipedream_rt; pipedream_rt.__version__ = '9.9'"
+    )
+    first = job.start(0, script=[str(impatient(tmp_path))])
+    other = job.start(1, PYTHONPATH=str(tmp_path / "other"))
+    other.wait_for("the coordinator refused this worker: it has torch")
+    assert other.ended() == 1  # to start the same again would not help
+    line = first.wait_for("RendezvousTimeout")
+    assert "'node-1-0' was refused: it has torch" in line
+    assert "pipedream-rt 9.9" in line
+    assert first.ended() == 1
+
+
+def impatient(folder):
+    """A script that waits for its workers for ten seconds."""
+    script = folder / "impatient.py"
+    script.write_text(
+        "from datetime import timedelta\n"
+        "from torch import nn\n"
+        "from pipedream_rt import Pipeline, Recovery\n"
+        "Pipeline([nn.Linear(2, 2)] * 3, stages=3, loss_fn=nn.MSELoss(),\n"
+        "         recovery=Recovery(start=timedelta(seconds=10)))\n"
+    )
+    return script
+
+
 def test_a_node_with_another_secret_is_kept_out(job):
     """It cannot know whether who refuses it is the first node, so it tries again until it may."""
     other = job.start(1, secret="another-token-which-is-the-wrong-one-92e7")
@@ -163,15 +201,7 @@ def test_a_node_with_another_secret_is_kept_out(job):
 
 
 def test_nodes_that_are_missing_are_told_of_where_to_look(job, tmp_path):
-    script = tmp_path / "impatient.py"
-    script.write_text(
-        "from datetime import timedelta\n"
-        "from torch import nn\n"
-        "from pipedream_rt import Pipeline, Recovery\n"
-        "Pipeline([nn.Linear(2, 2)] * 3, stages=3, loss_fn=nn.MSELoss(),\n"
-        "         recovery=Recovery(start=timedelta(seconds=10)))\n"
-    )
-    first = job.start(0, script=[str(script)])
+    first = job.start(0, script=[str(impatient(tmp_path))])
     other = job.start(1)
     line = first.wait_for("RendezvousTimeout: 1 of 3 workers did not join within 10 s")
     assert "joined: node-0-0, node-1-0" in line
