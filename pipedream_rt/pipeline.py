@@ -716,7 +716,7 @@ class Pipeline:
 
     @property
     def restarts(self) -> tuple[Restart, ...]:
-        """The recoveries from failed workers so far."""
+        """The recoveries from failed workers so far, and the times when others have come."""
         return tuple(self._group.restarts)
 
     @property

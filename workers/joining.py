@@ -126,7 +126,7 @@ def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
         pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
         control = reached(place, "the coordinator", worker.tls)
         try:
-            return serve(control, worker, place.call_timeout)
+            return serve(control, worker, place.call_timeout, place.persist)
         except NoPlace as problem:
             if not place.persist:
                 raise
@@ -141,7 +141,12 @@ def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
                 worker.tls.finish(Deadline(_SENT_TIMEOUT))
 
 
-def serve(control: Control, worker: Worker, call_timeout: timedelta | None = None) -> int:
+def serve(
+    control: Control,
+    worker: Worker,
+    call_timeout: timedelta | None = None,
+    returns: bool = False,
+) -> int:
     """Answer the call of a coordinator, and host stages until it says to end.
 
     Args:
@@ -149,6 +154,7 @@ def serve(control: Control, worker: Worker, call_timeout: timedelta | None = Non
         worker: The worker.
         call_timeout: For the coordinator to call; None for one that has started this worker, and
             will call it or end.
+        returns: Whether the worker joins again by itself when a generation ends.
 
     Returns:
         Exit code of the process.
@@ -157,7 +163,7 @@ def serve(control: Control, worker: Worker, call_timeout: timedelta | None = Non
         JobOver: Nobody will call this worker again.
         PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
-    key = be_admitted(control, worker.name, worker.secret, call_timeout)
+    key = be_admitted(control, worker.name, worker.secret, call_timeout, returns)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
     try:
         control.send({"type": "ready", "processor": processor()})

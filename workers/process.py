@@ -137,6 +137,7 @@ def host_stage(
         for stage in stages:
             transport.open(stage, host.inbox.put, host.inbox.close)
             endpoint.expose(stage, functools.partial(host.part, stage))
+    assert transport.waiter is not None  # the links are there
     serve = functools.partial(serve_together, hosts, threads, transport.waiter)
     thread = threading.Thread(target=serve, name=hosts[0].name)
     thread.start()
@@ -299,7 +300,7 @@ def _until_exit(
                 endpoint.close()
                 transport.close()
                 if record["failed"]:
-                    _log.warning("the job goes on with other workers; this one ends")
+                    _log.warning("the job goes on with a new generation; this process ends")
                 return EXIT_COORDINATOR_LOST if record["failed"] else 0
             case other:
                 raise PeerLost(f"the coordinator sent {other!r}", peer="the coordinator")

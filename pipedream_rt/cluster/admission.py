@@ -95,7 +95,8 @@ def admit(control: Control, hello: Record, talk: Talk) -> Member:
     control.peer = f"worker {name!r}"
     control.secure(talk.session_key(), COORDINATOR_END, WORKER_END)
     same_clock = hello.get("boot") == boot_id() != ""
-    return Member(name, process_of(hello), control, same_clock=same_clock)
+    returns = control.is_local or hello["returns"]  # those that were started here are again
+    return Member(name, process_of(hello), control, same_clock=same_clock, returns=returns)
 
 
 def process_of(hello: Record) -> str:

@@ -162,7 +162,11 @@ def pause(seconds: float) -> None:
 
 
 def be_admitted(
-    control: Control, name: str, secret: Secret | None, call_timeout: timedelta | None
+    control: Control,
+    name: str,
+    secret: Secret | None,
+    call_timeout: timedelta | None,
+    returns: bool = False,
 ) -> bytes:
     """Answer the call of a coordinator, and become a member of its group.
 
@@ -173,6 +177,7 @@ def be_admitted(
         name: Its name, unique in the group.
         secret: The secret of the job; None over an inherited connection, whose call has the key.
         call_timeout: For the coordinator to call; None to wait for ever.
+        returns: Whether it joins again by itself when a generation ends.
 
     Returns:
         The key of the job.
@@ -198,6 +203,7 @@ def be_admitted(
             "host": printable(socket.gethostname(), 200),
             "boot": boot_id(),
             "software": software(),
+            "returns": returns,
             "version": VERSION,
             "nonce": nonce,
         }

@@ -1,80 +1,202 @@
-"""The door of a pipeline: where workers join that were started elsewhere."""
+"""The door of a pipeline: workers join there, before a generation begins and while one runs."""
 
 from __future__ import annotations
 
 import logging
-import select
+import selectors
 import socket
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from pipedream_rt.cluster.admission import admit, refusal_of
-from pipedream_rt.cluster.callers import Callers, answer_all
+from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
+from pipedream_rt.cluster.callers import Callers
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.keys import JobKey, Talk
+from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.members import Member
-from pipedream_rt.cluster.records import Record
-from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PeerLost
+from pipedream_rt.errors import PeerLost, TransportError
+from pipedream_rt.schema import printable
 from pipedream_rt.transport.tls import Tls
 
-_LOOK = timedelta(seconds=0.5)
-"""For those that have called while a generation ran to say who they are."""
 
-
-@dataclass(slots=True, kw_only=True)
-class Door:
-    """Where workers join, one generation after another.
+class Gone(NamedTuple):
+    """A connection that has ended.
 
     Attributes:
-        key: The key of the job; a worker that joins proves that it knows it.
+        control: The connection.
+        error: How that was noticed.
+        member: Whose it was; None if nobody had said hello.
+    """
+
+    control: Control
+    error: TransportError
+    member: Member | None = None
+
+
+class Door:
+    """Where workers become members of the next generation.
+
+    Every connection is called with a nonce. Whoever answers with a proof that it knows the job's
+    secret, with the right version of the protocol and with a name that is still free becomes a
+    member; whoever answers otherwise is refused with the reason.
+
+    Args:
+        key: The key of the job.
         listener: Where workers that were started elsewhere connect; None where all are started
             here.
         tls: Encrypts their connections; None to leave them.
-        early: Those that have come while a generation ran, for the next one.
+
+    Attributes:
+        key: The key of the job.
+        listener: Where workers that were started elsewhere connect.
+        tls: Encrypts their connections.
+        members: Those that have come for the next generation.
+        refused: Those that know the secret and were refused for good, and why, by name.
+        expected: How many the next generation will have if nobody is lost meanwhile; 0 if that is
+            not known.
+        is_closed: Whether nobody can join any more.
     """
 
-    key: JobKey
-    listener: socket.socket | None = None
-    tls: Tls | None = None
-    early: list[Member] = field(default_factory=list)
+    def __init__(
+        self, key: JobKey, listener: socket.socket | None = None, tls: Tls | None = None
+    ) -> None:
+        """Call nobody yet."""
+        self.key = key
+        self.listener = listener
+        self.tls = tls
+        self.members: list[Member] = []
+        self.refused: dict[str, str] = {}
+        self.expected = 0
+        self.is_closed = False
+        self._opened: tuple[selectors.BaseSelector, Callers] | None = None
 
-    def look(self, wanted: int) -> int:
-        """Admit workers that have called while a generation runs; costs nothing if none has.
+    def call_local(self, control: Control) -> None:
+        """Call a worker that was started here."""
+        self._open()[1].call_local(control)
+
+    def attend(self, seconds: float, most: int, running: Sequence[Member] = ()) -> list[Gone]:
+        """Wait until something comes; take connections, and read what workers say.
 
         Args:
-            wanted: How many there is work for.
+            seconds: How long to wait at most.
+            most: How many members there are to be.
+            running: Those of the generation that runs meanwhile.
 
         Returns:
-            How many wait for the next generation.
+            The connections that have ended, which are closed.
         """
-        listener = self.listener
-        if listener is None or wanted <= len(self.early):
-            return len(self.early)
-        if not select.select([listener], [], [], 0)[0]:
-            return len(self.early)
+        selector, callers = self._open()
+        gone: list[Gone | None] = []
+        for key, _ in selector.select(seconds):
+            if self.is_closed:  # by a signal handler
+                break
+            if key.fileobj is self.listener:
+                assert self.listener is not None
+                callers.accept(self.listener)
+            elif isinstance(key.fileobj, Control) and key.fileobj in callers:
+                gone.append(self._hear(key.fileobj, most, running))
+            elif key.data is not None:
+                gone.append(self._hear_member(key.data))
+        return [each for each in gone if each is not None]
 
-        def answer(callers: Callers, control: Control, hello: Record, talk: Talk) -> None:
-            refusal = refusal_of(hello, talk, self.early)
-            if refusal is None:
-                self.early.append(admit(control, hello, talk))
-            else:
-                callers.refuse(control, talk, hello, refusal, logging.WARNING)
+    def unheard(self) -> list[Control]:
+        """The connections that workers here have inherited, and have said nothing over yet."""
+        silent = [m.control for m in self.members if m.control.is_local and not m.ready]
+        return silent + (self._opened[1].local() if self._opened else [])
 
-        enough = lambda: len(self.early) >= wanted  # noqa: E731 - shorter than a function
-        answer_all(listener, self.key, answer, enough, Deadline(_LOOK), self.tls)
-        return len(self.early)
+    def note(self, gone: Gone) -> None:
+        """Log the end of a connection of a worker that was started elsewhere, or of a stranger."""
+        if (member := gone.member) is not None:
+            logging.getLogger(__name__).warning(
+                "worker %r (%s) left before all had come: %s; waiting for it or for another",
+                member.name, member.description, gone.error,
+            )  # fmt: skip
+            return
+        text = "a connection that is no worker was dropped: %s"
+        self._open()[1].note(logging.WARNING, text, gone.error)
 
     def taken(self) -> list[Member]:
-        """Return those that have come early, who are the caller's from now on."""
-        early, self.early = self.early, []
-        return early
+        """Return the members, which are the caller's from now on."""
+        if self._opened is not None:
+            for member in self.members:
+                self._opened[0].unregister(member.control)
+        self.expected = 0
+        members, self.members = self.members, []
+        return members
+
+    def rest(self) -> None:
+        """Attend to nobody until `attend` is called again. Idempotent."""
+        if self._opened is not None:
+            selector, callers = self._opened
+            self._opened = None
+            callers.close()
+            selector.close()
 
     def close(self) -> None:
-        """Send those away that have come early. Idempotent."""
+        """Let nobody join any more, and send those away that have come. Idempotent."""
+        self.is_closed = True
         for member in self.taken():
             try:
                 member.control.send({"type": "exit", "failed": False})
             except PeerLost:
                 pass
             member.control.close()
+        self.rest()
+
+    def _open(self) -> tuple[selectors.BaseSelector, Callers]:
+        """Return what watches the connections."""
+        if self._opened is None:
+            selector = selectors.DefaultSelector()
+            self._opened = selector, Callers(self.key, selector, self.tls)
+            if self.listener is not None:
+                self.listener.setblocking(False)
+                selector.register(self.listener, selectors.EVENT_READ)
+            for member in self.members:
+                selector.register(member.control, selectors.EVENT_READ, member)
+        return self._opened
+
+    def _hear(self, control: Control, most: int, running: Sequence[Member]) -> Gone | None:
+        """Read a hello, if all of it has come; make its worker a member, or refuse it."""
+        selector, callers = self._open()
+        try:
+            heard = callers.hear(control)
+        except TransportError as error:
+            return Gone(control, error)
+        if heard is None:
+            return None
+        hello, talk = heard
+        refusal, full = refusal_of(hello, talk, (*running, *self.members)), self._is_full(most)
+        if refusal is None and full:
+            reason = f"the job has its {most + len(running)} workers"
+            refusal = Refusal(reason, passing=True, proven=True)
+        if refusal is not None:
+            level = logging.INFO if full or running else logging.WARNING
+            callers.refuse(control, talk, hello, refusal, level)
+            if refusal.proven and not refusal.passing:
+                self.refused[printable(str(hello.get("name")), 100)] = refusal.reason
+            return None
+        try:
+            member = admit(control, hello, talk)
+        except PeerLost as error:
+            control.close()
+            return Gone(control, error)
+        self.members.append(member)
+        selector.register(control, selectors.EVENT_READ, member)
+        return None
+
+    def _is_full(self, most: int) -> bool:
+        """Whether as many have come as there are to be at most."""
+        return len(self.members) >= most
+
+    def _hear_member(self, member: Member) -> Gone | None:
+        """Read whether a member has imported torch; one that is gone makes room for another."""
+        try:
+            records = member.control.receive_all()
+        except TransportError as error:
+            self._open()[0].unregister(member.control)
+            self.members.remove(member)
+            member.control.close()
+            return Gone(member.control, error, member)
+        for record in records:
+            if record["type"] == "ready":
+                member.ready, member.processor = True, record["processor"]
+        return None

@@ -117,8 +117,8 @@ class Talk(NamedTuple):
         Args:
             hello: The worker's hello, whose proof, if it has one, is left out.
         """
-        said = [hello.get(name) for name in ("name", "pid", "host", "boot", "software", "version")]
-        return self._proof(b"worker", msgpack.packb(said))
+        names = ("name", "pid", "host", "boot", "software", "returns", "version")
+        return self._proof(b"worker", msgpack.packb([hello.get(name) for name in names]))
 
     def prove_refusal(self, refused: Mapping[str, Any]) -> bytes:
         """Return what a coordinator shows with a refusal, to a worker that knows the secret.

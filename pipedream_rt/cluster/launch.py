@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 
@@ -39,8 +40,9 @@ from pipedream_rt.cluster.torchrun import (
     world_size,
 )
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError, PeerLost
+from pipedream_rt.errors import ConfigError, PeerLost, PipelineClosed
 from pipedream_rt.job.options import Workers
+from pipedream_rt.lifecycle import close_in_forked_children
 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
@@ -67,8 +69,10 @@ class Launcher:
         """Start nothing yet."""
         self._workers = workers
         self._engine = _engine_of(workers)
+        self._secret = Secret.generated()
         self._open = ExitStack()
         self._door: Door | None = None
+        self._is_closed = False
 
     def start(self, spec: ClusterSpec) -> Cluster:
         """Start what hosts the stages of a generation, or await workers.
@@ -78,8 +82,11 @@ class Launcher:
         Raises:
             ConfigError: The argument or the environment makes no sense.
             RendezvousTimeout: Some workers did not join in time.
+            PipelineClosed: `close` was called.
             WorkerLost: A worker died on the way.
         """
+        if self._is_closed:
+            raise PipelineClosed("the pipeline was closed")
         workers = self._workers
         if self._engine is not None:
             return self._ask_engine(self._engine, spec)
@@ -98,18 +105,21 @@ class Launcher:
 
     def close(self) -> None:
         """End what has been started besides workers, and let nobody join any more. Idempotent."""
+        self._is_closed = True
+        self._shut()
+
+    def _shut(self) -> None:
+        """Close the door."""
         self._door = None
         self._open.close()
 
     def _door_at(self, listener: AbstractContextManager[socket.socket], secret: Secret) -> Door:
         """Open the door, which stays open from one generation to the next."""
-        self._door = Door(
-            key=secret.job_key(),
-            listener=self._open.enter_context(listener),
-            tls=tls_of_environment(),
-        )
-        self._open.callback(self._door.close)
-        return self._door
+        opened = self._open.enter_context(listener)
+        close_in_forked_children(opened)  # one that outlives the script would keep the port
+        door = self._door = Door(secret.job_key(), opened, tls_of_environment())
+        self._open.callback(door.close)
+        return door
 
     def _ask_engine(self, engine: Supervisor, spec: ClusterSpec) -> Cluster:
         """Have an engine place workers; those that it starts again wait for the next generation.
@@ -120,7 +130,6 @@ class Launcher:
             WorkerLost: A worker died on the way.
         """
         if self._door is None:
-            self._secret = Secret.generated()
             self._open.callback(engine.stop)
             self._door_at(listening(engine.host(), 0), self._secret)
         assert self._door is not None
@@ -150,7 +159,7 @@ class Launcher:
             return ProcessCluster(spec, door=door, keeper=ByHand(command))
         finally:
             if not spec.crew.stays_open:
-                self.close()
+                self._shut()
 
     def _await_workers_of_run(self, spec: ClusterSpec) -> Cluster:
         """Use the workers that `pipedream-rt run` has started.
@@ -162,6 +171,7 @@ class Launcher:
         """
         plan, available = spec.plan, count_of_environment(NPROC)
         engine = os.environ.get(ENGINE, "")
+        spec = replace(spec, crew=spec.crew.within(available))
         if spec.crew.fewest > available:
             raise ConfigError(
                 f"{plan.in_words}: {engine or '`pipedream-rt run`'} has started {available}; raise "
@@ -193,7 +203,7 @@ def _engine_of(workers: object) -> Supervisor | None:
 
 
 def starts_here(workers: Workers) -> bool:
-    """Whether `start_cluster` will start worker processes on this machine by itself."""
+    """Whether a `Launcher` will start worker processes on this machine by itself."""
     elsewhere = LISTEN_FD in os.environ or under_torchrun()
     return workers == "local" or (workers is None and not elsewhere)
 

@@ -28,6 +28,12 @@ class Seat(NamedTuple):
     title: str
     stages: tuple[Address, ...]
 
+    @property
+    def hosts(self) -> str:
+        """The stages that the worker hosts, in words."""
+        several = len(self.stages) > 1
+        return f"stages {', '.join(map(str, self.stages))}" if several else self.title
+
 
 @dataclass(slots=True)
 class Member:
@@ -42,6 +48,7 @@ class Member:
         control: The control connection.
         same_clock: Whether the worker runs on the coordinator's kernel.
         seats: The workers of the plan whose work it does; empty until all have said hello.
+        returns: Whether it joins again by itself when a generation ends.
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
@@ -57,6 +64,7 @@ class Member:
     description: str
     control: Control
     same_clock: bool = False
+    returns: bool = True
     seats: list[Seat] = field(default_factory=list)
     stage: int | None = None
     ready: bool = False
@@ -76,11 +84,7 @@ class Member:
     @property
     def hosts(self) -> str:
         """The stages that the worker hosts, in words."""
-        if not self.stages:
-            return "no stage yet"
-        if len(self.stages) == 1:
-            return self.seats[0].title
-        return f"stages {', '.join(map(str, self.stages))}"
+        return " and ".join(seat.hosts for seat in self.seats) or "no stage yet"
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
         """Make the error that says that the worker is gone, and how.

@@ -148,8 +148,15 @@ class ProcessCluster:
 
     def newcomers(self) -> int:
         """See `Cluster.newcomers`."""
-        free = self._crew.most - len(self._members)
-        return self._door.look(free) if free else 0
+        members, door = self._members, self._door
+        free = self._crew.most - len(members)
+        if not free or not self._crew.stays_open or not all(m.returns for m in members):
+            return 0
+        for gone in door.attend(0, free, members):
+            door.note(gone)
+        ready = sum(member.ready for member in door.members)
+        door.expected = len(members) + ready
+        return ready
 
     def reference(self, stage: int, part: str) -> Reference:
         """See `Cluster.reference`."""

@@ -95,6 +95,7 @@ HELLO: dict[str, Check] = {
     "host": line(255),
     "boot": line(64),
     "software": line(255),
+    "returns": truth,
     "nonce": exactly(NONCE),
     "proof": exactly(32),
 }

@@ -64,7 +64,9 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         ConfigError: The number of ranks does not fit, or the script has opened a pipeline before.
         RendezvousTimeout: Some ranks did not come in time.
     """
-    spec = replace(spec, crew=spec.crew.within(world_size()))
+    # All ranks come, or torchrun ends the job.
+    crew = spec.crew.within(world_size())
+    spec = replace(spec, crew=replace(crew, fewest=crew.most, stays_open=False))
     own = _workers_of_rank_0(spec, world_size())
     if is_other_rank():
         become_worker(spec.threads, spec.start_timeout)

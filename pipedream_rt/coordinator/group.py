@@ -500,12 +500,14 @@ class WorkerGroup:
             PipelineClosed: The pipeline is closed.
             BaseException: A failure that the run does not recover from; the pipeline ends.
         """
-        origin = self.log.origins[-1]
-        if origin is self._looked_at or not self.log.on:
+        if not self.log.on:
             return
-        self._looked_at = origin
         with self.life.guard():
-            if (count := self.cluster.newcomers()) > 0:
+            count, origin = self.cluster.newcomers(), self.log.origins[-1]
+            if origin is self._looked_at:
+                return
+            self._looked_at = origin
+            if count and self._can_go_back():
                 self._recovers = True
                 try:
                     more = "another" if count == 1 else f"{count} more"
@@ -513,6 +515,15 @@ class WorkerGroup:
                     self._recover(Grown(f"{more} worker {are} come"))
                 finally:
                     self._recovers = False
+
+    def _can_go_back(self) -> bool:
+        """Whether there is a whole checkpoint to go back to; logs that there is none."""
+        try:
+            self._origin_to_use()
+        except CheckpointError as error:
+            _log.warning("more workers have come, and the work cannot be divided anew: %s", error)
+            return False
+        return True
 
     def _recover(self, error: BaseException) -> None:
         """Go on with new workers, or raise if the run cannot go on.
@@ -539,7 +550,7 @@ class WorkerGroup:
                 break
             except (CheckpointError, ConfigError) as again:
                 # There is no checkpoint to go back to, or no worker can be started.
-                raise error from again
+                raise again if isinstance(error, Grown) else error from again
             except Exception as again:
                 if self.life.is_over:
                     raise PipelineClosed("the pipeline was closed") from again
@@ -596,6 +607,15 @@ class WorkerGroup:
                 _log.warning("%s; the run goes back to the origin before it", error)
                 self.log.origins.pop()
 
+    def _refuse_if_over(self) -> None:
+        """Refuse to go on where a signal handler has closed the pipeline meanwhile.
+
+        Raises:
+            PipelineClosed: It has.
+        """
+        if self.life.is_over:
+            raise PipelineClosed("the pipeline was closed")
+
     def _begin(self, origin: Origin, manifest: Manifest | None = None) -> None:
         """Start the workers of a generation, and wait until each stage has the state at an origin.
 
@@ -603,15 +623,18 @@ class WorkerGroup:
             origin: The origin.
             manifest: Manifest of its checkpoint; None at the start of the run.
         """
+        self._refuse_if_over()
         generation = next(_generations)
         reception = self._reception
         reception.begin(generation)
         self._cluster = self._start_cluster(
             reception.receive, reception.fail_of(generation), generation
         )
-        if self.life.is_over:  # a signal handler has closed the pipeline meanwhile
+        try:
+            self._refuse_if_over()
+        except PipelineClosed:
             self._cluster.close()
-            raise PipelineClosed("the pipeline was closed")
+            raise
         reception.cluster = self._cluster
         self._send = sender(self._cluster.transport, COORDINATOR, generation)
         self._turns = [0] * len(self.plan.addresses)

@@ -199,13 +199,9 @@ class Inbox:
                 return None
         raise self._closed()
 
-    def watch(self, waiter: Waiter) -> None:
-        """Wake a waiter when a message comes that `take_if_there` did not find.
-
-        Args:
-            waiter: What the taker of several inboxes waits with.
-        """
-        self._waiter, self._watched = waiter, True
+    def watch(self) -> None:
+        """Wake the waiter also when a message comes that `take_if_there` did not find."""
+        self._watched = True
 
     def follow(self, steps: Steps[T]) -> T:
         """Do steps to their end, and wait for each message that they want.

@@ -6,11 +6,12 @@ import signal
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from pipedream_rt.errors import PipelineClosed
-from pipedream_rt.messages.inbox import Bell, Steps, Waiter, Wanted
+from pipedream_rt.messages.inbox import Steps, Waiter, Wanted
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.threads import name_this_thread
 
@@ -61,7 +62,7 @@ class Turns:
             raise
         return goes_on
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the coordinator of an error, unless the stages were told to end."""
         self.has_ended = True
         if not (isinstance(error, PipelineClosed) or _is_of_a_handler(error)):
@@ -74,7 +75,7 @@ class Turns:
         self.host.end()
 
 
-def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter | None) -> None:
+def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter) -> None:
     """Run the stages of several hosts on this thread until their inboxes are closed.
 
     Bits do not depend on which of them has its turn when: an inbox hands out the message that is
@@ -83,24 +84,30 @@ def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter | No
     Args:
         hosts: The hosts, whose inboxes have the waiter.
         threads: Number of threads for torch's own parallel loops.
-        waiter: What to wait with for messages; None for a bell.
+        waiter: What to wait with for messages.
     """
     if len(hosts) == 1:
         hosts[0].serve()
         return
     name_this_thread(hosts[0].plain_name)
     torch.set_num_threads(threads)
-    waiter = waiter or Bell()
-    for host in hosts:
-        host.inbox.watch(waiter)
     every = [Turns(host) for host in hosts]
-    try:
-        while open_ones := [each for each in every if not each.has_ended]:
-            if not any(each.take() for each in open_ones):
-                _wait_for_one(open_ones, waiter)
-    finally:
+    with ExitStack() as ending:
         for each in every:
-            each.end()
+            each.host.inbox.watch()
+            ending.callback(each.end)
+        while open_ones := [each for each in every if not each.has_ended]:
+            if not any(map(_take, open_ones)):
+                _wait_for_one(open_ones, waiter)
+
+
+def _take(each: Turns) -> bool:
+    """Give a host its turn. Raises nothing: at the top of a thread all errors become messages."""
+    try:
+        return each.take()
+    except BaseException as error:
+        each.fail(error)
+        return True
 
 
 def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
@@ -118,7 +125,7 @@ def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
     waiter.wait(shortest)
 
 
-def _is_of_a_handler(error: Exception) -> bool:
+def _is_of_a_handler(error: BaseException) -> bool:
     """Whether a signal handler of the script raised an error, while a stage happened to compute."""
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -19,7 +19,7 @@ def hello(secret=SECRET, asked=ASKED, channel=b"", **changes):
     nonce = secrets.token_bytes(NONCE)
     said = {
         "name": "w", "pid": 7, "host": "here", "boot": "b", "version": VERSION,
-        "software": software(), **changes,
+        "software": software(), "returns": True, **changes,
     }  # fmt: skip
     return {
         "type": "hello",

@@ -2,7 +2,6 @@
 
 import contextlib
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, JobKey, Talk
 from pipedream_rt.cluster.local_workers import LocalWorkers
+from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, WorkerLost
@@ -44,7 +44,7 @@ def answer(control, name, secret=SECRET, ready=True, processor="a kind", version
     nonce = secrets.token_bytes(NONCE)
     said = {
         "name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION,
-        "software": versions or software(),
+        "software": versions or software(), "returns": True,
     }  # fmt: skip
     talk = Talk(secret, call["nonce"], nonce)
     control.send({"type": "hello", **said, "nonce": nonce, "proof": talk.prove(said)})
@@ -252,7 +252,7 @@ def test_an_elastic_group_begins_without_those_that_are_late():
     with forming(5, workers, crew) as rendezvous:
         rendezvous.gather(soon())
     assert [(m.name, m.hosts) for m in rendezvous.members] == [
-        ("a", "stages 0, 1"), ("b", "stages 2, 3"), ("c", "stage 4"),
+        ("a", "stage 0 and stage 1"), ("b", "stage 2 and stage 3"), ("c", "stage 4"),
     ]  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one():
     replies = []
 
     def workers(connect):
-        for name, secret in (("wrong", b"x" * 32), ("early", SECRET)):
+        for name, secret in (("wrong", b"x" * 32), ("runs", SECRET), ("early", SECRET)):
             replies.append(answer(connect()[1], name, secret))
 
     with contextlib.ExitStack() as opened:
@@ -278,12 +278,14 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one():
         listener = connect(listening("127.0.0.1", 0))
         local, _ = connect(local_workers())
         door = Door(key=KEY, listener=listener)
-        assert door.look(2) == 0  # nobody has called, so that takes no time
+        running = [Member("runs", "pid 1", Control(connect(socket.socket()), "runs"))]
+        assert door.attend(0, 2, running) == []  # nobody has called, and nobody is waited for
         made = connect(connections(listener.getsockname()))
         with meanwhile(lambda: workers(made)):
-            select.select([listener], [], [])
-            assert door.look(2) == 1
-        assert [reply["type"] for reply in replies] == ["refused", "admitted"]
+            while not any(member.ready for member in door.members):
+                door.attend(1, 2, running)
+        assert [reply["type"] for reply in replies] == ["refused", "refused", "admitted"]
+        assert "the name 'runs' is taken" in replies[1]["reason"]
         plan = Plan(name="", shape=Shape(workers=2))
         rendezvous = Rendezvous(plan, local, door, BEAT)
         with meanwhile(lambda: answer(made()[1], "late")):

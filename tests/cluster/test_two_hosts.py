@@ -100,7 +100,7 @@ def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
     run.go_on()
     run.wait_for("worker 'b1' (stage 1")
     assert first[0].ended() == 3
-    assert "the job goes on with other workers; this one ends" in first[0].text
+    assert "the job goes on with a new generation; this process ends" in first[0].text
     second = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
     run.wait_for("paused after 15")
     second[1].signal(STOP)

@@ -34,7 +34,7 @@ def visits(monkeypatch):
     """What the coordinator answers, visit by visit: an error or an exit code."""
     answers = []
 
-    def serve(control, worker, call_timeout):
+    def serve(control, worker, call_timeout, returns):
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
