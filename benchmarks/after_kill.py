@@ -1,4 +1,4 @@
-"""What other libraries do when one of three workers of a training is killed with SIGKILL.
+"""What libraries, ours too, do when one of three workers of a training is killed with SIGKILL.
 
 Each trains a small model on the CPU, over gloo where it has a process group, with a checkpoint
 every 20 steps. Its worker with rank 1 is killed. Told are the seconds from then until anyone
@@ -113,6 +113,7 @@ def deepspeed(python: Path) -> list[list[str]]:
 
 
 PEERS = {
+    "ours": Peer(lambda python: [[str(python), script("ours")]], ("torch",), alive=True, done=1),
     "torch-pipelining": Peer(lambda python: [torchrun(python, WORKERS, "pipelining")], ("torch",)),
     "torch-pipelining-own-store": Peer(own_store, ("torch",)),
     "ray-train": Peer(lambda python: [[str(python), script("ray_train")]], ("ray", "torch")),

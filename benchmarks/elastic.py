@@ -5,7 +5,8 @@ per second, and their share of what the processes could do if they did nothing e
 the work of ceil(4 / processes) stages. Then, three workers by address with a checkpoint every 20
 mini-batches: the seconds from the SIGKILL of one to the first new result, where a spare worker
 waits, where the worker is started again by hand at once, and where nobody comes (`elastic_wait`, a
-second, is in it); and how long the run stands when one more has come.
+second, is in it); and how long the run stands when one more has come. Last, `pipedream-rt run` on
+four nodes for the work of three, of which one is killed: the time of the recovery.
 
     python benchmarks/elastic.py --repeat 3 --output benchmarks/results/elastic.jsonl
 """
@@ -34,6 +35,11 @@ from emulated import emulated_data, emulated_model
 from torch import nn
 
 from pipedream_rt import Checkpoints, Pipeline, Recovery
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support import elastic
+from support.nodes import nodes
 
 SECRET = "0123456789abcdef-of-a-benchmark-alone-fedcba9876543210"
 
@@ -139,6 +145,24 @@ def after_kill(case: str) -> dict[str, Any]:
     raise AssertionError("the loader has no end")
 
 
+def with_a_spare_node() -> dict[str, Any]:
+    """Kill a node of four, of which one has nothing to do; its workers have torch by their fork."""
+    with tempfile.TemporaryDirectory() as folder, nodes(Path(folder) / "run", size=4) as job:
+        script = [elastic.__file__, f"{folder}/run", "-", "3", "3", "15", "55"]
+        started = [job.start(rank, script=script) for rank in range(4)]
+        hosts = started[0].wait_for("at 15")
+        victim = next(rank for rank in (1, 2, 3) if f"node-{rank}-0" in hosts)
+        started[victim].signal(signal.SIGKILL)
+        started[victim].ended()
+        started[0].go_on()
+        started[0].wait_for("at 55")
+        started[0].go_on()
+        return {
+            "what": "a spare node waits",
+            "seconds": float(started[0].wait_for("restart").split()[1]),
+        }
+
+
 @click.command()
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--output", type=click.Path(), help="File to add the lines to.")
@@ -149,6 +173,7 @@ def main(repeat: int, output: str | None) -> None:
         for made in (
             throughput(),
             *map(after_kill, ("a spare waits", "started again", "nobody comes")),
+            with_a_spare_node(),
         ):
             lines.append(made)
             click.echo(json.dumps(made))

@@ -13,10 +13,20 @@ import torch
 import torch.nn.functional as F
 from support import elastic
 from support.models import batches, kitchen_sink
-from support.nodes import own_environment
+from support.nodes import calls_to, own_environment
+from support.slurm import until
 from support.two_hosts import SECRET, Child
 
-from pipedream_rt import Checkpoints, Clip, ConfigError, Layout, Pipeline, Recovery, Training
+from pipedream_rt import (
+    Checkpoints,
+    Clip,
+    ConfigError,
+    Layout,
+    Pipeline,
+    Recovery,
+    StageFailed,
+    Training,
+)
 
 SCRIPT = str(Path(elastic.__file__))
 PLANS = {
@@ -82,22 +92,23 @@ class Job:
 
     def __init__(self, children, folder):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._address = f"127.0.0.1:{listener.getsockname()[1]}"
+            self.port = listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
         self._folder = folder
         self._children = children
 
-    def _start(self, *words):
+    def start(self, *words):
         child = Child([sys.executable, *words], own_environment(PIPEDREAM_RT_SECRET=SECRET))
         self._children.callback(child.close)
         return child
 
     def script(self, fewest, most, *stops):
-        words = [self._address, *map(str, (fewest, most, *stops))]
-        return self._start(SCRIPT, str(self._folder), *words)
+        words = [self.address, *map(str, (fewest, most, *stops))]
+        return self.start(SCRIPT, str(self._folder), *words)
 
-    def worker(self, name, *options):
-        words = [self._address, "--name", name, "--persist", *options]
-        return self._start("-m", "pipedream_rt.workers", *words)
+    def worker(self, name, *options, persist=True):
+        words = [self.address, "--name", name, *["--persist"] * persist, *options]
+        return self.start("-m", "pipedream_rt.workers", *words)
 
 
 @pytest.fixture
@@ -142,6 +153,100 @@ def test_a_spare_worker_takes_the_place_of_one_that_is_lost(job):
     script.go_on()
     assert script.wait_for("digest") == f"digest {expected()}"
     assert script.ended() == 0
+
+
+@pytest.mark.processes
+def test_workers_that_would_not_come_back_are_not_sent_away(job):
+    """Those without --persist end with their group, so the run goes on as it is."""
+    script = job.script(2, 3, 15, "25~", 55)
+    for name in "ab":
+        job.worker(name, persist=False)
+    assert script.wait_for("at 15") == "at 15: a a b"
+    job.worker("c")
+    until(lambda: calls_to(job.port) == 3, "another worker at the door")
+    script.go_on()
+    assert script.wait_for("at 55") == "at 55: a a b"
+    script.go_on()
+    assert script.wait_for("digest") == f"digest {expected()}"
+
+
+@pytest.mark.processes
+def test_a_twin_of_a_worker_that_runs_changes_nothing(job):
+    script = job.script(2, 3, 15, "25~", 55)
+    for name in "ab":
+        job.worker(name)
+    assert script.wait_for("at 15") == "at 15: a a b"
+    twin = job.worker("a", "--spare")
+    until(lambda: calls_to(job.port) == 3, "a twin at the door")
+    script.go_on()
+    assert script.wait_for("at 55") == "at 55: a a b"
+    script.go_on()
+    assert script.wait_for("digest") == f"digest {expected()}"
+    twin.wait_for("the name 'a' is taken by pid")
+
+
+class Ends(torch.nn.Module):
+    """A layer that ends the process, or tries to."""
+
+    def forward(self, x):
+        raise SystemExit(3)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_exit_in_a_stage_of_a_shared_process_is_told(count):
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), Ends()]
+    with (
+        Pipeline(
+            layers, stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+            workers="local", recovery=Recovery(elastic=(1, count), max_restarts=0),
+        ) as pipe,
+        pytest.raises(StageFailed, match=r"stage 2, F0.*SystemExit: 3"),
+    ):  # fmt: skip
+        list(pipe.train_epoch([(torch.randn(4, 4), torch.randn(4, 4))]))
+
+
+CLOSES = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+from torch import nn
+from pipedream_rt import Checkpoints, Pipeline, PipelineClosed, Recovery
+from pipedream_rt.cluster import rendezvous
+
+closed = []
+def close(*_):
+    pipe.close()
+    closed.append(time.monotonic())
+signal.signal(signal.SIGALRM, close)
+
+with Pipeline([nn.Linear(4, 4) for _ in range(3)], stages=3, loss_fn=nn.functional.mse_loss,
+              optimizer=(torch.optim.SGD, {"lr": 0.1}), workers=sys.argv[2],
+              checkpoint=Checkpoints(sys.argv[1], every=10),
+              recovery=Recovery(max_restarts=3, start=timedelta(seconds=100))) as pipe:
+    print("opened", flush=True)
+    sys.stdin.readline()
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    try:
+        while True:
+            pipe.submit(torch.randn(4, 4), torch.randn(4, 4)).result()
+    except PipelineClosed:
+        print("late" if time.monotonic() - closed[0] > 30 else "soon", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_handler_that_closes_while_workers_are_awaited_waits_for_nobody(job, tmp_path):
+    (tmp_path / "closes.py").write_text(CLOSES)
+    script = job.start(str(tmp_path / "closes.py"), str(tmp_path / "run"), job.address)
+    workers = [job.worker(name) for name in "abc"]
+    script.wait_for("opened")
+    workers[0].signal(signal.SIGKILL)
+    script.go_on()
+    script.wait_for("soon")
+    assert script.ended() == 0
+    with socket.create_server(("127.0.0.1", job.port)):
+        pass  # nobody listens there any more
 
 
 @pytest.mark.parametrize(

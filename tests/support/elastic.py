@@ -3,7 +3,8 @@
     python elastic.py FOLDER WORKERS FEWEST MOST [STEP...]
 
 WORKERS is that argument of `Pipeline`, or ``-`` for what the environment says. At each STEP it
-prints who hosts the stages, and waits for a line; at one such as ``35+`` for a worker that comes.
+prints who hosts the stages, and waits for a line; at one such as ``35+`` for a worker that comes;
+and at ``35~`` it attends to the door for three seconds.
 """
 
 import sys
@@ -49,8 +50,9 @@ def main():
     folder, workers, fewest, most, *stops = sys.argv[1:]
 
     def at_step(pipe, step):
-        if f"{step}+" in stops:
-            deadline, pause = Deadline(timedelta(seconds=120)), threading.Event()
+        if f"{step}+" in stops or f"{step}~" in stops:
+            seconds = 120 if f"{step}+" in stops else 3
+            deadline, pause = Deadline(timedelta(seconds=seconds)), threading.Event()
             while not pipe._group.cluster.newcomers() and not deadline.expired():
                 pause.wait(0.1)
         elif str(step) in stops:

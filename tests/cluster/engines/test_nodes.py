@@ -3,11 +3,10 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from support import elastic
-from support.nodes import RUN, SCRIPT, expected, nodes, own_environment
+from support.nodes import RUN, SCRIPT, calls_to, expected, nodes, own_environment
 from support.slurm import until
 from support.two_hosts import SECRET, Child
 
@@ -52,6 +51,22 @@ def test_an_elastic_job_goes_on_without_a_node(tmp_path):
         first.go_on()
         assert first.wait_for("digest") == f"digest {elastic.expected()}"
         assert [each.ended() for each in (first, second, third)] == [0, 0, 0]
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path):
+    with nodes(tmp_path / "run", size=4) as job:
+        words = [elastic.__file__, str(tmp_path / "run"), "-", "3", "3", "15", "55"]
+        started = [job.start(rank, script=words) for rank in range(4)]
+        before = started[0].wait_for("at 15").split()[2:]
+        lost = next(rank for rank in (1, 2, 3) if f"node-{rank}-0" in before)
+        (spare,) = {f"node-{rank}-0" for rank in range(4)} - {*before}
+        started[lost].signal(signal.SIGKILL)
+        started[0].go_on()
+        after = started[0].wait_for("at 55").split()[2:]
+        assert {*after} == {spare, *before} - {f"node-{lost}-0"}
+        started[0].go_on()
+        assert started[0].wait_for("digest") == f"digest {elastic.expected()}"
+        assert [each.ended() for rank, each in enumerate(started) if rank != lost] == [0, 0, 0]
 
 
 def test_sigterm_to_all_nodes_makes_a_checkpoint(job):
@@ -115,15 +130,6 @@ def test_sigterm_at_a_good_end_is_a_good_end(job):
     for each in others:
         each.signal(signal.SIGTERM)
     assert [each.ended() for each in (first, *others)] == [0, 0, 0]
-
-
-def calls_to(port):
-    """How many connections to a port stand, as those see them that have called there."""
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    return sum(
-        there.endswith(f":{port:04X}") and state == "01" for _, _, there, state, *_ in fields
-    )
 
 
 def test_workers_of_one_node_may_end_in_the_same_moment(tmp_path):
