@@ -76,8 +76,8 @@ class Rendezvous:
                 self._attend(deadline)
         finally:
             self.members += door.taken()
-            if not self._crew.stays_open:
-                door.rest()
+            if door.listener is None or not self._crew.stays_open:
+                door.rest()  # nobody comes meanwhile
         self.members.sort(key=lambda member: natural(member.name))
         plan, count = self._plan, len(self.members)
         for member, seats in zip(self.members, seated(plan.workers, count), strict=True):

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support import elastic
 from support.deadlines import LATEST_S
 from support.nodes import RUN
 from support.two_hosts import A6, CONT, KILL, STOP, A, two_hosts, why_not
@@ -151,6 +152,23 @@ def test_addresses_of_ipv6(hosts):
     assert run.ended() == 0, run.text
     assert run.lines[-2] == expected(2)
     assert [worker.ended() for worker in workers] == [0, 0]
+
+
+def test_an_elastic_job_on_two_machines(hosts, tmp_path):
+    """What a worker says at the door while a generation runs is encrypted too."""
+    words = [elastic.__file__, str(tmp_path / "run"), ADDRESS, "2", "3", "15", "25", "35+", "55"]
+    job = hosts.start("a", *words)
+    workers = [hosts.worker("b", name, ADDRESS, "--persist") for name in "xyz"]
+    assert job.wait_for("at 15") == "at 15: x y z"
+    workers[0].signal(KILL)
+    job.go_on()
+    assert job.wait_for("at 25") == "at 25: y y z"
+    hosts.worker("a", "w", ADDRESS, "--persist")
+    job.go_on()
+    assert job.wait_for("at 55") == "at 55: w y z"
+    job.go_on()
+    assert job.wait_for("digest") == f"digest {elastic.expected()}"
+    assert job.ended() == 0
 
 
 def test_a_node_without_a_way_to_the_first(hosts):
