@@ -28,6 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# Not when training begins, as numpy would by itself: its import swallows a Ctrl-C meanwhile.
+from numpy import random as numpy_random
+
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.errors import ConfigError
 
@@ -40,7 +43,7 @@ def generators(loader: object = None) -> Generators:
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),
+        "numpy": numpy_random.get_state(legacy=True),
         "loader": [own.get_state() for own in _own_generators(loader)],
     }
 
@@ -57,7 +60,7 @@ def set_generators(state: Generators, loader: object = None) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+    numpy_random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
     for own, kept in zip(_own_generators(loader), state["loader"]):
         own.set_state(kept)
 
