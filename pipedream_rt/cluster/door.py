@@ -84,10 +84,12 @@ class Door:
         Returns:
             The connections that have ended, which are closed.
         """
+        if self.is_closed:  # by a signal handler, a moment ago
+            return []
         selector, callers = self._open()
         gone: list[Gone | None] = []
         for key, _ in selector.select(seconds):
-            if self.is_closed:  # by a signal handler
+            if self.is_closed:
                 break
             if key.fileobj is self.listener:
                 assert self.listener is not None

@@ -294,6 +294,7 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one():
         for member in rendezvous.members:
             member.control.close()
         door.close()
+        assert door.attend(1, 2) == []
 
 
 def stop_soon(rendezvous, seconds=20):
