@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
 from pipedream_rt.cluster.callers import Callers
 from pipedream_rt.cluster.control import Control
@@ -16,6 +17,8 @@ from pipedream_rt.cluster.members import Member
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.schema import printable
 from pipedream_rt.transport.tls import Tls
+
+_log = logging.getLogger(__name__)
 
 
 class Gone(NamedTuple):
@@ -69,6 +72,13 @@ class Door:
         self.is_closed = False
         self._opened: tuple[selectors.BaseSelector, Callers] | None = None
 
+    @property
+    def address(self) -> str:
+        """``HOST:PORT`` at which workers join that were started elsewhere."""
+        assert self.listener is not None
+        host, port = self.listener.getsockname()[:2]
+        return joined(host, port)
+
     def call_local(self, control: Control) -> None:
         """Call a worker that was started here."""
         self._open()[1].call_local(control)
@@ -84,13 +94,12 @@ class Door:
         Returns:
             The connections that have ended, which are closed.
         """
-        if self.is_closed:  # by a signal handler, a moment ago
-            return []
-        selector, callers = self._open()
         gone: list[Gone | None] = []
-        for key, _ in selector.select(seconds):
+        # A signal handler may close the door before, and meanwhile.
+        for key, _ in () if self.is_closed else self._open()[0].select(seconds):
             if self.is_closed:
                 break
+            callers = self._open()[1]
             if key.fileobj is self.listener:
                 assert self.listener is not None
                 callers.accept(self.listener)
@@ -108,7 +117,7 @@ class Door:
     def note(self, gone: Gone) -> None:
         """Log the end of a connection of a worker that was started elsewhere, or of a stranger."""
         if (member := gone.member) is not None:
-            logging.getLogger(__name__).warning(
+            _log.warning(
                 "worker %r (%s) left before all had come: %s; waiting for it or for another",
                 member.name, member.description, gone.error,
             )  # fmt: skip
@@ -117,12 +126,12 @@ class Door:
         self._open()[1].note(logging.WARNING, text, gone.error)
 
     def taken(self) -> list[Member]:
-        """Return the members, which are the caller's from now on."""
+        """Return the members, who are the caller's from now on; the next ones begin anew."""
         if self._opened is not None:
             for member in self.members:
                 self._opened[0].unregister(member.control)
-        self.expected = 0
         members, self.members = self.members, []
+        self.expected, self.refused = 0, {}
         return members
 
     def rest(self) -> None:
@@ -166,7 +175,8 @@ class Door:
         if heard is None:
             return None
         hello, talk = heard
-        refusal, full = refusal_of(hello, talk, (*running, *self.members)), self._is_full(most)
+        refusal = refusal_of(hello, talk, (*running, *self.members))
+        full = len(self.members) >= most
         if refusal is None and full:
             reason = f"the job has its {most + len(running)} workers"
             refusal = Refusal(reason, passing=True, proven=True)
@@ -184,10 +194,6 @@ class Door:
         self.members.append(member)
         selector.register(control, selectors.EVENT_READ, member)
         return None
-
-    def _is_full(self, most: int) -> bool:
-        """Whether as many have come as there are to be at most."""
-        return len(self.members) >= most
 
     def _hear_member(self, member: Member) -> Gone | None:
         """Read whether a member has imported torch; one that is gone makes room for another."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 
-from pipedream_rt.cluster.addresses import joined, listening, parse_address
+from pipedream_rt.cluster.addresses import listening, parse_address
 from pipedream_rt.cluster.base import Cluster, ClusterSpec
 from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.engines.base import Supervisor
@@ -129,15 +129,12 @@ class Launcher:
             RendezvousTimeout: Some workers could not be placed, or did not join in time.
             WorkerLost: A worker died on the way.
         """
-        if self._door is None:
+        door = self._door
+        if door is None:
             self._open.callback(engine.stop)
-            self._door_at(listening(engine.host(), 0), self._secret)
-        assert self._door is not None
-        assert self._door.listener is not None
-        host, port = self._door.listener.getsockname()[:2]
-        deadline = Deadline(spec.start_timeout)
-        engine.start(spec.crew.most, joined(host, port), self._secret, deadline)
-        return ProcessCluster(spec, door=self._door, keeper=engine)
+            door = self._door_at(listening(engine.host(), 0), self._secret)
+        engine.start(spec.crew.most, door.address, self._secret, Deadline(spec.start_timeout))
+        return ProcessCluster(spec, door=door, keeper=engine)
 
     def _await_at(self, workers: object, spec: ClusterSpec) -> Cluster:
         """Listen at an address for workers that the user starts elsewhere.
@@ -152,11 +149,9 @@ class Launcher:
             )
         address, secret = parse_address(workers), secret_of_environment()
         door = self._door or self._door_at(listening(*address), secret)
-        assert door.listener is not None
-        host, port = door.listener.getsockname()[:2]
-        command = f"pipedream-rt worker {joined(host, port)} --name NAME"
+        keeper = ByHand(f"pipedream-rt worker {door.address} --name NAME")
         try:
-            return ProcessCluster(spec, door=door, keeper=ByHand(command))
+            return ProcessCluster(spec, door=door, keeper=keeper)
         finally:
             if not spec.crew.stays_open:
                 self._shut()
