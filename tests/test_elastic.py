@@ -126,6 +126,7 @@ def test_a_run_goes_on_without_a_worker_and_takes_another_at_a_checkpoint(job):
     workers = [job.worker(name) for name in "abc"]
     assert script.wait_for("at 15") == "at 15: a b c"
     workers[1].signal(signal.SIGKILL)
+    workers[1].ended()
     script.go_on()
     assert script.wait_for("at 25") == "at 25: a a c"
     job.worker("d")
@@ -148,6 +149,7 @@ def test_a_spare_worker_takes_the_place_of_one_that_is_lost(job):
     assert script.wait_for("at 15") == "at 15: a b c"
     job.worker("spare", "--spare").wait_for("joining the coordinator")
     workers[0].signal(signal.SIGKILL)
+    workers[0].ended()
     script.go_on()
     assert script.wait_for("at 35") == "at 35: b c spare"
     script.go_on()
@@ -242,6 +244,7 @@ def test_a_handler_that_closes_while_workers_are_awaited_waits_for_nobody(job, t
     workers = [job.worker(name) for name in "abc"]
     script.wait_for("opened")
     workers[0].signal(signal.SIGKILL)
+    workers[0].ended()
     script.go_on()
     script.wait_for("soon")
     assert script.ended() == 0

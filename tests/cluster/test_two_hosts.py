@@ -161,6 +161,7 @@ def test_an_elastic_job_on_two_machines(hosts, tmp_path):
     workers = [hosts.worker("b", name, ADDRESS, "--persist") for name in "xyz"]
     assert job.wait_for("at 15") == "at 15: x y z"
     workers[0].signal(KILL)
+    workers[0].ended()
     job.go_on()
     assert job.wait_for("at 25") == "at 25: y y z"
     hosts.worker("a", "w", ADDRESS, "--persist")

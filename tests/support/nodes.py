@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .deadlines import LATEST_S
+from .slurm import until
 from .two_hosts import SECRET, Child
 
 SCRIPT = str(Path(__file__).parent / "everywhere.py")
@@ -53,6 +55,23 @@ def calls_to(port):
     )
 
 
+def below(pid):
+    """The processes that a process has started, and those that they have."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *below(child))]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(processes):
+    until(lambda: not any(map(is_alive, processes)), "the end of a node")
+
+
 class Nodes:
     """The nodes of one job, which find each other on loopback.
 
@@ -70,6 +89,13 @@ class Nodes:
         self._folder = folder
         self.size = size
         self.steps = steps
+
+    def kill(self, node):
+        """Kill the command of a node, and wait until its workers are gone too."""
+        processes = below(node.pid)
+        node.signal(signal.SIGKILL)
+        node.ended()
+        wait_for_end(processes)
 
     def start(self, rank, *options, secret=SECRET, script=None, **more):
         """Start a node."""

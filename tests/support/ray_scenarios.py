@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is sta
 
 from support import elastic
 from support.deadlines import LATEST_S
-from support.nodes import RUN, SCRIPT
+from support.nodes import RUN, SCRIPT, below, wait_for_end
 from support.slurm import free_ports, until
 
 STORE = 80_000_000
@@ -81,23 +81,6 @@ def cluster_of(nodes, head_cpus=1):
 
 def add_node(cluster):
     return cluster.add_node(num_cpus=1, object_store_memory=STORE)
-
-
-def below(pid):
-    """The processes that a process has started, and those that they have."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [each for child in map(int, children) for each in (child, *below(child))]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_end(processes):
-    until(lambda: not any(map(is_alive, processes)), "the end of a node")
 
 
 def a_node_dies(folder):

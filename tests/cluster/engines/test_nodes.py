@@ -42,7 +42,7 @@ def test_an_elastic_job_goes_on_without_a_node(tmp_path):
         words = [elastic.__file__, str(tmp_path / "run"), "-", "2", "3", "15", "25", "35+", "55"]
         first, second, third = (job.start(rank, script=words) for rank in range(3))
         assert first.wait_for("at 15") == "at 15: node-0-0 node-1-0 node-2-0"
-        second.signal(signal.SIGKILL)
+        job.kill(second)
         first.go_on()
         assert first.wait_for("at 25") == "at 25: node-0-0 node-0-0 node-2-0"
         second = job.start(1, script=words)
@@ -60,7 +60,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path):
         before = started[0].wait_for("at 15").split()[2:]
         lost = next(rank for rank in (1, 2, 3) if f"node-{rank}-0" in before)
         (spare,) = {f"node-{rank}-0" for rank in range(4)} - {*before}
-        started[lost].signal(signal.SIGKILL)
+        job.kill(started[lost])
         started[0].go_on()
         after = started[0].wait_for("at 55").split()[2:]
         assert {*after} == {spare, *before} - {f"node-{lost}-0"}
