@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Reference
+from pipedream_rt.cluster.launch import starts_here
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
@@ -31,6 +32,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.batches import Batch, Prepare, batch_of
+from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
 from pipedream_rt.job.job import prepare
@@ -102,6 +104,11 @@ class Pipeline:
         workers: ``"local"`` starts worker processes; ``"serial"`` does everything in the thread of
             the script; ``"HOST:PORT"`` listens there for `pipedream-rt worker`. None: what the
             environment says (`pipedream-rt run`, torchrun), else ``"local"``.
+        devices: What the stages compute on: ``"cuda"`` or another accelerator that torch knows, of
+            which neighbours share one where there are fewer than stages; ``"cuda:1"``; or a list
+            with one for each stage or worker, in which some may be ``"cpu"``. A worker that was
+            started elsewhere may have a device of its own (`pipedream-rt worker --device`). None:
+            where the model's tensors are.
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
@@ -137,6 +144,7 @@ class Pipeline:
         corrections: Sequence[Correction] | Literal["auto"] | None = None,
         workers: Workers = None,
         checkpoint: CheckpointOption = None,
+        devices: Devices = None,
         seed: int = 0,
         threads: int = 1,
         training: Training = Training(),  # noqa: B008 - frozen, as the other groups
@@ -155,6 +163,7 @@ class Pipeline:
             corrections=corrections,
             workers=workers,
             checkpoint=checkpoint,
+            devices=devices,
             seed=seed,
             threads=threads,
             training=training,
@@ -165,7 +174,7 @@ class Pipeline:
         unsplit = UnsplitModel(model, loss_fn)
         options, self._why = with_stages_chosen(unsplit, resolved(given))
         warm_up(unsplit, options)
-        job = prepare(unsplit, options)
+        job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
         self._job, self.plan = job.lasting, job.plan
         take_place(given)
         for text in notices_of(job):

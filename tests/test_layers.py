@@ -26,6 +26,7 @@ LAYERS = [
     {"pipedream_rt.messages"},
     {"pipedream_rt.models", "pipedream_rt.checkpoint"},
     {"pipedream_rt.corrections", "pipedream_rt.optimizers", "pipedream_rt.dynamo"},
+    {"pipedream_rt.devices"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},
     {"pipedream_rt.job"},

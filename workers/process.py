@@ -35,7 +35,7 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.turns import serve_together
-from pipedream_rt.transport.base import sender
+from pipedream_rt.transport.base import Sender
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, link_key
 from pipedream_rt.transport.room import make_room
@@ -124,7 +124,7 @@ def host_stage(
             title,
             stages,
             generation,
-            lambda stage: sender(transport, stage, generation),
+            lambda stage: Sender(transport, stage, generation),
             _PATIENCE * timeout,
             threads,
             announce=lambda action: control.send({"type": "doing", "action": action}),

@@ -13,7 +13,7 @@ from pipedream_rt.models.settings import refuse_global_hooks, refuse_other_setti
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.stage.host import StageHost
-from pipedream_rt.transport.base import Lost, Receive, Transport, sender
+from pipedream_rt.transport.base import Lost, Receive, Sender, Transport
 
 
 class _LocalReference:
@@ -71,7 +71,7 @@ class ClusterHere:
                 plan.name_of(worker),
                 plan.stages_of(worker),
                 spec.generation,
-                lambda stage: sender(transport, stage, spec.generation),
+                lambda stage: Sender(transport, stage, spec.generation),
                 spec.timeout,
                 spec.threads,
             )

@@ -14,7 +14,7 @@ from pipedream_rt.cluster.members import Member, Seat, natural
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, RendezvousTimeout, WorkerLost
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.seats import Crew, crew_for, seated
+from pipedream_rt.schedules.seats import Crew, crew_for
 
 _log = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ class Rendezvous:
             if door.listener is None or not self._crew.stays_open:
                 door.rest()  # nobody comes meanwhile
         self.members.sort(key=lambda member: natural(member.name))
-        plan, count = self._plan, len(self.members)
-        for member, seats in zip(self.members, seated(plan.workers, count), strict=True):
+        plan, crew, count = self._plan, self._crew, len(self.members)
+        for member, seats in zip(self.members, crew.seated(plan.workers, count), strict=True):
             member.seats = [Seat(w, plan.name_of(w), plan.stages_of(w)) for w in seats]
             member.stage = plan.stage_of(member.stages[0])
-        if count < plan.workers:
+        if count < plan.workers and not crew.seats:
             _log.warning(
                 "worker processes: %d, for the work of %d, which gives the same bits and takes "
                 "longer: %s",

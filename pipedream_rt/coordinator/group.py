@@ -50,7 +50,7 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, EdgeKind, Plan
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.transport.base import Receive, sender
+from pipedream_rt.transport.base import Receive, Sender
 
 T = TypeVar("T")
 
@@ -636,7 +636,7 @@ class WorkerGroup:
             self._cluster.close()
             raise
         reception.cluster = self._cluster
-        self._send = sender(self._cluster.transport, COORDINATOR, generation)
+        self._send = Sender(self._cluster.transport, COORDINATOR, generation)
         self._turns = [0] * len(self.plan.addresses)
         begun = range(len(self._forwards.definitions))
         self._defined = [set(begun) for _ in self.plan.addresses]

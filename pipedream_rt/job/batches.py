@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import split
 from pipedream_rt.stage.seeds import kept_generator_state
@@ -47,12 +48,12 @@ def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
     item = item if prepare is None else prepare(item)
     if isinstance(item, Mapping):
         named = {str(key): value for key, value in item.items()}
-        return Batch((), named, named)
+        return on_host(Batch((), named, named))
     if isinstance(item, tuple | list):
         if len(item) == 2:
-            return Batch((item[0],), {}, item[1])
+            return on_host(Batch((item[0],), {}, item[1]))
         if len(item) == 3 and isinstance(item[0], tuple | list) and isinstance(item[1], Mapping):
-            return Batch(tuple(item[0]), dict(item[1]), item[2])
+            return on_host(Batch(tuple(item[0]), dict(item[1]), item[2]))
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     raise ConfigError(
         "the loader must yield pairs (x, y), dicts of the model's keyword arguments, or triples "
@@ -106,7 +107,7 @@ def example_of(example: Any) -> Batch:
         ConfigError: It is none of these, or the loader is empty.
     """
     if isinstance(example, Tensor):
-        return Batch((example,), {}, None)
+        return on_host(Batch((example,), {}, None))
     if isinstance(example, DataLoader):
         return batch_of(_first_of(example))
     return batch_of(example)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
+from pipedream_rt.job.devices import devices_of, shared_seats
 from pipedream_rt.job.forwards import Forwards
 from pipedream_rt.job.given_optimizer import (
     GivenOptimizer,
@@ -93,12 +94,13 @@ class Job:
         return self.options.layout.credits or self.plan.credits()
 
 
-def prepare(model: UnsplitModel, options: Options) -> Job:
+def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> Job:
     """Prepare a run.
 
     Args:
         model: The unsplit model.
         options: The options, with a number or a list of stages.
+        starts_here: Whether the stages run in this process, or in processes that it starts.
 
     Raises:
         ConfigError: They cannot work.
@@ -114,7 +116,11 @@ def prepare(model: UnsplitModel, options: Options) -> Job:
     split = split_model(model, options.stages, options.example, forward)
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
-    crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait)
+    serial, here = options.workers == "serial", starts_here
+    devices = devices_of(options.devices, plan, parts, here)
+    seats = shared_seats(devices) if here and not serial else ()
+    seats = seats if len(seats) < plan.workers else ()
+    crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats)
     if options.recovery.elastic is not None and options.workers == "serial":
         raise ConfigError('elastic is a number of worker processes, and workers="serial" has none')
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
@@ -136,6 +142,7 @@ def prepare(model: UnsplitModel, options: Options) -> Job:
         compile=compiling(training.compile, model.modules.values()),
         trace_spans=SPANS_KEPT if options.observe.trace else 0,
         modes=split.modes,
+        devices=devices,
     )
     specs = pickled_specs(
         model,

@@ -18,6 +18,7 @@ import torch
 
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
 from pipedream_rt.job.requirements import (
@@ -318,6 +319,7 @@ class Options:
     corrections: Sequence[Correction] | Literal["auto"] | None = None
     workers: Workers = None
     checkpoint: CheckpointOption = None
+    devices: Devices = None
     seed: int = 0
     threads: int = 1
     training: Training = field(default_factory=Training)

@@ -12,8 +12,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from pipedream_rt.messages.tree import Structure
@@ -249,13 +250,14 @@ class Loss(Payload):
     """Last stage to coordinator: the loss of a micro-batch, or the output in inference.
 
     Attributes:
-        loss: The loss without its weight; None for an empty micro-batch and in inference.
+        loss: The loss without its weight; None for an empty micro-batch and in inference. Until the
+            message leaves a worker with an accelerator, it may be a `Late` of ``devices``.
         metrics: What the functions beside the loss returned, in an evaluation, or their errors.
         trail: For each stage, in rising order, what `MicroBatch.trail` has.
         structure: The structure of the output in inference; empty otherwise.
     """
 
-    loss: float | None
+    loss: Any  # float | None on every way
     trail: list[Passed]
     metrics: list[float | str] = field(default_factory=list)
     structure: Structure = field(default_factory=list)
@@ -334,7 +336,8 @@ class Total(Payload):
 
     Attributes:
         update: Number of the update, of which ``index`` is made.
-        total: The norm; infinite for an update that is skipped.
+        total: The norm; infinite for an update that is skipped. Of no meaning if a tensor has the
+            norm, where a device has made it.
     """
 
     update: int
@@ -404,6 +407,34 @@ Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
 """``send(to, index, payload, tensors)`` hands a message to the transport and never blocks."""
 
 
+class Sender(Protocol):
+    """What an address sends with."""
+
+    def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+        """Hand a message to the transport; see `Send`."""
+
+    def hand_over(
+        self,
+        to: int,
+        index: int,
+        payload: Payload,
+        tensors: tuple[Tensor, ...],
+        ready: Callable[[], torch.Event],
+    ) -> bool:
+        """Hand a message over as it is, tensors on accelerators included, within this process.
+
+        Args:
+            to: The address of the receiver.
+            index: See `Message`.
+            payload: See `Message`.
+            tensors: See `Message`.
+            ready: Returns the event of the message; see `Message`.
+
+        Returns:
+            Whether the receiver is in this process; if not, nothing was done.
+        """
+
+
 class Key(NamedTuple):
     """The key under which a message waits in an inbox.
 
@@ -435,6 +466,8 @@ class Message:
         generation: Number of the generation; a receiver of another generation drops the message.
         payload: The content of the message without its tensors.
         tensors: The tensors that travel with it, which the sender does not change any more.
+        ready: The event after which tensors on an accelerator have their values. Only within a
+            process; None where the tensors are on the host.
     """
 
     to: Address
@@ -443,6 +476,7 @@ class Message:
     generation: int
     payload: Payload
     tensors: tuple[Tensor, ...] = ()
+    ready: torch.Event | None = None
 
     @property
     def key(self) -> Key:

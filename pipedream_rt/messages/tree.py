@@ -88,11 +88,8 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
                 f"{path} is a tensor of layout {value.layout}, which cannot cross stages; send its "
                 "parts, as indices and values, or a dense tensor"
             )
-        if value.device.type != "cpu":
-            raise ConfigError(
-                f"{path} is a tensor on the device {value.device}; the stages compute on CPUs "
-                "alone, so send a copy in the memory of the host"
-            )
+        if value.is_meta:
+            raise ConfigError(f"{path} is a tensor on the device meta, which has no values")
         if value.is_quantized:
             raise ConfigError(
                 f"{path} is a quantized tensor, which cannot cross stages; send its int_repr() and "
@@ -210,7 +207,9 @@ def places(structure: Structure) -> dict[int, str]:
     }
 
 
-def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
+def own(
+    tensor: Tensor, *, copy: bool = False, clone: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
     """Return the tensor detached and resolved, in a storage with its elements and nothing else.
 
     With a view of a large tensor, the whole storage would be sent. The strides of a dense tensor
@@ -221,19 +220,20 @@ def own(tensor: Tensor, *, copy: bool = False) -> Tensor:
     Args:
         tensor: Any tensor.
         copy: Whether the storage must be a new one.
+        clone: Makes the copy, perhaps in other memory, with the strides that `torch.clone` gives.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         if not copy and tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor
-        return tensor.clone()  # most tensors: the rest of this is what others need
+        return clone(tensor)  # most tensors: the rest of this is what others need
     # A conjugate or negative view says so in a flag, which does not travel.
     tensor = tensor.resolve_conj().resolve_neg()
     expanded = [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     if any(expanded):
         once = tensor[tuple(slice(0, 1) if e else slice(None) for e in expanded)]
-        return own(once, copy=True).expand(tensor.shape)
-    return tensor.clone(memory_format=torch.preserve_format)
+        return own(once, copy=True, clone=clone).expand(tensor.shape)
+    return clone(tensor)
 
 
 def batch_size(value: object) -> int | None:

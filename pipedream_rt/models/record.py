@@ -135,20 +135,23 @@ def record(
         ConfigError: The forward does not take these inputs, or does something that cannot be
             followed; the message names the line.
     """
+    # Where the model is; of constants in the program only what is on the host travels.
+    tensors = (tensor for _, tensor in named_tensors(model) if not tensor.is_meta)
+    home = next((tensor.device for tensor in tensors), torch.device("cpu"))
     inputs: list[Tensor] = []
     by_id: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in by_id:
-            by_id[id(tensor)] = tensor.detach().clone()
+            by_id[id(tensor)] = tensor.detach().to(home, copy=True)
             inputs.append(by_id[id(tensor)])
         return by_id[id(tensor)]
 
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
-    recorder = _Recorder(model, layers, inputs, carried)
+    recorder = _Recorder(model, layers, inputs, carried, home.type)
     at_first = {name: dumps(value)[0] for name, value in carried.items()}
     refuse_unfit_modules(model, layers)
-    cast = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    cast = nullcontext() if autocast is None else torch.autocast(home.type, dtype=autocast)
     with (
         as_it_was(model, layers),
         mode_set(model, training, modes),
@@ -159,7 +162,22 @@ def record(
         with recorder.called(), watch, recorder:
             recorder.begin(watch)
             output = called_with(model, args, {**kwargs, **carried})
-        return recorder.finish(output, at_first)
+        program = recorder.finish(output, at_first)
+    return program if home.type == "cpu" else _of_host(program)
+
+
+def _of_host(program: Program) -> Program:
+    """Return a program whose constants are on the host, of one that was recorded elsewhere."""
+
+    def meant(value: Tensor | torch.device | Around) -> Any:
+        if isinstance(value, Tensor):
+            return value.cpu()
+        if isinstance(value, torch.device):
+            return value if value.type == "meta" else torch.device("cpu")
+        return value if value.autocast is None else Around(value.grad, ("cpu", *value.autocast[1:]))
+
+    found: Program = replaced(program, (Tensor, torch.device, Around), meant)
+    return found
 
 
 def refuse_changing(one: Program, other: Program) -> None:
@@ -197,7 +215,7 @@ def _content_of(step: Step | None) -> Any:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             return value.dtype, value.shape, blake2b(data).hexdigest()
         return type(value) if type(value) not in _PLAIN_LEAVES else repr(value)
 
@@ -214,6 +232,7 @@ class _Recorder(TorchFunctionMode):
         layers: The layers, by name.
         inputs: The input tensors.
         carried: The objects in which layers keep something, by name.
+        kind: The kind of device that the model is on.
     """
 
     def __init__(
@@ -222,9 +241,11 @@ class _Recorder(TorchFunctionMode):
         layers: Mapping[str, nn.Module],
         inputs: Sequence[Tensor],
         carried: Mapping[str, Any],
+        kind: str,
     ) -> None:
         """Note the inputs."""
         super().__init__()
+        self._kind = kind
         self._carried = {id(value): (name, value) for name, value in carried.items()}
         self._carried_kinds = tuple({type(value) for value in carried.values()})
         self.steps: list[Step] = []
@@ -555,7 +576,7 @@ class _Recorder(TorchFunctionMode):
 
     def _around(self) -> Around:
         """Return the contexts of torch that the forward has entered by itself."""
-        grad, cast = torch.is_grad_enabled(), _autocast()
+        grad, cast = torch.is_grad_enabled(), _autocast(self._kind)
         return Around(None if grad == self._grad else grad, None if cast == self._cast else cast)
 
     def _refuse_foreign(self, given: Any) -> None:
@@ -731,7 +752,11 @@ class _Recorder(TorchFunctionMode):
         Args:
             watch: The mode that notes what is made.
         """
-        self._grad, self._cast, self._ours = torch.is_grad_enabled(), _autocast(), (self, watch)
+        self._grad, self._cast, self._ours = (
+            torch.is_grad_enabled(),
+            _autocast(self._kind),
+            (self, watch),
+        )
         self._before = self._surroundings()
 
     def _surroundings(self) -> Surroundings:
@@ -902,6 +927,6 @@ def _without_foreign(made: Any) -> Any:
     return replaced(made, kinds, plain) if kinds else made
 
 
-def _autocast() -> tuple[str, bool, torch.dtype]:
-    """Return whether autocast is on for the CPU, and its dtype."""
-    return "cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
+    """Return whether autocast is on for a kind of device, and its dtype."""
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -30,11 +30,6 @@ def refuse_unfit_layers(layers: Layers) -> None:
                     f"{key} is a tensor of layout {tensor.layout}, which cannot be saved "
                     "and sent; keep its parts, as indices and values, in dense buffers"
                 )
-            if tensor.device.type not in ("cpu", "meta"):  # meta: workers give it its values
-                raise ConfigError(
-                    f"{key} is on the device {tensor.device}; the stages compute on CPUs alone, "
-                    "so give Pipeline the model's .cpu()"
-                )
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigError(
                     f"{key} has no shape yet, because a lazy layer takes it from its first "

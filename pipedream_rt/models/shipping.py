@@ -51,6 +51,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
         And write tensors as their memory: torch's own way copies it five times.
         """
+        if type(value) is Tensor and not (value.is_cpu or value.is_meta):
+            # Its worker puts it where it computes.
+            value = _on_host(value)
         if type(value) is Tensor and _is_plain(value):
             memory = pickle.PickleBuffer(bytes_of(value))
             return _tensor_over, (memory, value.dtype, tuple(value.shape), value.stride())
@@ -77,6 +80,12 @@ Take: TypeAlias = Callable[[pickle.PickleBuffer], None]
 def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
     """Return a named tuple."""
     return cls._make(items)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on an accelerator; itself if it is more than values in memory."""
+    more = tensor.layout is not torch.strided or tensor.requires_grad or vars(tensor)
+    return tensor if more else tensor.cpu()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ bits; only the time differs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -24,31 +25,51 @@ class Crew:
         most: How many there are at most.
         wait: How long to wait for another one where there are enough to begin.
         stays_open: Whether workers may come while a generation runs, to be in the next one.
+        seats: The workers of the plan whose work each process does, where that is given; empty for
+            neighbours.
     """
 
     fewest: int
     most: int
     wait: timedelta = timedelta()
     stays_open: bool = False
+    seats: tuple[tuple[int, ...], ...] = ()
+
+    def seated(self, workers: int, processes: int) -> Sequence[Sequence[int]]:
+        """Return the workers of a plan whose work each of so many processes does; see `seated`."""
+        return self.seats or seated(workers, processes)
 
     def within(self, there: int) -> Crew:
         """Return this crew where only so many processes can come, if those are enough."""
         return replace(self, most=min(self.most, max(self.fewest, there)))
 
 
-def crew_for(workers: int, elastic: tuple[int, int] | None, wait: timedelta) -> Crew:
+def crew_for(
+    workers: int,
+    elastic: tuple[int, int] | None,
+    wait: timedelta,
+    seats: tuple[tuple[int, ...], ...] = (),
+) -> Crew:
     """Return how many processes do the work of a plan.
 
     Args:
         workers: Number of workers of the plan.
         elastic: The fewest and the most processes; None for one process for each worker.
         wait: How long to wait for another one where there are enough to begin.
+        seats: The workers of each process, where some share one; empty if none have to.
 
     Raises:
-        ConfigError: The plan has fewer workers than there are to be processes.
+        ConfigError: The plan has fewer workers than there are to be processes, or some have to
+            share one.
     """
+    if seats and elastic is not None:
+        raise ConfigError(
+            "workers that share a device share a process, so their number is fixed; leave elastic "
+            "out, or give each worker a device of its own"
+        )
     if elastic is None:
-        return Crew(fewest=workers, most=workers)
+        count = len(seats) or workers
+        return Crew(fewest=count, most=count, seats=seats)
     fewest, most = elastic
     if most > workers:
         raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from pipedream_rt.devices import Late
 from pipedream_rt.messages.message import (
     Key,
     Loss,
@@ -202,7 +203,7 @@ class Exchange:
     def send_on(
         self,
         inputs: Sequence[Message],
-        made: Sequence[Value] | float | None,
+        made: Sequence[Value] | float | Late | None,
         version: int,
         mark: str = "",
         metrics: Sequence[float | str] = (),
@@ -220,13 +221,13 @@ class Exchange:
         assert isinstance(head, MicroBatch)
         trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
         outputs = self.route_of(head).outputs
-        values = made if isinstance(made, Sequence) else [NOTHING] * len(outputs)
-        for edge, output in zip(outputs, values, strict=True):
+        number = made if isinstance(made, float | Late) else None
+        values = None if isinstance(made, float | Late) else made
+        for edge, output in zip(outputs, values or [NOTHING] * len(outputs), strict=True):
             payload: Payload
             if edge.kind is EdgeKind.LOSS:
-                loss = made if isinstance(made, float) else None
-                structure = output.structure if isinstance(made, Sequence) else []
-                payload = Loss(loss=loss, trail=trail, metrics=list(metrics), structure=structure)
+                structure = [] if values is None else output.structure
+                payload = Loss(loss=number, trail=trail, metrics=list(metrics), structure=structure)
             else:
                 turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
                 payload = MicroBatch(

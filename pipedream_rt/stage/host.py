@@ -12,6 +12,7 @@ import cloudpickle
 import torch
 
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.devices import HOST, Device, OwnDevice, device_for
 from pipedream_rt.errors import CheckpointError, PipelineClosed, PipelineError, TransportError
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
@@ -45,6 +46,7 @@ class StageHost:
         announce: Called with each action before it is done, as far as the `Start` message asks.
         own_process: Whether nothing else runs in this process.
         waiter: What the thread waits with for messages; None for a bell.
+        device: What this process was told of its device.
 
     Attributes:
         worker: Index of the worker.
@@ -64,6 +66,7 @@ class StageHost:
         announce: Callable[[str], None] = lambda action: None,
         own_process: bool = False,
         waiter: Waiter | None = None,
+        device: OwnDevice = OwnDevice(),  # noqa: B008 - a tuple
     ) -> None:
         """Build no stage yet."""
         self.worker = worker
@@ -80,6 +83,8 @@ class StageHost:
         self._announce = announce
         self._own_process = own_process
         self._generation = generation
+        self._own_device = device
+        self._device: Device = HOST
 
     @property
     def plain_name(self) -> str:
@@ -108,6 +113,7 @@ class StageHost:
         if self._loop is not None:
             self._loop.close()
             self._parts = self._loop.parts()
+        self._device.close()
         # A module may hold threads or files of its own, and its tensors are large.
         self._stages, self._loop = {}, None
 
@@ -145,6 +151,21 @@ class StageHost:
         Raises:
             BaseException: A stage cannot be built, or an action raised.
         """
+        yield from self._build()
+        loop = self._loop
+        assert loop is not None
+        steps = loop.run()
+        if self._device is HOST:
+            yield from steps
+        else:
+            yield from _on(self._device, steps)
+
+    def _build(self) -> Steps[None]:
+        """Build each stage from its `Start` message, and reply `Ready`.
+
+        Raises:
+            BaseException: A stage cannot be built.
+        """
         for index in self._indices:
             self._doing.stage = index
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
@@ -152,10 +173,13 @@ class StageHost:
             start, spec = _spec_of(message, self._own_process)
             self.inbox.titles = spec.plan.title_of
             apply_settings(spec.settings)
-            spec.build()
-            if spec.recompute and self._own_process:
-                give_memory_back_at_once()
-            self._stages[index] = _begun(Stage(spec, index), start)
+            if not self._stages:
+                self._device = self._device_of(spec)
+            with self._device.entered():
+                spec.build(self._device)
+                if spec.recompute and self._own_process:
+                    give_memory_back_at_once()
+                self._stages[index] = _begun(Stage(spec, index, self._device), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
         options = LoopOptions(
             timeout=self._timeout,
@@ -164,9 +188,28 @@ class StageHost:
             announced=start.announced,
         )
         stages = list(self._stages.values())
-        self._loop = Loop(stages, self.worker, self.inbox, self._send_of, options)
+        self._loop = Loop(stages, self.worker, self.inbox, self._sender_of, options)
         self._doing = self._loop.doing
-        yield from self._loop.run()
+
+    def _device_of(self, spec: StageSpec) -> Device:
+        """Return what this worker computes on.
+
+        Raises:
+            ConfigError: It is not there.
+        """
+        plan = spec.plan
+        return device_for(
+            spec.devices,
+            self.worker,
+            self._own_device,
+            [plan.stages_of(worker) for worker in range(plan.workers)],
+            threaded=self._own_process,
+            name=self.plain_name,
+        )
+
+    def _sender_of(self, address: int) -> Send:
+        """Return the function that a stage sends with."""
+        return self._device.sending(self._send_of(address), self.inbox.close)
 
     def _place(self, error: BaseException) -> str:
         """Return which layer was computing when an error was raised, and what to do about it."""
@@ -202,6 +245,19 @@ class StageHost:
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
         self._send_of(index)(COORDINATOR, 0, failed, ())
         self.inbox.close(error)
+
+
+def _on(device: Device, steps: Steps[None]) -> Steps[None]:
+    """Do steps on a device, with what messages carry there."""
+    try:
+        with device.entered():
+            wanted = next(steps)
+        while True:
+            message = yield wanted
+            with device.entered():
+                wanted = steps.send(device.taken(message))
+    finally:
+        steps.close()
 
 
 def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:

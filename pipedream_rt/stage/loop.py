@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.devices import Late
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
@@ -453,7 +454,7 @@ class Loop:
         """Pass a micro-batch of evaluation or inference through a stage."""
         stage, inputs = hosted.stage, list(map(value_of, came.messages))
         number, program = head.micro_batch, head.program
-        made: list[Value] | float
+        made: list[Value] | float | Late
         mark = ""
         metrics: list[float | str] = []
         with hosted.computing, stage.kept.read(head.version):
@@ -484,6 +485,7 @@ class Loop:
                     **hosted.stage.statistics(),
                     "busy_ns": hosted.computing.busy_ns,
                     "peak_memory_bytes": peak_memory_bytes(),
+                    **hosted.stage.runner.device.memory(),
                 }
             case CommandName.SAVE:
                 with hosted.computing:

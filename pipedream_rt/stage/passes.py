@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pipedream_rt.devices import Late
 from pipedream_rt.messages.tree import Value, flatten, unflatten
 from pipedream_rt.models.program import NONE_CARRIED
 from pipedream_rt.stage.evaluation import EvaluationBuffers, eval_mode, measured
@@ -46,7 +47,7 @@ class Passes:
         metrics: bytes = b"",
         buffers: int = 0,
         keep_buffers: bool = False,
-    ) -> tuple[list[Value] | float, list[float | str]]:
+    ) -> tuple[list[Value] | float | Late, list[float | str]]:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
         It leaves the stage as it was, but for buffers that are to be kept.
@@ -73,7 +74,9 @@ class Passes:
             made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
                 return [outgoing(*flatten(value)) for value in made], []
-            loss = float(self._runner.loss(made[0], target).item())
+            loss = self._runner.device.number(
+                self._runner.loss(made[0], target), lambda found: None
+            )
             given = unflatten(target.structure, target.tensors) if metrics else None
             return loss, measured(metrics, made[0], given)
 

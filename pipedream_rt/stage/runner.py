@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pipedream_rt.devices import HOST, Device
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.cut import StageProgram
@@ -57,8 +57,10 @@ class Runner:
 
     Args:
         spec: The specification of the stage.
+        device: What the stage computes on.
 
     Attributes:
+        device: What the stage computes on.
         programs: The programs, by the number that micro-batches name.
         buffers: Keeps what a backward needs of buffers that later forwards change.
         caches: By number, the objects by name in which layers keep what the next micro-batch needs.
@@ -67,8 +69,9 @@ class Runner:
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
-    def __init__(self, spec: StageSpec) -> None:
+    def __init__(self, spec: StageSpec, device: Device = HOST) -> None:
         """Take the programs of the specification."""
+        self.device = device
         self._module = spec.layers
         self._seed, self._autocast = spec.seed, spec.autocast
         self._recomputes = spec.recompute
@@ -86,6 +89,7 @@ class Runner:
 
     def define(self, number: int, program: StageProgram) -> None:
         """Add a program, which micro-batches name by its number."""
+        program = self.device.placed(program)
         needed = {
             *slots_in(program.output),
             *(s for given in program.gives.values() for s in given),
@@ -185,11 +189,11 @@ class Runner:
     def casting(self) -> Any:
         """Return the context in which forwards and losses run."""
         dtype = self._autocast
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+        return nullcontext() if dtype is None else self.device.autocast(dtype)
 
     def seed(self, number: int | str, name: str) -> None:
         """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
-        torch.default_generator.manual_seed(layer_seed(self._seed, number, name))
+        self.device.seed(layer_seed(self._seed, number, name))
 
     def loss(self, output: Any, target: Value) -> Tensor:
         """Compute the loss.

@@ -105,6 +105,8 @@ class StageSaver:
         self._saving: _Saving | None = None
         self.part: Path | None = None
         self._writer: ThreadPoolExecutor | None = None
+        # Copies for files: on the host, contiguous, each in a storage of its own.
+        self._copy = stage.runner.device.copied
 
     @torch.no_grad()
     def begin(self, position: int, folder: str, step: int) -> None:
@@ -135,9 +137,9 @@ class StageSaver:
             folder=Path(folder),
             step=step,
             position=position,
-            buffers={name: _copy(t) for name, t in rest.items() if isinstance(t, Tensor)},
+            buffers={name: self._copy(t) for name, t in rest.items() if isinstance(t, Tensor)},
             extra=extra,
-            hidden={n: _copy(b) for n, b in module.named_buffers() if n not in state},
+            hidden={n: self._copy(b) for n, b in module.named_buffers() if n not in state},
         )
         self.save_if_due()
 
@@ -174,23 +176,23 @@ class StageSaver:
             return
         state = Snapshot(
             weights={
-                name: saving.buffers[name] if name in saving.buffers else _copy(tensor)
+                name: saving.buffers[name] if name in saving.buffers else self._copy(tensor)
                 for name, tensor in snapshot.state_dict(stage).items()
                 if name not in saving.extra
             },
             extra=saving.extra,
             hidden=saving.hidden,
-            steps={k: _copy(v) if isinstance(v, Tensor) else v for k, v in steps.items()},
+            steps={k: self._copy(v) if isinstance(v, Tensor) else v for k, v in steps.items()},
             versions=saving.versions
             | {
-                version: {name: _copy(tensor) for name, tensor in named.items()}
+                version: {name: self._copy(tensor) for name, tensor in named.items()}
                 for version, named in stage.parameters.older().items()
                 if version not in saving.versions
             },
         )
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{stage.index}")
-        self._writer.submit(self._write, saving, state)
+        self._writer.submit(self._write, saving, state, stage.runner.device.settle())
 
     def _copy_versions(self, saving: _Saving) -> None:
         """Copy the versions that are there now and that are read after the checkpoint."""
@@ -200,12 +202,21 @@ class StageSaver:
         for version, named in {**parameters.older(), parameters.ledger.newest: newest}.items():
             is_whole = version <= stage.whole_version
             if first <= version < saving.step and is_whole and version not in saving.versions:
-                saving.versions[version] = {name: _copy(tensor) for name, tensor in named.items()}
+                saving.versions[version] = {
+                    name: self._copy(tensor) for name, tensor in named.items()
+                }
 
-    def _write(self, saving: _Saving, state: Snapshot) -> None:
-        """Write the files and tell the result; the saver's thread runs this, on copies alone."""
+    def _write(self, saving: _Saving, state: Snapshot, settle: Callable[[], None]) -> None:
+        """Write the files and tell the result; the saver's thread runs this, on copies alone.
+
+        Args:
+            saving: The checkpoint.
+            state: The copies.
+            settle: Waits until they are there.
+        """
         result: object
         try:
+            settle()
             if self._replica:
                 written: tuple[Any, ...] = self._write_replica(saving, state)
             else:
@@ -347,8 +358,3 @@ def _usable(folder: object) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise CheckpointError(f"{folder} cannot be used: {printable(repr(e))}") from e
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy for a file: contiguous, with a storage of its own."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

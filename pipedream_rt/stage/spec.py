@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.devices import HOST, Device
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.layer_spec import Blueprint
@@ -73,6 +74,7 @@ class StageSpec:
         modes: Which modules do not follow the mode of the model, by their names in it.
         settings: The settings of torch in the user's process.
         code: The code of all that, as the user's process has it; None to compare none.
+        devices: By worker of the plan, what it computes on, as in `device_for`.
     """
 
     stage: int
@@ -97,6 +99,7 @@ class StageSpec:
     modes: Modes = field(default_factory=Modes)
     settings: Settings = field(default_factory=settings_now)
     code: Code | None = None
+    devices: tuple[str, ...] = ()
 
     def own_code(self) -> Code:
         """Return the code of the layers and of all functions, as this process has it."""
@@ -107,8 +110,11 @@ class StageSpec:
         built = bool(self.blueprint.specs)
         return code_of((thing for thing in things if thing is not None), built=built)
 
-    def build(self) -> None:
+    def build(self, device: Device = HOST) -> None:
         """Build layers, read weights, and compile, so that the layers are as the stage needs them.
+
+        Args:
+            device: Where the layers are to be.
 
         Raises:
             CheckpointError: Weights cannot be read.
@@ -120,6 +126,7 @@ class StageSpec:
             self.layers._modules[name] = layer
         if self.pretrained is not None:
             self.pretrained.fill(self.layers)
+        device.place(self.layers)
         if self.compile is not None:
             for name in self.plan.layers[self.stage]:
                 try:

@@ -16,12 +16,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 from torch.autograd.graph import _engine_run_backward
 
+from pipedream_rt.devices import HOST, Device, Late
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.code import code_of, refuse_other_code
@@ -51,8 +53,9 @@ class Stage:
     """One stage of the pipeline, all of whose methods run on the thread of its worker.
 
     Args:
-        spec: The specification of the stage.
+        spec: The specification of the stage, whose layers are on the device.
         address: The address of the replica; None for replica 0.
+        device: What the stage computes on.
 
     Attributes:
         index: Index of the stage, 0-based.
@@ -72,12 +75,14 @@ class Stage:
         steps: Number of updates whose step is done; some may wait to be applied.
     """
 
-    def __init__(self, spec: StageSpec, address: Address | None = None) -> None:
+    def __init__(
+        self, spec: StageSpec, address: Address | None = None, device: Device = HOST
+    ) -> None:
         """Begin at micro-batch 0, with the weights of the specification as version 0."""
         self.index, self.plan, self.spec, self.module = spec.stage, spec.plan, spec, spec.layers
         given = spec.plan.address_of(spec.stage) if address is None else address
         self.address: Address = spec.plan.addresses[given]
-        self.runner = Runner(spec)
+        self.runner = Runner(spec, device)
         self._loss_check = LossCheck(self.runner.loss_fn) if self.runner.loss_fn else None
         self.weights = Weights(
             self.module, self.plan, self.index, self.address, spec.hooks, spec.names
@@ -148,7 +153,7 @@ class Stage:
         share: float = 1.0,
         program: int = 0,
         compared: Sequence[int] = (),
-    ) -> list[Value] | float | None:
+    ) -> list[Value] | float | Late | None:
         """Run the forward of one micro-batch with the weight version that the plan names.
 
         Args:
@@ -167,7 +172,8 @@ class Stage:
             weight; None for a micro-batch without samples.
 
         Raises:
-            NonFiniteLoss: The loss is NaN or infinite, unless the pipeline ignores that.
+            NonFiniteLoss: The loss is NaN or infinite, unless the pipeline ignores that. Where it
+                is late, its check raises this.
             ConfigError: The loss is no tensor with one element, or a layer does what versions do
                 not allow.
             VersionError: The version is not kept, or the micro-batch is in flight already.
@@ -192,7 +198,6 @@ class Stage:
             loss = None if target is None else runner.loss(made[0], target)
         if loss is None:
             return flight.leave(made)
-        reported = float(loss.item())
         if compared:
             assert self._loss_check is not None
             assert target is not None
@@ -200,15 +205,15 @@ class Stage:
             with self.weights.reading(micro_batch), runner.casting():
                 self._loss_check.look(made[0], given, share, *compared)
         if not share:  # as of labels that are all ignored, whose mean loss is NaN
-            return reported
-        self._check_finite(reported, micro_batch)
+            return runner.device.number(loss, _anything)
+        reported = runner.device.number(loss, partial(self._check_finite, micro_batch))
         weighted = loss * share if share != 1.0 else loss
         for change in self._losses:
             weighted = change(micro_batch // self.plan.per_update, weighted)
         flight.end_in(weighted)
         return reported
 
-    def _check_finite(self, reported: float, micro_batch: int) -> None:
+    def _check_finite(self, micro_batch: int, reported: float) -> None:
         """Refuse to train on a loss that is NaN or infinite, unless the pipeline ignores that."""
         if self.spec.on_nan == "raise" and not math.isfinite(reported):
             uncounted = ", or, if none of its labels count, say so by Training(weigh=...)"
@@ -486,3 +491,7 @@ class Stage:
         for rule in self.rules:
             found |= rule.statistics()
         return found
+
+
+def _anything(number: float) -> None:
+    """Refuse no number."""

@@ -7,6 +7,7 @@ messages look.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -119,10 +120,11 @@ def _norms_in(plan: Plan, message: Message) -> dict[int, Tensor]:
     return dict(zip(head.numbers, message.tensors[0].unbind(), strict=True))
 
 
-def _total_in(plan: Plan, message: Message) -> tuple[int, float]:
+def _total_in(plan: Plan, message: Message) -> tuple[int, float | Tensor]:
     head = message.payload
     assert isinstance(head, Total)
-    return head.update, head.total
+    (total,) = message.tensors or (head.total,)
+    return head.update, total if isinstance(total, float) or not total.is_cpu else float(total)
 
 
 def _stepped_in(plan: Plan, message: Message) -> tuple[Tensor, ...]:
@@ -170,8 +172,11 @@ def _packed_norms(plan: Plan, edge: Edge, norms: Mapping[int, Tensor]) -> Packed
     return Norm(numbers=list(norms)), (tensor,)
 
 
-def _packed_total(plan: Plan, edge: Edge, total: tuple[int, float]) -> Packed:
-    return Total(update=total[0], total=total[1]), ()
+def _packed_total(plan: Plan, edge: Edge, total: tuple[int, float | Tensor]) -> Packed:
+    update, found = total
+    if isinstance(found, float):
+        return Total(update=update, total=found), ()
+    return Total(update=update, total=math.nan), (found,)
 
 
 PACK: Mapping[EdgeKind, Callable[[Plan, Edge, Any], Packed]] = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.messages.message import Message, Payload, Send
+from pipedream_rt.messages.message import Message, Payload
 
 Receive = Callable[[Message], object]
 """``receive(message)`` takes a message that has arrived. Any thread calls it; it never blocks."""
@@ -42,23 +43,62 @@ class Transport(Protocol):
     def send(self, message: Message) -> None:
         """Hand a message over. Never blocks, even if the receiver is slow or dead."""
 
+    def receiver(self, address: int) -> Receive | None:
+        """Return what takes messages for an address of this process; None for one elsewhere."""
+
     def close(self) -> None:
         """Stop moving messages. Idempotent, from any thread; later calls of `send` do nothing."""
 
 
-def sender(transport: Transport, address: int, generation: int) -> Send:
-    """Return the function that an address sends with: it makes a message and hands it over."""
+class Sender:
+    """What an address sends with: it makes messages, and hands them to the transport.
 
-    def send(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
-        transport.send(
+    Args:
+        transport: The transport.
+        address: The address.
+        generation: Number of the generation.
+    """
+
+    __slots__ = ("_address", "_generation", "_transport")
+
+    def __init__(self, transport: Transport, address: int, generation: int) -> None:
+        """Send nothing yet."""
+        self._transport, self._address, self._generation = transport, address, generation
+
+    def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+        """See `Send`."""
+        self._transport.send(
             Message(
                 to=to,
-                sender=address,
+                sender=self._address,
                 index=index,
-                generation=generation,
+                generation=self._generation,
                 payload=payload,
                 tensors=tensors,
             )
         )
 
-    return send
+    def hand_over(
+        self,
+        to: int,
+        index: int,
+        payload: Payload,
+        tensors: tuple[Tensor, ...],
+        ready: Callable[[], torch.Event],
+    ) -> bool:
+        """See `pipedream_rt.messages.message.Sender`."""
+        receive = self._transport.receiver(to)
+        if receive is None:
+            return False
+        receive(
+            Message(
+                to=to,
+                sender=self._address,
+                index=index,
+                generation=self._generation,
+                payload=payload,
+                tensors=tensors,
+                ready=ready(),
+            )
+        )
+        return True

@@ -40,6 +40,10 @@ class MemoryTransport:
         """Return what the receiver gets: the message as if it came from another process."""
         return decode(encode(message), [own(t, copy=True) for t in message.tensors])
 
+    def receiver(self, address: int) -> Receive | None:
+        """See `Transport.receiver`; all are in this process."""
+        return self.deliver if address in self._open else None
+
     def deliver(self, message: Message) -> None:
         """Call the receiver with a message; a subclass may do so later."""
         self._open[message.to][0](message)

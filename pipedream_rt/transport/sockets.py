@@ -77,6 +77,10 @@ class SocketTransport:
         if problem is not None:
             self._tell_lost(message.sender, rank, f"{message}: {{}} is gone: {problem}")
 
+    def receiver(self, address: int) -> Receive | None:
+        """See `Transport.receiver`."""
+        return self._open[address][0] if address in self._open else None
+
     def _tell_lost(self, sender: int, rank: int, text: str) -> None:
         """Tell a sender of this process of a peer that is gone, unless the transport closes.
 

@@ -107,5 +107,5 @@ class Clipping(UpdateRule):
             )
         else:
             assert found[0].grad is not None
-            total = torch.tensor(known, dtype=found[0].grad.real.dtype)
+            total = torch.as_tensor(known, dtype=found[0].grad.real.dtype)
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)

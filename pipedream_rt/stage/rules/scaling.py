@@ -86,6 +86,7 @@ class Scaling(UpdateRule, MicroBatchRule):
         assert isinstance(context.totals, Totals)
         self._plan = context.plan
         self._is_first = context.stage == 0
+        self._device = next((p.device for p in context.named.values()), torch.device("cpu"))
         # By version: the scale, the updates since it changed last, and those skipped so far.
         self._states: dict[int, tuple[float, int, int]] = {0: (_single(scale.init_scale), 0, 0)}
         context.totals.measured_by(self._measure)
@@ -108,19 +109,20 @@ class Scaling(UpdateRule, MicroBatchRule):
         return loss * torch.full((), self.of_update(update))
 
     def _measure(self, update: Update) -> Norms:
-        """Divide the gradients by the scale; return whether one of them is not finite."""
-        finite = self._unscale(update.gradients, update.number)
-        return {NOT_FINITE: torch.zeros(()) + (not finite)}
+        """Divide the gradients by the scale; return a number that is not 0 if one is not finite."""
+        return {NOT_FINITE: self._unscale(update.gradients, update.number)}
 
     @torch.no_grad()
-    def _unscale(self, gradients: Iterable[Tensor | None], update: int) -> bool:
+    def _unscale(self, gradients: Iterable[Tensor | None], update: int) -> Tensor:
         """Divide the gradients of an update by its scale, in place.
 
         Returns:
-            Whether all of them are finite.
+            1 if one of them is not finite, else 0; where they are, so that nothing waits for it.
         """
-        inverse = torch.full((), self.of_update(update)).double().reciprocal().float()
-        found = torch.zeros(())
+        device = self._device
+        inverse = torch.full((), self.of_update(update), device=device)
+        inverse = inverse.double().reciprocal().float()
+        found = torch.zeros((), device=device)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             if gradient is not None:
@@ -128,7 +130,7 @@ class Scaling(UpdateRule, MicroBatchRule):
                 by_dtype.setdefault(values.dtype, []).append(values)
         for alike in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
-        return not found.item()
+        return found
 
     def change(self, update: Update) -> None:
         """Skip an update if a gradient of some stage is not finite."""

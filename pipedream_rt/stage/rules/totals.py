@@ -50,7 +50,7 @@ class Totals(UpdateRule):
         # A checkpoint has those that updates after it need.
         self._remembered = 2 * plan.delay + 2 + max(plan.replicas)
         self._newest = -1
-        self._known: dict[int, float] = {}
+        self._known: dict[int, float | Tensor] = {}
         self._told: list[Callable[[int, float], None]] = []
         self._behind: Norms = {}
 
@@ -90,35 +90,36 @@ class Totals(UpdateRule):
         self._learn(update.number, total)
         return {EdgeKind.NORM: norms, EdgeKind.TOTAL: (update.number, total)}
 
-    def _total(self, norms: Norms) -> float:
-        """Return the total of all norms."""
+    def _total(self, norms: Norms) -> float | Tensor:
+        """Return the total of all norms; on a device it stays there, if nobody has to know it."""
         ordered = [norms[number] for number in sorted(norms) if number != NOT_FINITE]
         if NOT_FINITE in norms and norms[NOT_FINITE].item():
             return math.inf
         if not ordered:
             return 0.0
-        return float(torch.linalg.vector_norm(torch.stack(ordered), self._norm_type))
+        found = torch.linalg.vector_norm(torch.stack(ordered), self._norm_type)
+        return float(found) if found.is_cpu else found
 
-    def _learn(self, update: int, total: float) -> None:
+    def _learn(self, update: int, total: float | Tensor) -> None:
         """Note a total, and forget those that no update needs any more."""
         if update <= self._newest:  # it was known
             return
         self._newest = update
         self._known[update] = total
         for listener in self._told:
-            listener(update, total)
+            listener(update, float(total))
         for old in [u for u in self._known if u < update - self._remembered]:
             del self._known[old]
 
-    def of(self, update: int) -> float | None:
-        """Return the total of an update; None if none is known."""
+    def of(self, update: int) -> float | Tensor | None:
+        """Return the total of an update, a tensor where a device has made it; None for unknown."""
         return self._known.get(update)
 
     def state(self) -> StepState:
         """Return the totals that later updates may need; on stage 0, for all."""
         if not self._is_first or not self._known:
             return {}
-        return {_KEY: [[update, total] for update, total in sorted(self._known.items())]}
+        return {_KEY: [[update, float(total)] for update, total in sorted(self._known.items())]}
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with the totals of updates before the checkpoint."""

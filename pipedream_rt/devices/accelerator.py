@@ -1,0 +1,251 @@
+"""An accelerator of any kind that torch knows, as what the stages of one worker compute on.
+
+Everything that a worker computes runs in one stream of its own: forwards, hooks, backwards, steps.
+The host only launches it, and waits for nothing. What crosses the border of the device goes on two
+more streams, so that it does not wait for what is computed, nor the other way round:
+
+- what comes in the memory of the host is put into pinned memory and copied from there, and the
+  stream of the worker waits for the copy;
+- what is sent is copied into pinned memory once it is computed, and leaves when it is there;
+- what another worker of this process has computed on an accelerator comes as it is, with an event
+  for which the stream waits, and is copied there, as its sender may still need it.
+
+Memory that one stream has allocated and another reads is marked (`Tensor.record_stream`), so that
+the allocator does not hand it out again too early.
+
+Workers that share a device share a process and its one thread: launches from several threads would
+take turns at Python's lock all the same, and a process has one generator for each device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.devices.base import Late
+from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
+from pipedream_rt.messages.message import Loss, Message, Payload, Send
+from pipedream_rt.messages.tree import own
+from pipedream_rt.models.program import Around, replaced
+from pipedream_rt.models.tensors import in_place_of, named_tensors
+from pipedream_rt.schedules import EdgeKind
+
+_COMPUTED = {
+    EdgeKind.ACTIVATION, EdgeKind.TARGET, EdgeKind.GRADIENT, EdgeKind.PARTIAL, EdgeKind.SHARE,
+    EdgeKind.WEIGHT, EdgeKind.STEPPED, EdgeKind.NORM, EdgeKind.TOTAL,
+}  # fmt: skip
+"""The kinds of messages with whose tensors a stage computes; all others it reads on the host."""
+
+
+class Accelerator:
+    """An accelerator, on which the stages of one worker compute.
+
+    Args:
+        device: The device, with its number.
+        near: The addresses of this job whose workers compute on accelerators; what goes to those of
+            them that are in this process need not go by the host.
+        threaded: Whether messages leave by a thread of their own; else by the thread that computes.
+        name: The name of the worker, for that thread.
+
+    Attributes:
+        name: See `Device`.
+        stream: The stream in which the worker does everything.
+    """
+
+    def __init__(
+        self, device: torch.device, near: Collection[int], threaded: bool, name: str
+    ) -> None:
+        """Make the streams, which is the first time that this process uses the device."""
+        self.name = str(device)
+        self._device = device
+        self._near = near
+        self._module = torch.get_device_module(device)
+        self.stream = torch.Stream(device)
+        self._in, self._out = torch.Stream(device), torch.Stream(device)
+        self._leaving = ByThread(f"{name}-out") if threaded else AtOnce()
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See `Device.entered`."""
+        return _Entered(self.stream)
+
+    # -- layers and what they draw --------------------------------------------------------------
+
+    @torch.no_grad()
+    def place(self, module: nn.Module) -> None:
+        """See `Device.place`."""
+        moved: set[int] = set()
+        for _, tensor in list(named_tensors(module)):
+            if id(tensor) not in moved:
+                moved.add(id(tensor))
+                there = tensor.detach().to(self._device)
+                # Also for backends between whose tensors and the host's `data` cannot be assigned.
+                torch.utils.swap_tensors(tensor, in_place_of(tensor, there, tensor.requires_grad))
+
+    def placed(self, value: Any) -> Any:
+        """See `Device.placed`: tensors, devices and contexts are those of this device."""
+        return replaced(value, (Tensor, torch.device, Around), self._meant)
+
+    def _meant(self, value: Tensor | torch.device | Around) -> Any:
+        """Return what a constant stands for here."""
+        if isinstance(value, Tensor):
+            return value.to(self._device)
+        if isinstance(value, torch.device):
+            return self._device if value.type != "meta" else value
+        if value.autocast is None:
+            return value
+        _, enabled, dtype = value.autocast
+        return value._replace(autocast=(self._device.type, enabled, dtype))
+
+    def seed(self, seed: int) -> None:
+        """See `Device.seed`; a layer may draw on the host too."""
+        torch.default_generator.manual_seed(seed)
+        self._module.manual_seed(seed)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """See `Device.autocast`."""
+        return torch.autocast(self._device.type, dtype=dtype)
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def number(self, value: Tensor, check: Callable[[float], object]) -> float | Late:
+        """See `Device.number`; it is known when the message with it leaves."""
+        return Late(value.detach(), check)
+
+    def taken(self, message: Message) -> Message:
+        """See `Device.taken`."""
+        if not message.tensors or message.payload.kind not in _COMPUTED:
+            return message
+        given = message.tensors
+        if message.ready is not None:
+            self.stream.wait_event(message.ready)
+            given = tuple(t if t.is_cpu else own(t, copy=True, clone=self._cloned) for t in given)
+        if any(tensor.is_cpu for tensor in given):
+            given = self._brought(given)
+        return dataclasses.replace(message, tensors=given, ready=None)
+
+    def _brought(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copy tensors from the host, ahead of what the stream of the worker still has to do."""
+        with self._in:
+            moved = tuple(own(t, copy=True, clone=self._up) if t.is_cpu else t for t in tensors)
+            there = self._in.record_event()
+        self.stream.wait_event(there)
+        for tensor, before in zip(moved, tensors, strict=True):
+            if before.is_cpu:
+                tensor.record_stream(self.stream)
+        return moved
+
+    def _up(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device of a tensor on the host; torch keeps the pinned one alive."""
+        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return torch.empty_like(pinned, device=self._device).copy_(pinned, non_blocking=True)
+
+    def _cloned(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor on an accelerator of this process, which has its values."""
+        made = torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
+        # Between devices torch copies in the stream that is current on the other one.
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+        return made
+
+    def _down(self, tensor: Tensor) -> Tensor:
+        """Return pinned memory into which a tensor is copied, in the stream that is current."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
+
+    def sending(self, send: Send, failed: Callable[[BaseException], object]) -> Send:
+        """See `Device.sending`."""
+
+        def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+            if (
+                tensors
+                and to in self._near
+                and self._handed_over(send, to, index, payload, tensors)
+            ):
+                return
+            if isinstance(payload, Loss) and isinstance(payload.loss, Late):
+                tensors = (*tensors, payload.loss.value)
+            copies, copied = self._leave(tensors) if tensors else ((), None)
+            self._leaving.put(Leaving(send, failed, to, index, payload, copies, copied))
+
+        return leave
+
+    def _handed_over(
+        self, send: Send, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]
+    ) -> bool:
+        """Hand a message over within this process, with an event; return whether that was done."""
+        hand_over = getattr(send, "hand_over", None)
+        return hand_over is not None and hand_over(
+            to, index, payload, tensors, self.stream.record_event
+        )
+
+    def _leave(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.Event | None]:
+        """Begin to copy tensors to the host; return the copies, and the event of the last one."""
+        if all(tensor.is_cpu for tensor in tensors):
+            return tensors, None
+        self._out.wait_stream(self.stream)
+        with self._out:
+            copies = tuple(t if t.is_cpu else own(t, copy=True, clone=self._down) for t in tensors)
+            copied = self._out.record_event()
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                tensor.record_stream(self._out)
+        return copies, copied
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """See `Device.copied`.
+
+        In the stream of the worker: what it computes next may change the tensor.
+        """
+        tensor = tensor.detach()
+        if tensor.is_cpu:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return self._down(tensor.contiguous())
+
+    def settle(self) -> Callable[[], None]:
+        """See `Device.settle`."""
+        return self.stream.record_event().synchronize
+
+    def memory(self) -> Mapping[str, int]:
+        """See `Device.memory`; the figures are those of torch's allocator in this process."""
+        return {
+            "device_memory_bytes": torch.accelerator.memory_allocated(self._device),
+            "peak_device_memory_bytes": torch.accelerator.max_memory_allocated(self._device),
+        }
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        self._leaving.close()
+
+
+class _Entered:
+    """The context in which a worker does everything: its stream, and backwards on its own thread.
+
+    Autograd has a thread for each device, on which the backwards of all stages would take turns,
+    and which may still hold what a backward has left when the process ends.
+
+    Args:
+        stream: The stream of the worker.
+    """
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        """Change nothing yet."""
+        self._stream = stream
+        self._before = True
+
+    def __enter__(self) -> None:
+        """Make the stream and its device current."""
+        self._before = torch._C._is_multithreading_enabled()
+        torch._C._set_multithreading_enabled(False)
+        self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Make those current that were."""
+        self._stream.__exit__(*error)
+        torch._C._set_multithreading_enabled(self._before)

@@ -1,0 +1,150 @@
+"""The protocol of devices, and the host as one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.messages.message import Message, Send
+
+
+class Late(NamedTuple):
+    """A number that a device is still computing, and that nobody on the host waits for.
+
+    It takes the place of a float in a payload until the message leaves the process.
+
+    Attributes:
+        value: The tensor with the number, on the device.
+        check: Called with the number once it is known; what it raises ends the worker.
+    """
+
+    value: Tensor
+    check: Callable[[float], object]
+
+
+class Device(Protocol):
+    """What the stages of one worker compute on.
+
+    Attributes:
+        name: What torch calls it, as ``"cpu"`` or ``"cuda:1"``.
+    """
+
+    name: str
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Return the context in which the stages of the worker do everything."""
+
+    def place(self, module: nn.Module) -> None:
+        """Move the parameters and buffers of a module there; each stays the object that it is."""
+
+    def placed(self, value: Any) -> Any:
+        """Return a constant of a recorded forward as it has to be there."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the random numbers that layers there draw."""
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Return the context in which torch's autocast casts to a dtype there."""
+
+    def number(self, value: Tensor, check: Callable[[float], object]) -> float | Late:
+        """Return what a tensor with one element holds, as soon as the host need not wait for it.
+
+        Args:
+            value: The tensor.
+            check: Called with the number; see `Late`.
+
+        Raises:
+            BaseException: What ``check`` raises, where the number is known at once.
+        """
+
+    def taken(self, message: Message) -> Message:
+        """Return a message that has come as the stages compute with it: its tensors are there."""
+
+    def sending(self, send: Send, failed: Callable[[BaseException], object]) -> Send:
+        """Return the function by which a stage sends, whose tensors may be there.
+
+        Args:
+            send: Hands messages to the transport, with tensors in the memory of the host.
+            failed: Called with what a check of a `Late` raises, from any thread.
+        """
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to the host; return the copy, of which `settle` says it is there.
+
+        The copy is contiguous and in a storage of its own.
+        """
+
+    def settle(self) -> Callable[[], None]:
+        """Return a function that waits until all copies that were begun are there. Any thread."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of its memory that are in use, by what they are; none for the host."""
+
+    def close(self) -> None:
+        """Let what is to be sent leave, and end what was started."""
+
+
+class Host:
+    """The memory of the host, where a tensor is there as soon as it is made."""
+
+    name = "cpu"
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See `Device.entered`."""
+        return nullcontext()
+
+    def place(self, module: nn.Module) -> None:
+        """See `Device.place`; workers unpickle layers in the memory of the host."""
+
+    def placed(self, value: Any) -> Any:
+        """See `Device.placed`."""
+        return value
+
+    def seed(self, seed: int) -> None:
+        """See `Device.seed`."""
+        torch.default_generator.manual_seed(seed)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """See `Device.autocast`."""
+        return torch.autocast("cpu", dtype=dtype)
+
+    def number(self, value: Tensor, check: Callable[[float], object]) -> float | Late:
+        """See `Device.number`."""
+        found = float(value.item())
+        check(found)
+        return found
+
+    def taken(self, message: Message) -> Message:
+        """See `Device.taken`."""
+        return message
+
+    def sending(self, send: Send, failed: Callable[[BaseException], object]) -> Send:
+        """See `Device.sending`."""
+        return send
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """See `Device.copied`."""
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def settle(self) -> Callable[[], None]:
+        """See `Device.settle`."""
+        return _nothing
+
+    def memory(self) -> Mapping[str, int]:
+        """See `Device.memory`; what a process has resident is told elsewhere."""
+        return {}
+
+    def close(self) -> None:
+        """See `Device.close`."""
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+HOST = Host()
+"""The host."""

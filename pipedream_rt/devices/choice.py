@@ -1,0 +1,112 @@
+"""Which device a worker computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pipedream_rt.devices.base import HOST, Device
+from pipedream_rt.errors import ConfigError
+
+
+class OwnDevice(NamedTuple):
+    """What a process was told of the device that it computes on, when it was started.
+
+    Attributes:
+        name: The device, which goes before what a pipeline says; None for what that says.
+        number: The number of this process among those of its machine, which says which of several
+            devices it takes where a name has no number.
+    """
+
+    name: str | None = None
+    number: int = 0
+
+
+def device_there(name: str, number: int = 0) -> torch.device:
+    """Return the device of a name, with its number.
+
+    Args:
+        name: What torch calls it, as ``"cuda:1"``; or ``"cuda"``, for which ``number`` counts.
+        number: See `OwnDevice`. Where there are fewer devices, processes share them in turn.
+
+    Raises:
+        ConfigError: This process has no such device; the message lists those that are there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is no device: {_first_line(error)}; {_there()}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    kind = _kind()
+    count = torch.accelerator.device_count()
+    if kind != device.type or not count:
+        raise ConfigError(f"the device {name!r} is not there: {_there()}")
+    index: int | None = device.index
+    if index is None:
+        return torch.device(device.type, number % count)
+    if index >= count:
+        raise ConfigError(f"the device {name!r} is not there: {_there()}")
+    return device
+
+
+def accelerators() -> list[str]:
+    """Return the names of the accelerators that are there."""
+    return [f"{_kind()}:{number}" for number in range(torch.accelerator.device_count())]
+
+
+def _kind() -> str | None:
+    """Return the kind of the accelerator that there is; None for none."""
+    found: torch.device | None = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def _there() -> str:
+    """Return which devices this process has, in words."""
+    return f"this process has {', '.join(['cpu', *accelerators()])}"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error."""
+    return str(error).partition("\n")[0]
+
+
+def device_for(
+    devices: Sequence[str],
+    worker: int,
+    own: OwnDevice,
+    addresses: Sequence[Sequence[int]],
+    *,
+    threaded: bool,
+    name: str,
+) -> Device:
+    """Return what a worker computes on.
+
+    Args:
+        devices: By worker of the plan, the name of its device; empty for the host.
+        worker: Index of the worker.
+        own: What this process was told.
+        addresses: By worker of the plan, the addresses that it hosts.
+        threaded: See `Accelerator`.
+        name: See `Accelerator`.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    given = own.name or (devices[worker] if devices else "cpu")
+    if given == "cpu":
+        return HOST
+    device = device_there(given, own.number)
+    if device.type == "cpu":
+        return HOST
+    from pipedream_rt.devices.accelerator import Accelerator  # which a job on CPUs has no use for
+
+    near = {
+        address
+        for number, hosted in enumerate(addresses)
+        if own.name or (devices and devices[number] != "cpu")
+        for address in hosted
+    }
+    return Accelerator(device, near, threaded, name)

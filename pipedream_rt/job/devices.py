@@ -1,0 +1,161 @@
+"""Which device each worker computes on, and which workers share a process for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from pipedream_rt.devices.choice import accelerators, device_there
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.models import tensors_of
+from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules.seats import seated
+
+Devices: TypeAlias = str | torch.device | Sequence[str | torch.device] | None
+"""The name of a device for all workers, or one for each stage or worker; None for where the model's
+tensors are."""
+
+
+def devices_of(
+    devices: Devices, plan: Plan, parts: Sequence[nn.Module], here: bool
+) -> tuple[str, ...]:
+    """Return the device of each worker of a plan; nothing where all compute on the host.
+
+    A name without a number, as ``"cuda"``, means all that are there, of which neighbours share one;
+    on workers elsewhere, the one that each of them has.
+
+    Args:
+        devices: The argument of `Pipeline`.
+        plan: The plan.
+        parts: By stage, its layers as one module.
+        here: Whether the workers run on this machine, so that what is there is known.
+
+    Raises:
+        ConfigError: A device is not there, stages of one worker are on several, or the numbers do
+            not fit.
+    """
+    if devices is None:
+        names = _by_worker([_of_part(stage, part) for stage, part in enumerate(parts)], plan)
+    elif isinstance(devices, str | torch.device):
+        names = [str(devices)] * plan.workers
+    elif isinstance(devices, Sequence):
+        names = _by_worker([str(device) for device in devices], plan)
+    else:
+        raise ConfigError(
+            "devices must be the name of a device, or a list with one for each stage or worker, "
+            f"not {devices!r}"
+        )
+    if here:
+        names = _numbered([str(_there(name)) if _has_number(name) else name for name in names])
+    else:
+        for name in names:
+            _named(name)
+    return () if all(name == "cpu" for name in names) else tuple(names)
+
+
+def shared_seats(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the workers of each process, where those on one accelerator share one.
+
+    Args:
+        devices: By worker, its device.
+    """
+    groups: dict[str, list[int]] = {}
+    for worker, name in enumerate(devices):
+        groups.setdefault(f"{name} {worker}" if name == "cpu" else name, []).append(worker)
+    return tuple(map(tuple, groups.values()))
+
+
+def _named(name: str) -> torch.device:
+    """Return the device of a name, which may be another machine's.
+
+    Raises:
+        ConfigError: There is no such name.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        raise ConfigError(f"devices: {name!r} is no device: {text}") from error
+
+
+def _has_number(name: str) -> bool:
+    """Whether a name means one device; that of the host does."""
+    device = _named(name)
+    return device.type == "cpu" or device.index is not None
+
+
+def _there(name: str) -> torch.device:
+    """Return a device of this machine.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    if _named(name).type == "meta":
+        raise ConfigError("devices: on the device meta nothing is computed")
+    return device_there(name)
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Give those names a number that have none: neighbours share a device.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    open_ones = [worker for worker, name in enumerate(names) if not _has_number(name)]
+    found = list(names)
+    if open_ones:
+        kind = device_there(names[open_ones[0]]).type
+        there = accelerators()
+        for number, workers in enumerate(seated(len(open_ones), min(len(there), len(open_ones)))):
+            for place in workers:
+                _there(names[open_ones[place]])
+                found[open_ones[place]] = f"{kind}:{number}"
+    return found
+
+
+def _by_worker(names: Sequence[str], plan: Plan) -> list[str]:
+    """Return the device of each worker, of those of each stage or worker.
+
+    Raises:
+        ConfigError: They are too many or too few, or stages of one worker are on several.
+    """
+    if len(names) == plan.num_stages:
+        found = []
+        for worker in range(plan.workers):
+            stages = sorted({plan.stage_of(address) for address in plan.stages_of(worker)})
+            if len({names[stage] for stage in stages}) > 1:
+                where = ", ".join(f"stage {stage} on {names[stage]}" for stage in stages)
+                raise ConfigError(
+                    f"worker {worker} computes on one device, and hosts {where}; give its stages "
+                    "the same one"
+                )
+            found.append(names[stages[0]])
+        return found
+    if len(names) == plan.workers:
+        return list(names)
+    raise ConfigError(
+        f"devices has {len(names)} names, and the plan has {plan.num_stages} stages on "
+        f"{plan.workers} workers; give one for each stage or worker"
+    )
+
+
+def _of_part(stage: int, part: nn.Module) -> str:
+    """Return the device that the tensors of a stage are on.
+
+    Raises:
+        ConfigError: They are on several.
+    """
+    names: dict[str, str] = {}
+    for name, tensor in tensors_of(part, ""):
+        if not tensor.is_meta:
+            names.setdefault(str(tensor.device), name)
+    if len(names) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in names.items())
+        raise ConfigError(
+            f"stage {stage} has tensors on several devices: {where}; move the layers of a stage to "
+            "one, or give devices="
+        )
+    return next(iter(names), "cpu")
