@@ -1,6 +1,7 @@
 """Every test must leave the process as it found it."""
 
 import contextlib
+import inspect
 import os
 import signal
 import threading
@@ -11,8 +12,31 @@ import pytest
 import torch
 from support.ticking import Clock
 
+from pipedream_rt import Pipeline
 from pipedream_rt.cluster import environment as environment_of_job
 from pipedream_rt.cluster.fork_server import fork_server
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="What pipelines compute on where a test does not say: `standin`, or an accelerator.",
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def device_of_the_suite(request):
+    """Let pipelines compute on another device than the CPU where a test does not say.
+
+    On the stand-in every report of its check is an error: see `support/device`.
+    """
+    name = request.config.getoption("--device")
+    if name == "cpu":
+        yield
+        return
+    inspect.unwrap(Pipeline.__init__).__kwdefaults__["devices"] = name
+    yield
 
 
 def children() -> set[int]:

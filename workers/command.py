@@ -29,7 +29,7 @@ from pipedream_rt.cluster.control import (
     LIFE_OVER,
     Control,
 )
-from pipedream_rt.cluster.environment import read_secret, secret_pipe, tls_of_environment
+from pipedream_rt.cluster.environment import DEVICE, read_secret, secret_pipe, tls_of_environment
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.records import is_name
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
@@ -51,6 +51,8 @@ _log = logging.getLogger("pipedream_rt.worker")
               "when it needs one; with --persist in it.")  # fmt: skip
 @click.option("--bind", metavar="INTERFACE",
               help="Network interface to listen on for other workers; else loopback.")  # fmt: skip
+@click.option("--device", metavar="DEVICE",
+              help="What it computes on, as cuda:1, whatever the script says.")  # fmt: skip
 @click.option("--secret-stdin", is_flag=True,
               help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
 @click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
@@ -66,6 +68,7 @@ def main(
     persist: bool,
     spare: bool,
     bind: str | None,
+    device: str | None,
     secret_stdin: bool,
     secret_fd: int | None,
     failures: int,
@@ -86,6 +89,10 @@ def main(
     if not is_name(name):
         raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
     interfaces = [interface for _, interface in socket.if_nameindex()]
+    if device is not None:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", device):
+            raise click.UsageError(f"--device {device!r}: give the name of a device, as cuda:1")
+        os.environ[DEVICE] = device
     if bind is not None and bind not in interfaces:
         known = ", ".join(interfaces)
         raise click.UsageError(f"--bind {bind!r}: this machine has the interfaces {known}")

@@ -135,6 +135,7 @@ def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> N
         os.environ.update(request["set"])
         for variable in request["unset"]:
             os.environ.pop(variable, None)
+        os.environ["LOCAL_RANK"] = str(request["number"])
         if request["cwd"] is not None:
             os.chdir(request["cwd"])
         name = request["name"]

@@ -20,11 +20,12 @@ from pipedream_rt.cluster.control import (
     LIFE_AGAIN,
     Control,
 )
-from pipedream_rt.cluster.environment import tls_of_environment
+from pipedream_rt.cluster.environment import own_device, tls_of_environment
 from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.devices import OwnDevice
 from pipedream_rt.dynamo import spare_dynamo
 from pipedream_rt.errors import (
     ConfigError,
@@ -130,6 +131,7 @@ def host_stage(
             announce=lambda action: control.send({"type": "doing", "action": action}),
             own_process=True,
             waiter=transport.waiter,
+            device=OwnDevice(*own_device()),
         )
         for worker, title, stages in welcome["seats"]
     ]

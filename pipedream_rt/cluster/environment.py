@@ -61,6 +61,13 @@ TLS = "PIPEDREAM_RT_TLS"
 encrypt what passes between them, ``on`` to encrypt also what stays on one machine, or the folder
 with the certificate and the key with which to encrypt all of it."""
 
+DEVICE = "PIPEDREAM_RT_DEVICE"
+"""`pipedream-rt worker --device` sets it, or the user: what this worker computes on, whatever the
+script says."""
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+"""What tells a process its number among those of its machine: we and torchrun set the first."""
+
 RPC = "PIPEDREAM_RT_RPC"
 """The user sets it for the script: ``off`` to leave torch RPC out."""
 
@@ -71,6 +78,13 @@ _FEWEST = 8
 """Different characters that a secret of the user's must have at least."""
 
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
+
+
+def own_device() -> tuple[str | None, int]:
+    """Return what this process was told of the device that it computes on; see `OwnDevice`."""
+    ranks = [os.environ.get(name, "") for name in LOCAL_RANKS]
+    number = next((int(rank) for rank in ranks if rank.isdecimal()), 0)
+    return os.environ.get(DEVICE) or None, number
 
 
 def private_folder() -> Path:

@@ -187,13 +187,16 @@ class ForkServer:
                 with contextlib.suppress(OSError):  # `fork` will notice
                     self._connection.sendall(msgpack.packb({"imports": missing}))
 
-    def fork(self, name: str, threads: int, control: socket.socket) -> ForkedWorker:
+    def fork(
+        self, name: str, threads: int, control: socket.socket, number: int = 0
+    ) -> ForkedWorker:
         """Fork a worker.
 
         Args:
             name: Name of the worker.
             threads: Number of threads for torch's own parallel loops.
             control: The worker's end of its control connection; the caller closes its own copy.
+            number: Its number among those of this machine.
 
         Returns:
             The worker's process.
@@ -202,7 +205,8 @@ class ForkServer:
             PeerLost: The server does not answer, or is gone for the second time.
             PipelineClosed: The server was closed.
         """
-        return self._fork({"name": name, "threads": threads}, control.fileno())
+        wanted = {"name": name, "threads": threads, "number": number}
+        return self._fork(wanted, control.fileno())
 
     def fork_joining(
         self,
@@ -214,6 +218,7 @@ class ForkServer:
         bind: str | None,
         timeout: timedelta,
         stays: bool,
+        number: int,
     ) -> ForkedWorker:
         """Fork a worker that joins one coordinator after another at an address.
 
@@ -225,6 +230,7 @@ class ForkServer:
             bind: Network interface on which it listens for other workers; None for loopback.
             timeout: How long the worker waits each time for somebody to listen.
             stays: Whether SIGTERM is left to the process that has asked for the worker.
+            number: Its number among those of this machine.
 
         Raises:
             PeerLost: As `fork`.
@@ -236,7 +242,8 @@ class ForkServer:
             "timeout_s": timeout.total_seconds(),
             "stays": stays,
         }
-        return self._fork({"name": name, "threads": threads, "join": join}, secret)
+        wanted = {"name": name, "threads": threads, "join": join, "number": number}
+        return self._fork(wanted, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:
         """Have a process forked that gets a descriptor.

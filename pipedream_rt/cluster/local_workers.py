@@ -43,11 +43,11 @@ class LocalWorkers:
         Raises:
             PeerLost: The fork server does not answer.
         """
-        for name in names:
+        for number, name in enumerate(names):
             ours, theirs = socket.socketpair()
             with theirs:
                 self.controls[name] = Control(ours, f"worker {name!r}")
-                self.processes[name] = self._forks.fork(name, self._threads, theirs)
+                self.processes[name] = self._forks.fork(name, self._threads, theirs, number)
 
     def open_end_of_forks(self) -> int | None:
         """See `ForkServer.open_end`; None too if no worker was started here."""

@@ -171,6 +171,7 @@ class Workers:
             self._children[name] = self._forks.fork_joining(
                 self._address, name, self._threads, fd,
                 bind=self._bind, timeout=self._patience, stays=self._bind is not None,
+                number=self._names.index(name),
             )  # fmt: skip
         finally:
             os.close(fd)

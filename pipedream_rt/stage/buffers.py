@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipedream_rt.devices import HOST, Device
+
 
 def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return, for the name of each buffer, all places of the module that hold that buffer.
@@ -30,7 +32,7 @@ def names_of_buffers(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_buffers(remove_duplicate=False)}
 
 
-def load_buffers(module: nn.Module, state: dict[str, Tensor]) -> None:
+def load_buffers(module: nn.Module, state: dict[str, Tensor], device: Device = HOST) -> None:
     """Load buffers by name, in place where shape and dtype agree, since tensors may be shared."""
     for name, slots in buffer_slots(module).items():
         if name not in state:
@@ -40,7 +42,7 @@ def load_buffers(module: nn.Module, state: dict[str, Tensor]) -> None:
         if current is not None and (current.shape, current.dtype) == (saved.shape, saved.dtype):
             current.copy_(saved)
             continue
-        made = saved.clone()
+        made = device.placed(saved.clone())
         for holder, its_name in slots:
             holder._buffers[its_name] = made
 

@@ -279,11 +279,19 @@ class StageOptimizer:
         # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
         # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
         given = by_name(state, OPTIMIZER, self._parameters)
+        # A count of steps lies on the host, but for kernels that read it on the device.
+        counted_there = {
+            id(p)
+            for group in self._groups
+            if group.get("capturable") or group.get("fused")
+            for p in group["params"]
+        }
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
             if given[name]:
+                on_host = () if id(parameter) in counted_there else ("step",)
                 self.torch_optimizer.state[parameter] = {
-                    path[0]: like(parameter, value) if isinstance(value, Tensor) else value
+                    path[0]: _loaded(value, None if path[0] in on_host else parameter)
                     for path, value in given[name].items()
                     if path
                 }
@@ -462,8 +470,15 @@ def _attributes_of_every_optimizer() -> frozenset[str]:
     )
 
 
+def _loaded(value: Any, parameter: nn.Parameter | None) -> Any:
+    """Return a copy of what an optimizer keeps, as `like` makes it; None leaves it on the host."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone() if parameter is None else like(parameter, value)
+
+
 def like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return a copy of a tensor of optimizer state, with the strides of its parameter."""
+    """Return a copy of a tensor of optimizer state, where its parameter is, with its strides."""
     if value.shape != parameter.shape:
-        return value.detach().clone()
+        return value.detach().to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

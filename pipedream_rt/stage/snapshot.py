@@ -88,7 +88,7 @@ def restore(
     Raises:
         VersionError: A micro-batch is in flight.
     """
-    load_buffers(stage.module, buffers)
+    load_buffers(stage.module, buffers, stage.runner.device)
     stage.parameters.restore(step, older, lambda: load_module_state(stage.module, weights))
     for owner, of_owner in stage.weights.borrowed.items():
         of_owner.restore(step, borrowed[owner], lambda: None)
