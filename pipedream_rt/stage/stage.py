@@ -29,6 +29,7 @@ from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
+from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
 from pipedream_rt.stage.flight import Flight
 from pipedream_rt.stage.guards import Guards, telling_changed_inputs
 from pipedream_rt.stage.kept import KeptVersions
@@ -91,6 +92,7 @@ class Stage:
         self.guards = Guards(spec, self.weights)
         self.passes = Passes(spec, self.runner, self.weights)
         self.kept = KeptVersions(self.module)
+        self._first = FirstMicroBatch(self.module)
         self.optimizer: StageOptimizer | None = None
         self.steps = 0
         self.ended = self.plan.next_own(self.address, 0)
@@ -192,6 +194,7 @@ class Stage:
             telling_changed_inputs(told),
             runner.buffers.kept_for_backward(others),
             self.weights.reading(micro_batch),
+            self._first.forward(micro_batch, self._read_by),
             runner.casting(),
         ):
             made = runner.train(program, values, micro_batch)
@@ -212,6 +215,11 @@ class Stage:
             weighted = change(micro_batch // self.plan.per_update, weighted)
         flight.end_in(weighted)
         return reported
+
+    def _read_by(self, micro_batch: int) -> tuple[int, int, int]:
+        """Return what tells apart the weights that micro-batches of a mini-batch read."""
+        leaves = self.parameters.leaves(micro_batch)
+        return micro_batch // self.plan.per_update, self.version_of(micro_batch), id(leaves)
 
     def _check_finite(self, micro_batch: int, reported: float) -> None:
         """Refuse to train on a loss that is NaN or infinite, unless the pipeline ignores that."""
@@ -249,7 +257,10 @@ class Stage:
             for output, gradient in roots(micro_batch):
                 outputs.append(output)
                 given.append(gradient)
-        with self.weights.accumulating(micro_batch, self._adjust(micro_batch)):
+        with (
+            self.weights.accumulating(micro_batch, self._adjust(micro_batch)),
+            self._first.backward(micro_batch),
+        ):
             self.runner.seed(micro_batch, "backward")
             if outputs:
                 # What torch.autograd.backward calls, which looks before at what is so by itself: a
@@ -278,7 +289,7 @@ class Stage:
         """
         flight = self._flight_of(micro_batch)
         outputs, given = flight.begin(gradients)
-        with self.weights.reading(micro_batch):
+        with self.weights.reading(micro_batch), self._first.backward(micro_batch):
             if outputs:
                 leaves = self.weights.leaves(micro_batch)
                 flight.split = SplitBackward(outputs, given, flight.entrances, leaves)
@@ -321,6 +332,7 @@ class Stage:
         for ended in self._ends:
             gifts |= ended(micro_batch)
         flight = self._in_flight.pop(micro_batch)
+        self._first.end(micro_batch)
         self._hyper = flight.hyper
         self.ended = self.plan.next_own(self.address, micro_batch + 1)
         version = self.weights.end(micro_batch)

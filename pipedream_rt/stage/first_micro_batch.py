@@ -1,0 +1,95 @@
+"""Tells modules that ask for it whether a micro-batch is the first one to read its weights.
+
+Modules of Transformer Engine take ``is_first_microbatch``: if True, they cast their weights, and
+keep the result in the place of the one before; if False, they use what they have kept; if None,
+they cast and keep nothing. Their backward reads what their forward has used. So in a pipeline:
+
+- True is said for the first micro-batch of a mini-batch that reads a weight version, and False for
+  those that read the same one after it;
+- while a micro-batch in flight still needs what is kept, others of another version are told None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+_NAME = "is_first_microbatch"
+
+
+class FirstMicroBatch:
+    """What the modules of one stage are told.
+
+    Args:
+        module: The module of the stage; those inside it that ask get a hook before their forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Find those that ask; where none does, nothing is done for any micro-batch."""
+        self._said: bool | None = None
+        self._kept: object = None  # that of which the modules keep what they have cast
+        self._in_flight: dict[int, object] = {}
+        asking = [each for each in module.modules() if _asks(each)]
+        for each in asking:
+            each.register_forward_pre_hook(self._tell, with_kwargs=True)
+        self._asked = bool(asking)
+
+    def _tell(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Add the argument to those of a module, unless its caller has given it."""
+        if self._said is None or kwargs.get(_NAME) is not None:
+            return None
+        return args, {**kwargs, _NAME: self._said}
+
+    def forward(
+        self, micro_batch: int, read_by: Callable[[int], object]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a forward for which a backward follows.
+
+        Args:
+            micro_batch: Number of the micro-batch.
+            read_by: Returns for it what differs where one is of another mini-batch, or reads other
+                weights.
+        """
+        if not self._asked:
+            return nullcontext()
+        read = read_by(micro_batch)
+        free = self._kept not in self._in_flight.values()
+        self._in_flight[micro_batch] = read
+        if read == self._kept:
+            return self._saying(False)
+        if not free:
+            return nullcontext()
+        self._kept = read
+        return self._saying(True)
+
+    def backward(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return the context of a backward, which may do the forward once more."""
+        kept = self._asked and self._in_flight.get(micro_batch) == self._kept
+        return self._saying(False) if kept else nullcontext()
+
+    def end(self, micro_batch: int) -> None:
+        """Note that a micro-batch is not in flight any more."""
+        self._in_flight.pop(micro_batch, None)
+
+    @contextmanager
+    def _saying(self, first: bool) -> Iterator[None]:
+        """Tell modules whether it is the first one, while the body runs."""
+        self._said = first
+        try:
+            yield
+        finally:
+            self._said = None
+
+
+def _asks(module: nn.Module) -> bool:
+    """Whether the forward of a module has the argument."""
+    try:
+        return _NAME in signature(type(module).forward).parameters
+    except (TypeError, ValueError):  # of a forward that is no function of Python
+        return False
