@@ -20,6 +20,7 @@ take turns at Python's lock all the same, and a process has one generator for ea
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -78,13 +79,14 @@ class Accelerator:
     @torch.no_grad()
     def place(self, module: nn.Module) -> None:
         """See `Device.place`."""
-        moved: set[int] = set()
-        for _, tensor in list(named_tensors(module)):
+        moved: dict[int, Tensor] = {}
+        for name, tensor in list(named_tensors(module)):
             if id(tensor) not in moved:
-                moved.add(id(tensor))
                 there = tensor.detach().to(self._device)
-                # Also for backends between whose tensors and the host's `data` cannot be assigned.
-                torch.utils.swap_tensors(tensor, in_place_of(tensor, there, tensor.requires_grad))
+                moved[id(tensor)] = _in_memory_of(tensor, there)
+            if moved[id(tensor)] is not tensor:
+                path, _, short = name.rpartition(".")
+                setattr(module.get_submodule(path), short, moved[id(tensor)])
 
     def placed(self, value: Any) -> Any:
         """See `Device.placed`: tensors, devices and contexts are those of this device."""
@@ -220,6 +222,22 @@ class Accelerator:
     def close(self) -> None:
         """See `Device.close`."""
         self._leaving.close()
+
+
+def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:
+    """Return a parameter or buffer that has other memory now; the object itself where that can be.
+
+    Not every backend lets memory of its own be assigned to a tensor of the host, and what is
+    referred to weakly, as the weights of an LSTM are, cannot be exchanged either.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, there):
+        tensor.data = there
+        return tensor
+    made = in_place_of(tensor, there, tensor.requires_grad)
+    if weakref.getweakrefcount(tensor):
+        return made
+    torch.utils.swap_tensors(tensor, made)
+    return tensor
 
 
 class _Entered:

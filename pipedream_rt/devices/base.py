@@ -39,7 +39,7 @@ class Device(Protocol):
         """Return the context in which the stages of the worker do everything."""
 
     def place(self, module: nn.Module) -> None:
-        """Move the parameters and buffers of a module there; each stays the object that it is."""
+        """Move the parameters and buffers of a module there; those that are shared stay shared."""
 
     def placed(self, value: Any) -> Any:
         """Return a constant of a recorded forward as it has to be there."""
