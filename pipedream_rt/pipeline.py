@@ -518,7 +518,7 @@ class Pipeline:
         return copies_of(self._job.model.whole, self.state_dict())
 
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
-        """Return the pipeline, whose stages compute on CPUs, if asked for one on the CPU.
+        """Return the pipeline, if asked for one on the CPU, where what it returns is.
 
         Raises:
             ConfigError: Another device or dtype is asked for.
@@ -527,7 +527,7 @@ class Pipeline:
         return self
 
     def cpu(self) -> Pipeline:
-        """Return the pipeline, whose stages compute on CPUs."""
+        """Return the pipeline: what it returns is on the CPU, wherever its stages compute."""
         return self
 
     def loss_module(self) -> nn.Module:
@@ -656,12 +656,14 @@ class Pipeline:
 
     # -- inspection -----------------------------------------------------------------------------
 
-    def statistics(self) -> list[dict[str, int]]:
+    def statistics(self) -> list[dict[str, Any]]:
         """Return counters of every stage: updates, versions kept, parameters, busy time, memory.
+
+        And the device on which it computes, with the memory of an accelerator in its process.
 
         Of a stage with replicas, there is an entry for each. Does not flush.
         """
-        statistics: list[dict[str, int]] = self._group.command(CommandName.STATISTICS)
+        statistics: list[dict[str, Any]] = self._group.command(CommandName.STATISTICS)
         return statistics
 
     def on_stages(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

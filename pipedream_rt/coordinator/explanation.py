@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipedream_rt.corrections import Correction
 from pipedream_rt.observe.summary import table
@@ -12,7 +13,7 @@ from pipedream_rt.schedules import Plan
 def explain(
     plan: Plan,
     workers: Sequence[str],
-    statistics: Sequence[dict[str, int]],
+    statistics: Sequence[Mapping[str, Any]],
     how: str,
     corrections: Sequence[Correction] = (),
 ) -> str:
@@ -25,12 +26,14 @@ def explain(
         how: How the model was cut.
         corrections: The corrections for staleness.
     """
+    on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
         (
             *("stage", "worker", "layers", "parameters", "in flight", "staleness"),
             *("versions", "weights MiB"),
             *(["corrections MiB"] if corrections else []),
             "peak MiB",
+            *(["device", "device MiB", "device peak MiB"] if on_devices else []),
         )
     ]
     for address, counters in zip(plan.addresses, statistics, strict=True):
@@ -48,6 +51,7 @@ def explain(
                 _of_most(counters["versions_kept"], plan.kept(stage), counters["weight_bytes"]),
                 *([_memory(plan, stage, corrections, counters)] if corrections else []),
                 f"{counters['peak_memory_bytes'] / 2**20:.0f}",
+                *(_on_device(counters) if on_devices else []),
             )
         )
     slack = f", slack {', '.join(map(str, plan.shape.slack))}" if plan.shape.slack else ""
@@ -67,13 +71,19 @@ def explain(
     return "\n".join([*lines, table(rows)])
 
 
+def _on_device(counters: Mapping[str, Any]) -> list[str]:
+    """Return the device of a stage, and the MiB that its process has and has had there."""
+    sizes = (counters.get(key) for key in ("device_memory_bytes", "peak_device_memory_bytes"))
+    return [counters["device"], *("" if n is None else f"{n / 2**20:.1f}" for n in sizes)]
+
+
 def _of_most(count: int, most: int, size: int) -> str:
     """Return the MiB of some versions of a size, of those of the most that there may be."""
     return f"{count * size / 2**20:.1f} of {most * size / 2**20:.1f}"
 
 
 def _memory(
-    plan: Plan, stage: int, corrections: Sequence[Correction], counters: dict[str, int]
+    plan: Plan, stage: int, corrections: Sequence[Correction], counters: Mapping[str, Any]
 ) -> str:
     """Return the MiB that corrections take now, of those that they will take."""
     kept = plan.kept(stage) if plan.staleness(stage) else 0

@@ -17,7 +17,7 @@ _WHOLE = (
 _BEFORE = "do it to the model before you give it to Pipeline"
 _HOOKS = f"{_BEFORE}; hooks go along with it"
 _DTYPE = "give Pipeline the model in that dtype, or Training(autocast=torch.bfloat16)"
-_CPU = "the stages compute on CPUs alone"
+_CPU = "the stages are on their devices; say where, as Pipeline(devices=...)"
 _BY_ITSELF = (
     "the stages do it by themselves: for result in pipe.train_epoch(loader), or pipe.submit(x, y)"
 )

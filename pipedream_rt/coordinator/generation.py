@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.batches import Batch
 from pipedream_rt.job.forwards import Cache
@@ -139,6 +140,7 @@ def generate(
     stand_in = _stand_in(model, generation)
     feeder.hold()
     try:
+        args, kwargs = on_host((args, kwargs))
         return stand_in.generate(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         if "meta" in str(error) and not isinstance(error, PipelineError):

@@ -186,9 +186,12 @@ class Accelerator:
         )
 
     def _leave(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.Event | None]:
-        """Begin to copy tensors to the host; return the copies, and the event of the last one."""
+        """Begin to copy tensors to the host; return the copies, and the event of the last one.
+
+        Those on the host may be copies that the stream has still to make; see `copied`.
+        """
         if all(tensor.is_cpu for tensor in tensors):
-            return tensors, None
+            return tensors, self.stream.record_event()
         self._out.wait_stream(self.stream)
         with self._out:
             copies = tuple(t if t.is_cpu else own(t, copy=True, clone=self._down) for t in tensors)
@@ -199,22 +202,17 @@ class Accelerator:
         return copies, copied
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """See `Device.copied`.
-
-        In the stream of the worker: what it computes next may change the tensor.
-        """
-        tensor = tensor.detach()
-        if tensor.is_cpu:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        return self._down(tensor.contiguous())
+        """See `Device.copied`; in the stream of the worker, which takes no memory of the device."""
+        return tensor.clone() if tensor.is_cpu else self._down(tensor)
 
     def settle(self) -> Callable[[], None]:
         """See `Device.settle`."""
         return self.stream.record_event().synchronize
 
-    def memory(self) -> Mapping[str, int]:
-        """See `Device.memory`; the figures are those of torch's allocator in this process."""
+    def facts(self) -> Mapping[str, Any]:
+        """See `Device.facts`; the figures are those of torch's allocator in this process."""
         return {
+            "device": self.name,
             "device_memory_bytes": torch.accelerator.memory_allocated(self._device),
             "peak_device_memory_bytes": torch.accelerator.max_memory_allocated(self._device),
         }

@@ -75,14 +75,15 @@ class Device(Protocol):
     def copied(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host; return the copy, of which `settle` says it is there.
 
-        The copy is contiguous and in a storage of its own.
+        It is made as `torch.clone` makes one, before anything that the stage computes next. What
+        is sent leaves once it is there.
         """
 
     def settle(self) -> Callable[[], None]:
         """Return a function that waits until all copies that were begun are there. Any thread."""
 
-    def memory(self) -> Mapping[str, int]:
-        """Return the bytes of its memory that are in use, by what they are; none for the host."""
+    def facts(self) -> Mapping[str, Any]:
+        """Return its name, and for an accelerator the bytes of its memory, for statistics."""
 
     def close(self) -> None:
         """Let what is to be sent leave, and end what was started."""
@@ -128,15 +129,15 @@ class Host:
 
     def copied(self, tensor: Tensor) -> Tensor:
         """See `Device.copied`."""
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        return tensor.clone()
 
     def settle(self) -> Callable[[], None]:
         """See `Device.settle`."""
         return _nothing
 
-    def memory(self) -> Mapping[str, int]:
-        """See `Device.memory`; what a process has resident is told elsewhere."""
-        return {}
+    def facts(self) -> Mapping[str, Any]:
+        """See `Device.facts`; what a process has resident is told elsewhere."""
+        return {"device": self.name}
 
     def close(self) -> None:
         """See `Device.close`."""

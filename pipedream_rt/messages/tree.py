@@ -152,9 +152,14 @@ def _key(key: object, path: str) -> str | int:
 
 
 def flat_copy(value: object) -> tuple[Structure, tuple[Tensor, ...]]:
-    """Flatten a value and copy its tensors, so that the caller may change its own afterwards."""
+    """Flatten a value and copy its tensors to the host, so that the caller may change its own."""
     structure, tensors = flatten(value)
-    return structure, tuple(own(t, copy=True) for t in tensors)
+    return structure, tuple(own(t, copy=True, clone=_on_host) for t in tensors)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in the memory of the host."""
+    return tensor.clone() if tensor.is_cpu else tensor.cpu()
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:

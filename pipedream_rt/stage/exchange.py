@@ -19,7 +19,7 @@ from pipedream_rt.messages.message import (
     Saved,
     Send,
 )
-from pipedream_rt.messages.tree import Value, flat_copy, flatten
+from pipedream_rt.messages.tree import Value, flatten, own
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.channels import OF_ACTIONS
 from pipedream_rt.schedules.edges import Address, By, Row
@@ -267,7 +267,9 @@ class Exchange:
             ConfigError: The result cannot be sent.
         """
         # The tensors are copied, because the next update may change the stage's own.
-        structure, copies = flat_copy(result)
+        structure, tensors = flatten(result)
+        copied = self.stage.runner.device.copied
+        copies = tuple(own(tensor, copy=True, clone=copied) for tensor in tensors)
         edge = Edge(EdgeKind.REPLY, self.address, COORDINATOR)
         self._send(edge, position, Reply(structure=structure, refused=refused), copies)
 

@@ -485,7 +485,7 @@ class Loop:
                     **hosted.stage.statistics(),
                     "busy_ns": hosted.computing.busy_ns,
                     "peak_memory_bytes": peak_memory_bytes(),
-                    **hosted.stage.runner.device.memory(),
+                    **hosted.stage.runner.device.facts(),
                 }
             case CommandName.SAVE:
                 with hosted.computing:

@@ -105,8 +105,6 @@ class StageSaver:
         self._saving: _Saving | None = None
         self.part: Path | None = None
         self._writer: ThreadPoolExecutor | None = None
-        # Copies for files: on the host, contiguous, each in a storage of its own.
-        self._copy = stage.runner.device.copied
 
     @torch.no_grad()
     def begin(self, position: int, folder: str, step: int) -> None:
@@ -205,6 +203,10 @@ class StageSaver:
                 saving.versions[version] = {
                     name: self._copy(tensor) for name, tensor in named.items()
                 }
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy for a file: on the host, contiguous, with a storage of its own."""
+        return self._stage.runner.device.copied(tensor.detach().contiguous())
 
     def _write(self, saving: _Saving, state: Snapshot, settle: Callable[[], None]) -> None:
         """Write the files and tell the result; the saver's thread runs this, on copies alone.
