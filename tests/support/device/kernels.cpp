@@ -10,7 +10,6 @@
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -61,7 +60,14 @@ Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArray
 
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size,
                       std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() != sizes) {
+    resize_memory(self, sizes);
+  }
+  if (format) {
+    self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  }
+  return self;
 }
 
 Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
@@ -154,7 +160,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
 }
 
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  at::native::resize_(to, from.sizes(), std::nullopt);
+  resize_memory(to, from.sizes());
   return copy_from(from, to, false);
 }
 
@@ -243,6 +249,15 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("native_dropout", dropout);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_gru_cell", gru_cell);
+}
+
+// Copies resolve the lazy conjugation and negation of complex tensors themselves. Else torch would
+// clone what is conjugated, for which it copies.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {

@@ -1,4 +1,4 @@
-"""What `torch.standin` offers: the functions that users of `torch.cuda` expect of a device module."""
+"""What `torch.standin` offers: what users of `torch.cuda` expect of the module of a device."""
 
 import torch
 from torch import Event, Stream, accelerator
@@ -88,6 +88,14 @@ def get_device_name(device: Device = None) -> str:
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Return what `torch.autocast` may cast to."""
     return [torch.float16, torch.bfloat16]
+
+
+def __getattr__(name: str) -> bool:
+    """Answer as a variable would that torch reads, among others where it keeps states of generators
+    for what is computed again."""
+    if name == "_initialized":
+        return is_initialized()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _lazy_init() -> None:

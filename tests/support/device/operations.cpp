@@ -2,9 +2,9 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/resize_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -50,7 +50,8 @@ void each_tensor(c10::IValue& value, F f) {
 }
 
 // ------------------------------------------------------------------ what a schema says
-enum class Convolution { no, forward, backward };
+// Where accelerators have other operators than the CPU, or the same ones for more types.
+enum class Special { no, convolution, convolution_backward, histogram };
 
 struct Argument {
   bool generator = false;
@@ -64,7 +65,7 @@ struct Facts {
   std::vector<Argument> arguments;
   std::vector<int> aliases;  // for each result, the argument that it is, or -1
   bool host_reads = false;
-  Convolution convolution = Convolution::no;
+  Special special = Special::no;
 };
 
 // Operators whose results, or the shapes of those, the host has to know.
@@ -99,9 +100,11 @@ Facts read_schema(const c10::FunctionSchema& schema) {
   }
   facts.host_reads = host_reads_result_of(schema.name());
   if (schema.name() == "aten::convolution_overrideable") {
-    facts.convolution = Convolution::forward;
+    facts.special = Special::convolution;
   } else if (schema.name() == "aten::convolution_backward_overrideable") {
-    facts.convolution = Convolution::backward;
+    facts.special = Special::convolution_backward;
+  } else if (schema.name() == "aten::histc" && schema.overload_name().empty()) {
+    facts.special = Special::histogram;
   }
   return facts;
 }
@@ -191,15 +194,21 @@ void call_kernel(const c10::OperatorHandle& op, const Facts& facts, Stack& stack
   const at::AutoDispatchBelowAutograd below;
   const c10::impl::ExcludeDispatchKeyGuard no_cast(c10::autocast_dispatch_keyset);
   auto& dispatcher = c10::Dispatcher::singleton();
-  if (facts.convolution == Convolution::no) {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-  } else if (facts.convolution == Convolution::forward) {
+  if (facts.special == Special::convolution) {
     static const auto convolution = dispatcher.findSchemaOrThrow("aten::convolution", "");
     convolution.callBoxed(&stack);
-  } else {
+  } else if (facts.special == Special::convolution_backward) {
     static const auto backward = dispatcher.findSchemaOrThrow("aten::convolution_backward", "");
     stack.insert(stack.begin() + 3, c10::IValue());  // the shape of the bias, which it does without
     backward.callBoxed(&stack);
+  } else if (facts.special == Special::histogram) {  // CUDA's takes integers too
+    const at::Tensor values = stack.front().toTensor();
+    const bool exact = !at::isIntegralType(values.scalar_type(), true);
+    stack.front() = exact ? values : values.to(at::kDouble);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    stack.back() = stack.back().toTensor().to(values.scalar_type());
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   }
 }
 
@@ -284,6 +293,14 @@ at::Tensor empty_on(int device, c10::IntArrayRef sizes, c10::IntArrayRef strides
                                            dtype);
 }
 
+void resize_memory(const at::Tensor& tensor, c10::IntArrayRef sizes) {
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  const size_t bytes = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
+  if (bytes > tensor.storage().nbytes()) {
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
+  }
+}
+
 void host_waits_for_stream(Wait kind, int stream) { host_waits(kind, clock_of(stream)); }
 
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
@@ -300,7 +317,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     Launch launch(stream, op.schema().name(), arguments.ranges);
     call_kernel(op, facts, results);
     for (auto& [tensor, from_cpu] : arguments.resized) {
-      at::native::resize_(tensor, from_cpu.sizes(), std::nullopt);
+      resize_memory(tensor, from_cpu.sizes());
       fill(launch, tensor, from_cpu);
     }
     for (size_t i = 0; i < results.size(); i++) {
@@ -326,8 +343,8 @@ void take_kernels_of_cpu() {
     if (!op || !op->hasSchema() || name.name.rfind("aten::", 0) != 0) {
       continue;
     }
-    const bool convolution = name.overload_name.empty() &&
-                             facts_of(*op).convolution != Convolution::no;
+    const bool convolution =
+        name.overload_name.empty() && name.name.find("_overrideable") != std::string::npos;
     const bool copy = name.name == "aten::_to_copy" || name.name == "aten::copy_";
     const bool wanted = convolution || (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
                                         !returns_view(op->schema()) && !copy &&

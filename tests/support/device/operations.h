@@ -23,6 +23,7 @@ class Views {
 Range range_of(const at::Tensor& tensor, bool writes);
 at::Tensor empty_on(int device, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                     c10::ScalarType dtype);
+void resize_memory(const at::Tensor& tensor, c10::IntArrayRef sizes);
 void host_waits_for_stream(Wait kind, int stream);
 
 // Runs any operator that has a kernel for the CPU.

@@ -176,8 +176,8 @@ def forget_waits() -> None:
 def ignore_next(kind: str) -> None:
     """Let the next wait of a kind in this thread order nothing, as if it had been forgotten.
 
-    Kinds are those of `waits`, and ``wait_event``, ``record_event`` and ``record_stream``. A wait of
-    one stream for another is a ``record_event`` and a ``wait_event``.
+    Kinds are those of `waits`, and ``wait_event``, ``record_event`` and ``record_stream``. A stream
+    that waits for another is a ``record_event`` and a ``wait_event``.
     """
     torch.ops.standin.ignore_next(kind)
 

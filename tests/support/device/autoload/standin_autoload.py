@@ -1,4 +1,4 @@
-"""Torch calls `load` at the end of its import, in every process that has this folder on its path."""
+"""Torch calls `load` when it is imported, in every process that has this folder on its path."""
 
 import importlib.util
 import sys
