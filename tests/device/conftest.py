@@ -1,0 +1,23 @@
+"""Tests that are marked ``standin`` run in a process of their own; see `support.device.aside`."""
+
+import pytest
+from support.device import aside
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if aside.is_aside() or pyfuncitem.get_closest_marker("standin") is None:
+        return None
+    aside.report(pyfuncitem)
+    return True
+
+
+def pytest_runtest_logstart(nodeid, location):
+    aside.note({"test": nodeid})
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        skipped = report.outcome == "skipped" and isinstance(report.longrepr, tuple)
+        text = report.longrepr[2] if skipped else report.longreprtext
+        aside.note({"test": report.nodeid, "outcome": report.outcome, "text": text})
