@@ -101,6 +101,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     host_waits(Wait::stream, clock_of(number_of(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    if (!is_initialized() && !is_in_bad_fork()) {
+      return;  // there is nothing to wait for, and this is no use of a device
+    }
     initialize();
     host_waits(Wait::device, clock_of_device(device < 0 ? current_device() : device));
   }

@@ -159,10 +159,11 @@ class Pool {
   c10::CachingDeviceAllocator::DeviceStats stats_;
 };
 
-// Never destroyed, and never changed after the first use: the handler of signals reads it.
-std::vector<Pool*> devices;
+// Never changed after the first use, since the handler of signals reads them, and never destroyed:
+// threads of autograd free memory while the process ends.
+std::vector<Pool*>& devices = *new std::vector<Pool*>;
 Pool* pinned = nullptr;
-std::set<char*> in_flight;  // pinned blocks with pages that are closed
+std::set<char*>& in_flight = *new std::set<char*>;  // pinned blocks with pages that are closed
 
 Pool* pool_of(const void* address) {
   for (Pool* const pool : devices) {
@@ -484,19 +485,21 @@ void close_to_host(Lock& lock, Block& block) {
   if (block.stream != kPinned) {
     return;
   }
-  mprotect(block.begin, block.size, PROT_READ | PROT_WRITE);
   in_flight.erase(block.begin);
-  // What a copy reads, the host may read too; pages that a copy writes are closed last.
-  for (const bool writes : {false, true}) {
-    for (const Access& access : block.accesses) {
-      if (access.range.writes != writes || host_has_waited_for(lock, access)) {
-        continue;
-      }
-      const size_t first = (access.range.begin - block.begin) / kPage * kPage;
-      const size_t last = round_up(access.range.end - block.begin, kPage);
-      mprotect(block.begin + first, last - first, writes ? PROT_NONE : PROT_READ);
+  std::vector<int> pages(block.size / kPage, PROT_READ | PROT_WRITE);
+  for (const Access& access : block.accesses) {
+    if (!host_has_waited_for(lock, access)) {
       in_flight.insert(block.begin);
+      const size_t last = round_up(access.range.end - block.begin, kPage) / kPage;
+      for (size_t i = (access.range.begin - block.begin) / kPage; i < last; i++) {
+        pages[i] &= access.range.writes ? PROT_NONE : PROT_READ;  // it may read what a copy reads
+      }
     }
+  }
+  for (size_t first = 0, last = 0; first < pages.size(); first = last) {  // runs of equal pages
+    last = std::find_if(pages.begin() + first, pages.end(),
+                        [&](int page) { return page != pages[first]; }) - pages.begin();
+    mprotect(block.begin + first * kPage, (last - first) * kPage, pages[first]);
   }
 }
 
@@ -508,12 +511,11 @@ void open_to_host(Lock& lock) {
 
 std::vector<std::string> touches_of_host(Lock& lock) {
   char* const address = touched.exchange(nullptr);
-  if (address == nullptr) {
+  Block* const block = address != nullptr ? block_of(lock, address) : nullptr;
+  if (block == nullptr || !is_checking(lock)) {
     return {};
   }
-  Block* const block = block_of(lock, address);
-  const auto what = block == nullptr ? std::vector<Access>() : block->accesses;
-  for (const Access& access : what) {
+  for (const Access& access : block->accesses) {
     if (!host_has_waited_for(lock, access)) {
       return {"the host has touched pinned memory that " + describe(access) +
               ", without having waited for it"};

@@ -59,12 +59,14 @@ struct Argument {
   bool writes = false;
   bool indices = false;  // may be on the CPU; a mask among them is counted by the host
   bool scalars = false;  // numbers for each tensor of a list, which are on the CPU
+  bool running = false;  // statistics that are written in training, though no schema says so
 };
 
 struct Facts {
   std::vector<Argument> arguments;
   std::vector<int> aliases;  // for each result, the argument that it is, or -1
   bool host_reads = false;
+  int training = -1;  // the argument that says whether statistics are written
   Special special = Special::no;
 };
 
@@ -74,8 +76,7 @@ bool host_reads_result_of(const std::string& name) {
       "aten::_local_scalar_dense", "aten::equal",           "aten::nonzero",
       "aten::masked_select",       "aten::_unique",         "aten::_unique2",
       "aten::unique_dim",          "aten::unique_consecutive", "aten::unique_dim_consecutive",
-      "aten::repeat_interleave",   "aten::bincount",        "aten::histc",
-      "aten::is_nonzero",          "aten::linalg_cholesky", "aten::linalg_inv"};
+      "aten::repeat_interleave",   "aten::bincount"};
   return names.count(name) > 0;
 }
 
@@ -86,7 +87,11 @@ Facts read_schema(const c10::FunctionSchema& schema) {
     const auto* const alias = each.alias_info();
     facts.arguments.push_back({type.find("Generator") != std::string::npos, each.is_out(),
                                alias != nullptr && alias->isWrite(), each.name() == "indices",
-                               each.name() == "scalars"});
+                               each.name() == "scalars",
+                               each.name().rfind("running_", 0) == 0});
+    if (each.name() == "training" || each.name() == "train") {
+      facts.training = static_cast<int>(facts.arguments.size()) - 1;
+    }
   }
   for (const auto& result : schema.returns()) {
     int found = -1;
@@ -142,8 +147,12 @@ class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, const Facts& facts, int device, Stack given)
       : cpu(std::move(given)), name_(op.schema().name()), device_(device) {
+    const bool trains = facts.training >= 0 && cpu[facts.training].isBool() &&
+                        cpu[facts.training].toBool();
     for (size_t i = 0; i < cpu.size(); i++) {
-      take(cpu[i], facts.arguments[i]);
+      Argument argument = facts.arguments[i];
+      argument.writes |= argument.running && trains;
+      take(cpu[i], argument);
     }
   }
 
@@ -328,7 +337,10 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
       }
     }
   }
-  if (facts.host_reads || arguments.has_mask) {
+  // The ends of a histogram that are equal stand for the least and the greatest value.
+  const bool finds_ends = facts.special == Special::histogram &&
+                          given[2].toScalar().equal(given[3].toScalar().toDouble());
+  if (facts.host_reads || arguments.has_mask || finds_ends) {
     host_waits_for_stream(Wait::item, stream);
   }
   torch::jit::drop(*stack, count);

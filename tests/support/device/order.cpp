@@ -124,7 +124,7 @@ std::vector<std::string> conflicts(Lock& lock, int stream, const std::string& op
   const Clock& clock = state().streams[stream].clock;
   for (const Range& range : ranges) {
     Block* const block = block_of(lock, range.begin);
-    if (block == nullptr) {
+    if (block == nullptr || range.begin == range.end) {
       continue;
     }
     for (const Access& earlier : block->accesses) {
