@@ -130,15 +130,20 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
 
 def manual_seed(seed: int) -> None:
     """Seed the generator of the current device."""
-    _standin.seed(current_device(), int(seed))
+    _standin.seed(current_device(), _signed(seed))
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed the generators of all devices."""
     for each in range(device_count()):
-        _standin.seed(each, int(seed))
+        _standin.seed(each, _signed(seed))
 
 
 def initial_seed() -> int:
     """Return the seed of the generator of the current device."""
     return _standin.initial_seed(current_device())
+
+
+def _signed(seed: int) -> int:
+    """Return a seed of 64 bits as the signed number that has the same bits."""
+    return (int(seed) + (1 << 63)) % (1 << 64) - (1 << 63)
