@@ -61,12 +61,20 @@ def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any
         return shaped
 
     try:
-        if torch.is_autocast_enabled("cpu"):  # which knows nothing of the meta device
+        if _autocasts():  # which knows nothing of the meta device
             return attempt(valued)
         with _without_autocast():
             return attempt(lambda tensor: tensor.detach().to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):
         return attempt(valued)
+
+
+def _autocasts() -> bool:
+    """Whether autocast is on, for whatever device."""
+    kinds = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        kinds.append(accelerator.type)
+    return any(map(torch.is_autocast_enabled, kinds))
 
 
 @contextmanager
@@ -106,11 +114,13 @@ def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -
         if each.is_nested or each.layout is not torch.strided:
             raise NotDense("nested" if each.is_nested else "sparse")
     back = {id(made): tensor for tensor, made in taken}
+    given_on = [tensor.device for tensor, _ in copies.values() if not tensor.is_meta]
+    home = given_on[0] if given_on else torch.device("cpu")
 
     def zeros(tensor: Tensor) -> Tensor:
         if id(tensor) in back:  # a layer may return what it was given
             return back[id(tensor)]
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
         memory = tensor.untyped_storage()._cdata
         for source, made in taken:  # a view of what the layer was given
             if made.untyped_storage()._cdata == memory and made.numel():

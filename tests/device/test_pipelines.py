@@ -1,0 +1,304 @@
+"""Pipelines whose stages compute on an accelerator: the bits of the host, whatever happens."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.deadlines import LATEST_S
+from support.device import standin
+from torch import nn
+
+from pipedream_rt import (
+    Checkpoints,
+    ConfigError,
+    Layout,
+    NonFiniteLoss,
+    Pipeline,
+    Recovery,
+    StageFailed,
+    Training,
+)
+
+pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("environment")]
+
+LAYOUTS = {
+    "one": "standin:1",
+    "each": "standin",
+    "mixed": ["standin:0", "cpu", "standin:1", "standin:0"],
+}
+ADAMW = (torch.optim.AdamW, {"lr": 0.01})
+
+
+def net():
+    torch.manual_seed(0)
+    block = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.GELU()]
+    return nn.Sequential(nn.Linear(6, 8), *block, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def data_of(mini_batches, seed=1):
+    torch.manual_seed(seed)
+    return [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(mini_batches)]
+
+
+def opened(devices, model=None, **options):
+    given = {"stages": 4, "loss_fn": F.cross_entropy, "optimizer": ADAMW, "workers": "serial"}
+    return Pipeline(model or net(), devices=devices, **{**given, **options})
+
+
+def outcome(devices, data=None, **options):
+    with opened(devices, **options) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data or data_of(6))]
+        return losses, pipe.state_dict()
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for key, value in one[1].items():
+        assert other[1][key].is_cpu
+        assert torch.equal(value, other[1][key]), key
+
+
+# -- the bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "micro_batches": 4},
+        {"schedule": "1f1b", "micro_batches": 4},
+        {"schedule": "interleaved-1f1b", "micro_batches": 4},
+        {"schedule": "zero-bubble", "micro_batches": 4},
+        {"schedule": "2bw"},
+        {"schedule": "async-1f1b"},
+        {"schedule": "async-1f1b+vertical-sync"},
+        {"layout": Layout(replicas=2, shard_optimizer=True), "micro_batches": 2},
+        {"training": Training(recompute=True, ema=0.9)},
+    ],
+    ids=lambda options: "-".join(str(value)[:24] for value in options.values()),
+)
+def test_every_schedule_gives_the_bits_of_the_host(options, layout):
+    devices = LAYOUTS[layout]
+    if options.get("schedule") == "interleaved-1f1b" and layout == "mixed":
+        devices = ["standin:0", "cpu"]  # one for each of the two workers
+    assert_same(outcome("cpu", **options), outcome(devices, **options))
+    assert standin.violations() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_the_bits_of_one_stage_on_the_device(dtype):
+    options = {"schedule": "1f1b", "micro_batches": 2, "training": Training(autocast=dtype)}
+    whole = outcome("standin:0", stages=1, **options)
+    assert_same(whole, outcome("standin", **options))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_worker_processes_give_the_bits_of_the_host_and_share_one_for_each_device(layout):
+    expected = outcome("cpu")
+    with opened(LAYOUTS[layout], workers="local") as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data_of(6))]
+        assert_same(expected, (losses, pipe.state_dict()))
+        processes = len(pipe._group.cluster._members)
+    assert processes == {"one": 1, "each": 2, "mixed": 3}[layout]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_worker_changes_no_bit(layout, tmp_path):
+    data = data_of(12)
+    expected = outcome("cpu", data)
+    with opened(
+        LAYOUTS[layout], workers="local", checkpoint=Checkpoints(tmp_path, every=3),
+        recovery=Recovery(max_restarts=2),
+    ) as pipe:  # fmt: skip
+        losses = []
+        for result in pipe.train_epoch(data):
+            losses.append(result.loss)
+            if result.step in (4, 8):
+                victim = pipe._group.cluster._members[-1].name
+                os.kill(pipe._group.cluster._local.processes[victim].pid, signal.SIGKILL)
+        assert_same(expected, (losses, pipe.state_dict()))
+        assert len(pipe.restarts) == 2
+
+
+def test_a_run_goes_on_from_a_device_on_the_host_and_back(tmp_path):
+    data = data_of(12)
+    expected = outcome("cpu", data)
+    losses = []
+    for first, devices in zip((0, 3, 6, 9), ("standin:0", "cpu", "standin", "cpu"), strict=True):
+        kept = Checkpoints(tmp_path, resume=True)
+        with opened(devices, checkpoint=kept) as pipe:
+            assert pipe.step == first
+            given = [pipe.submit(x, y) for x, y in data[first : first + 3]]
+            losses += [each.result().loss for each in given]
+            pipe.save()
+            state = pipe.state_dict()
+    assert_same(expected, (losses, state))
+
+
+# -- what is given and returned -----------------------------------------------------------------
+
+
+def test_a_model_on_a_device_computes_there():
+    expected = outcome("cpu")
+    model = net().to("standin:1")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with opened(None, model, optimizer=optimizer) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data_of(6))]
+        assert_same(expected, (losses, pipe.state_dict()))
+        assert {each["device"] for each in pipe.statistics()} == {"standin:1"}
+        model.load_state_dict(pipe.state_dict())
+        assert model[0].weight.device == torch.device("standin:1")
+
+
+def test_a_model_on_several_devices_is_cut_where_they_change():
+    model = net()
+    for number, layer in enumerate(model):
+        layer.to("standin:0" if number < 4 else "standin:1" if number < 7 else "cpu")
+    with opened(None, model, stages=[4, 7]) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data_of(6))]
+        assert [each["device"] for each in pipe.statistics()] == ["standin:0", "standin:1", "cpu"]
+        assert_same(outcome("cpu", stages=[4, 7]), (losses, pipe.state_dict()))
+    with pytest.raises(ConfigError, match=r"stage 1 has tensors on several devices: .* on"):
+        opened(None, model, stages=2)
+
+
+def test_mini_batches_and_states_may_be_on_a_device():
+    expected, evaluated, predicted = outcome("cpu"), None, None
+    with opened("cpu") as pipe:
+        list(pipe.train_epoch(data_of(6)))
+        evaluated, predicted = pipe.evaluate(data_of(2)), list(pipe.predict(data_of(2)))
+    there = [(x.to("standin:1"), y.to("standin:0")) for x, y in data_of(6)]
+    with opened("standin") as pipe:
+        losses = [result.loss for result in pipe.train_epoch(there)]
+        state = pipe.state_dict()
+        assert_same(expected, (losses, state))
+        there = [(x.to("standin"), y) for x, y in data_of(2)]
+        assert pipe.evaluate(there) == evaluated
+        found = list(pipe.predict(there))
+        assert all(torch.equal(a, b) for a, b in zip(found, predicted, strict=True))
+        assert torch.equal(pipe(there[0][0]), predicted[0])
+        pipe.load_state_dict({key: value.to("standin:1") for key, value in state.items()})
+        assert_same((losses, state), (losses, pipe.state_dict()))
+        copy = pipe.module()
+        assert torch.equal(copy[0].weight.cpu(), state["0.weight"])
+        assert torch.equal(pipe.on_stages(lambda module: next(module.parameters()))[0].cpu(),
+                           state["0.weight"])  # fmt: skip
+
+
+class Ids(nn.Module):
+    """Makes a tensor on a device of its own, and one where its input is."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1], device=ids.device)
+        mask = torch.ones(ids.shape[1], 8)
+        x = self.embed(ids) + places[None, :, None] * 0.1
+        return self.head(torch.relu(self.inner(x * mask.to(x.device)))).mean(1)
+
+
+@pytest.mark.parametrize("home", ["cpu", "standin:0"])
+def test_constants_of_a_recorded_forward_are_where_its_stage_is(home):
+    torch.manual_seed(0)
+    data = [(torch.randint(10, (8, 5)), torch.randint(10, (8,))) for _ in range(4)]
+    found = []
+    for devices, where in (("cpu", "cpu"), ("standin", home)):
+        torch.manual_seed(2)
+        with opened(devices, Ids().to(where), stages=3, example=data[0]) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(data)]
+            found.append((losses, pipe.state_dict()))
+    assert_same(*found)
+
+
+def test_explain_and_statistics_tell_of_the_memory_of_devices():
+    with opened(LAYOUTS["mixed"]) as pipe:
+        list(pipe.train_epoch(data_of(2)))
+        text, counters = pipe.explain(), pipe.statistics()
+    head = next(line for line in text.splitlines() if "device peak MiB" in line)
+    assert "device MiB" in head
+    assert len(re.findall(r"standin:0 .* \d+\.\d +\d+\.\d", text)) == 2
+    assert counters[0]["peak_device_memory_bytes"] >= counters[0]["device_memory_bytes"] > 0
+    assert "device_memory_bytes" not in counters[1]
+
+
+# -- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_a_loss_that_is_not_finite_is_told_with_its_number(workers):
+    data = data_of(6)
+    data[3] = (data[3][0] * math.nan, data[3][1])
+    with (
+        opened("standin", workers=workers, micro_batches=1, corrections=()) as pipe,
+        pytest.raises(NonFiniteLoss, match="stage 3: the loss of micro-batch 3 is nan") as caught,
+    ):
+        list(pipe.train_epoch(data))
+    assert caught.value.stage == 3
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        if x.shape[0] == 3:
+            raise ValueError("three")
+        return x
+
+
+def test_an_error_of_a_layer_names_it_and_the_run_can_be_closed():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Fails(), nn.Linear(6, 4))
+    data = [*data_of(2), (torch.randn(3, 6), torch.randint(4, (3,)))]
+    with (
+        opened("standin", model, micro_batches=1, corrections=()) as pipe,
+        pytest.raises(StageFailed, match=r"stage 2, F2: ValueError: three, in layer '2' \(Fails\)"),
+    ):
+        list(pipe.train_epoch(data))
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are():
+    for devices in ("standin:2", "cuda", ["cpu", "standin:7", "cpu", "cpu"]):
+        with pytest.raises(ConfigError, match="this process has cpu, standin:0, standin:1"):
+            opened(devices)
+    with pytest.raises(
+        ConfigError, match=r"worker 0 .* hosts stage 0 on standin:0, stage 2 on cpu"
+    ):
+        opened(["standin:0", "cpu"] * 1 + ["cpu", "cpu"], schedule="interleaved-1f1b",
+               micro_batches=4)  # fmt: skip
+
+
+# -- workers elsewhere --------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    devices = ["standin:1", "standin:0", "cpu", "standin:7"]
+    command = [sys.executable, "-m", "pipedream_rt.workers", address]
+    started = [
+        subprocess.Popen([*command, "--name", f"w{n}", "--device", device])
+        for n, device in enumerate(devices[:3])
+    ]
+    try:
+        expected = outcome("cpu", stages=3)
+        options = {"stages": 3, "workers": address, "recovery": Recovery(start=timedelta(seconds=60))}
+        with opened(None, **options) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(data_of(6))]
+            assert_same(expected, (losses, pipe.state_dict()))
+            assert [each["device"] for each in pipe.statistics()] == devices[:3]
+    finally:
+        assert [each.wait(LATEST_S) for each in started] == [0, 0, 0]
