@@ -28,6 +28,14 @@ class Deadline:
         """Return the seconds that are left, at least 0; None if there is no limit."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
+    def remaining_ms(self) -> float | None:
+        """Return the milliseconds that are left, for ``poll``; None, no limit, for over 24 days.
+
+        It takes a C integer.
+        """
+        seconds = self.remaining_s()
+        return None if seconds is None or seconds >= 2**31 / 1000 else 1000 * seconds
+
     def expired(self) -> bool:
         """Whether the moment has passed."""
         return self._at is not None and time.monotonic() >= self._at

@@ -243,8 +243,7 @@ class Control:
         """Wait until the socket is ready; return False if it is not in time."""
         poll = select.poll()
         poll.register(self._socket, event)
-        seconds = deadline.remaining_s()
-        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+        return bool(poll.poll(deadline.remaining_ms()))
 
     def receive_all(self) -> list[Record]:
         """Return all whole records that have come, without waiting.

@@ -372,8 +372,7 @@ def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket, timeout_s: floa
         poll = select.poll()
         poll.register(encrypted, wanted)
         poll.register(plain, select.POLLHUP)  # bytes to send may wait there; only its end counts
-        left_s = deadline.remaining_s()
-        events = poll.poll(None if left_s is None else 1000 * left_s)
+        events = poll.poll(deadline.remaining_ms())
         if not events:
             raise TimeoutError("the other end does not answer")
         if any(fd == plain.fileno() for fd, _ in events):

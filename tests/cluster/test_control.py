@@ -1,4 +1,5 @@
 import random
+import select
 import socket
 from datetime import timedelta
 
@@ -42,6 +43,13 @@ def test_what_arrived_behind_a_record_is_not_left_in_the_buffer(pair):
 def test_nothing_in_time(pair):
     with pytest.raises(MessageTimeout, match="nothing came from right"):
         pair[0].receive(Deadline(timedelta(seconds=0)))
+
+
+def test_a_deadline_of_years_is_no_error(pair):
+    here, there = pair
+    there.send({"type": "beat", "doing": "", "rss": 1})
+    assert here.receive(Deadline(timedelta(days=4000)))["type"] == "beat"
+    assert here._wait(select.POLLOUT, Deadline(timedelta(days=4000)))
 
 
 def test_the_other_end_is_gone(pair):

@@ -295,7 +295,11 @@ def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
     ]
     try:
         expected = outcome("cpu", stages=3)
-        options = {"stages": 3, "workers": address, "recovery": Recovery(start=timedelta(seconds=60))}
+        options = {
+            "stages": 3,
+            "workers": address,
+            "recovery": Recovery(start=timedelta(seconds=60)),
+        }
         with opened(None, **options) as pipe:
             losses = [result.loss for result in pipe.train_epoch(data_of(6))]
             assert_same(expected, (losses, pipe.state_dict()))
