@@ -89,12 +89,14 @@ def put_together(
     """
     maps = [ClockMap(first, last) for first, last in clocks]
     parts: list[Spans] = [coordinator.spans().copy()]
+    on_devices: list[Spans] = []
     for stage, reply in enumerate(recorded):
-        spans = np.frombuffer(reply["spans"].numpy().tobytes(), dtype=SPAN).copy()
         to_ours = maps[plan.worker_of(stage)].to_ours
-        for name in ("ready", "arrived", "start", "end"):
-            spans[name] = to_ours(spans[name])
-        parts.append(spans)
+        for found, key in ((parts, "spans"), (on_devices, "device_spans")):
+            spans = np.frombuffer(reply[key].numpy().tobytes(), dtype=SPAN).copy()
+            for name in ("ready", "arrived", "start", "end"):
+                spans[name] = to_ours(spans[name])
+            found.append(spans)
     workers = tuple(
         WorkerFacts(
             name=name,
@@ -110,6 +112,7 @@ def put_together(
         simulated=False,
         workers=workers,
         spans=np.concatenate(parts),
+        device_spans=np.concatenate(on_devices),
         stage_bytes=tuple(
             int(recorded[plan.address_of(stage)]["parameter_bytes"])
             for stage in range(plan.num_stages)

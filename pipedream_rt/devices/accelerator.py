@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.devices.base import Late
+from pipedream_rt.devices.marks import Marks
 from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
 from pipedream_rt.messages.message import Loss, Message, Payload, Send
 from pipedream_rt.messages.tree import own
@@ -208,6 +209,10 @@ class Accelerator:
     def settle(self) -> Callable[[], None]:
         """See `Device.settle`."""
         return self.stream.record_event().synchronize
+
+    def marks(self, capacity: int) -> Marks | None:
+        """See `Device.marks`."""
+        return Marks(self.stream, capacity)
 
     def facts(self) -> Mapping[str, Any]:
         """See `Device.facts`; the figures are those of torch's allocator in this process."""

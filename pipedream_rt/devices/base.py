@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.devices.marks import Marks
 from pipedream_rt.messages.message import Message, Send
 
 
@@ -82,6 +83,9 @@ class Device(Protocol):
     def settle(self) -> Callable[[], None]:
         """Return a function that waits until all copies that were begun are there. Any thread."""
 
+    def marks(self, capacity: int) -> Marks | None:
+        """Return what notes when it does the actions of the worker; None for the host."""
+
     def facts(self) -> Mapping[str, Any]:
         """Return its name, and for an accelerator the bytes of its memory, for statistics."""
 
@@ -134,6 +138,10 @@ class Host:
     def settle(self) -> Callable[[], None]:
         """See `Device.settle`."""
         return _nothing
+
+    def marks(self, capacity: int) -> Marks | None:
+        """See `Device.marks`; an action has ended when it returns."""
+        return None
 
     def facts(self) -> Mapping[str, Any]:
         """See `Device.facts`; what a process has resident is told elsewhere."""

@@ -60,12 +60,13 @@ class Recorder:
         capacity: The number of spans that it holds.
 
     Attributes:
+        capacity: The number of spans that it holds.
         count: The number of spans that were written.
     """
 
     def __init__(self, capacity: int) -> None:
         """Allocate the ring."""
-        self._capacity = capacity
+        self.capacity = capacity
         self._data = bytearray(capacity * SPAN.itemsize)
         self.count = 0
 
@@ -86,7 +87,7 @@ class Recorder:
     ) -> None:
         """Write one span; `SPAN` has the meaning of the values, and ``size`` is its ``bytes``."""
         _RECORD.pack_into(
-            self._data, self.count % self._capacity * _RECORD.size,
+            self._data, self.count % self.capacity * _RECORD.size,
             kind, kept, stage, index, version, in_flight, waited_for,
             ready, arrived, start, end, size,
         )  # fmt: skip
@@ -95,11 +96,11 @@ class Recorder:
     @property
     def dropped(self) -> int:
         """The number of spans that were overwritten."""
-        return max(0, self.count - self._capacity)
+        return max(0, self.count - self.capacity)
 
     def spans(self) -> Spans:
         """Return the spans in the ring, oldest first; a view of it if none was overwritten."""
         everything = np.frombuffer(self._data, dtype=SPAN)
-        if self.count <= self._capacity:
+        if self.count <= self.capacity:
             return everything[: self.count]
-        return np.roll(everything, -(self.count % self._capacity))
+        return np.roll(everything, -(self.count % self.capacity))

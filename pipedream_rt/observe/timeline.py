@@ -297,8 +297,9 @@ def _svg_axis(view: Window, x: Any, bottom: int) -> Iterator[str]:
 def perfetto(trace: Trace) -> str:
     """Return the whole trace as Trace Event JSON, which https://ui.perfetto.dev opens.
 
-    It has a process for each worker, a track for each stage with its actions, a counter of the
-    versions that a stage keeps, and arrows along the way of each micro-batch. Times are in
+    It has a process for each worker, a track for each stage with its actions, another one with what
+    its device did, a counter of the versions that a stage keeps, and arrows along the way of each
+    micro-batch. Times are in
     microseconds, as the format demands.
     """
     return json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
@@ -321,6 +322,27 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             yield _coordinator_event(plan, row, zero)
         else:
             yield from _action_events(plan, row, zero)
+    yield from _device_events(trace, zero)
+
+
+def _device_events(trace: Trace, zero: int) -> Iterator[dict[str, Any]]:
+    """Yield the tracks of devices, and the slices of what they did."""
+    plan, spans = trace.plan, trace.device_spans
+    for address in np.unique(spans["stage"]).tolist():
+        name = f"{plan.title_of(address)} on its device"
+        yield _named("thread_name", plan.worker_of(address), _of_device(plan, address), name)
+    drawn = spans[np.isin(spans["kind"], list(_NAMES))]
+    columns = (drawn[name].tolist() for name in ("kind", "stage", "index", "start", "end"))
+    for kind, stage, index, start, end in zip(*columns, strict=True):
+        yield _complete(
+            f"{chr(kind)}{index}", _NAMES[kind], plan.worker_of(stage), _of_device(plan, stage),
+            (start - zero) / 1e3, (end - start) / 1e3, {},
+        )  # fmt: skip
+
+
+def _of_device(plan: Plan, address: int) -> int:
+    """Return the number of the track of a stage's device."""
+    return len(plan.addresses) + address
 
 
 class _Row(NamedTuple):

@@ -92,6 +92,9 @@ DRAIN, PASS, COMMAND = CODES[Kind.DRAIN], ord("E"), ord("C")
 """The kinds of a stage's spans in which it trains nothing: the end of a flush, a forward of
 evaluation or inference, and a command."""
 
+_ON_A_DEVICE = 1 << 8
+"""Added to the kind of a span of a device in a file."""
+
 COMPUTES = tuple(CODES[kind] for kind in OF_STAGES)
 """The kinds of the spans in which a stage trains."""
 
@@ -126,6 +129,8 @@ class Trace:
         activation_bytes: By stage, the bytes that it holds for each micro-batch in flight; empty if
             unknown.
         spans: The spans, an array of `SPAN`; those of a stage are in the order of time.
+        device_spans: The spans of what accelerators did, which the workers had launched before, in
+            the same form; empty where all stages compute on the host.
     """
 
     plan: Plan
@@ -135,6 +140,9 @@ class Trace:
     spans: Spans = field(repr=False)
     stage_bytes: tuple[int, ...] = ()
     activation_bytes: tuple[int, ...] = ()
+    device_spans: Spans = field(
+        default_factory=lambda: np.empty(0, SPAN), repr=False, compare=False
+    )
 
     def of_stage(self, stage: int) -> Spans:
         """Return the spans of an address in the order of time; -1 stands for the coordinator."""
@@ -184,7 +192,9 @@ class Trace:
             "activation_bytes": list(self.activation_bytes),
         }
         packed = msgpack.packb(header)
-        spans = np.ascontiguousarray(self.spans).view(np.uint8).data
+        on_devices = self.device_spans.copy()
+        on_devices["kind"] |= _ON_A_DEVICE
+        spans = np.concatenate([self.spans, on_devices]).view(np.uint8).data
         try:
             head = msgpack.packb([_MAGIC, _VERSION, packed, _digest(packed, spans)])
             write_file(path, head, spans)
@@ -254,6 +264,12 @@ def _fitting(trace: Trace) -> Trace:
             raise ValueError(f"its {name!r} are not those of {plan.num_stages} stages")
     if len(spans) and not -1 <= stages.min() <= stages.max() < len(plan.addresses):
         raise ValueError(f"it has spans of other stages than {plan.num_stages}")
+    on_devices = trace.device_spans
+    if not np.isin(on_devices["kind"], (PASS, COMMAND, DRAIN, *COMPUTES)).all() or (
+        len(on_devices)
+        and not 0 <= on_devices["stage"].min() <= on_devices["stage"].max() < len(plan.addresses)
+    ):
+        raise ValueError("it has spans of devices that are those of no stage")
     of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME))
     of_stage = np.isin(kinds, (PASS, COMMAND, DRAIN, *COMPUTES))
     if not (np.where(stages < 0, of_coordinator, of_stage)).all():
@@ -263,6 +279,9 @@ def _fitting(trace: Trace) -> Trace:
 
 def _made(header: dict[str, Any], spans: Spans) -> Trace:
     """Return the trace of the header and the spans of a file."""
+    away = (spans["kind"] & _ON_A_DEVICE) != 0
+    on_devices = spans[away]
+    on_devices["kind"] &= ~np.uint16(_ON_A_DEVICE)
     return Trace(
         plan=Plan.unpacked(header["plan"]),
         credits=header["credits"],
@@ -270,5 +289,6 @@ def _made(header: dict[str, Any], spans: Spans) -> Trace:
         workers=tuple(WorkerFacts(**worker) for worker in header["workers"]),
         stage_bytes=tuple(header["stage_bytes"]),
         activation_bytes=tuple(header["activation_bytes"]),
-        spans=spans,
+        spans=spans[~away],
+        device_spans=on_devices,
     )

@@ -133,6 +133,8 @@ class Loop:
         self._inbox = inbox
         self._options = options
         self._free_ns = time.monotonic_ns()
+        recorder, device = options.recorder, stages[0].runner.device
+        self._marks = None if recorder is None else device.marks(recorder.capacity)
         # The micro-batch at which the order began, and how much of `Plan.work` is done since.
         self._start = self._ended = 0
         self._commands: dict[int, Message] = {}  # the commands to flush that have come, by address
@@ -335,7 +337,7 @@ class Loop:
         announced = m < self._options.announced and kind is not Kind.DRAIN
         if announced:
             self._options.announce(f"{hosted.address}:{kind.value}{m}")
-        start = time.monotonic_ns()
+        start, begin = time.monotonic_ns(), self._marked()
         for message in came.others:
             edge_kind = message.payload.kind
             stage.receive(edge_kind, message.sender, OPEN[edge_kind](self._plan, message))
@@ -351,7 +353,7 @@ class Loop:
             self._options.announce("")  # the action went well
         self._ended += kind in COUNTED
         if self._options.recorder is not None:
-            self._record(CODES[kind], hosted, m, version, came, start)
+            self._record(CODES[kind], hosted, m, version, came, start, begin)
 
     def _update(self, hosted: Exchange, action: Action, came: _Came) -> None:
         """Do an action of an update; or reply that a flush has ended and nothing is in flight."""
@@ -432,7 +434,7 @@ class Loop:
 
     def _serve(self, hosted: Exchange, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
-        start = time.monotonic_ns()
+        start, begin = time.monotonic_ns(), self._marked()
         came = _Came((item,), None, [], self._inbox.arrived_ns, item.sender)
         match item.payload:
             case MicroBatch() as head:
@@ -448,7 +450,7 @@ class Loop:
                 raise ScheduleError(f"{self._plan.title_of(hosted.address)}: {other!r} in the feed")
         version = hosted.stage.parameters.ledger.newest
         if self._options.recorder is not None:
-            self._record(kind, hosted, item.index, version, came, start)
+            self._record(kind, hosted, item.index, version, came, start, begin)
 
     def _pass(self, hosted: Exchange, head: MicroBatch, came: _Came) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
@@ -513,8 +515,19 @@ class Loop:
 
     # -- reports --------------------------------------------------------------------------------
 
+    def _marked(self) -> Any:
+        """Return a mark in what the device does; None on the host, or if nothing is recorded."""
+        return None if self._marks is None else self._marks.mark()
+
     def _record(
-        self, kind: int, hosted: Exchange, index: int, version: int, came: _Came, start: int
+        self,
+        kind: int,
+        hosted: Exchange,
+        index: int,
+        version: int,
+        came: _Came,
+        start: int,
+        begin: Any,
     ) -> None:
         """Write a span that ends now; only where spans are recorded.
 
@@ -525,6 +538,7 @@ class Loop:
             version: The weight version that was read or made.
             came: The messages that were waited for.
             start: When the work began, in ns.
+            begin: The mark where it began on the device; None on the host.
         """
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
         assert recorder is not None
@@ -535,6 +549,8 @@ class Loop:
         )  # fmt: skip
         hosted.sent_bytes = 0
         self._free_ns = end
+        if self._marks is not None:
+            self._marks.note(begin, kind, hosted.address, index, version)
 
     def _spans_of(self, hosted: Exchange) -> dict[str, object]:
         """Return the spans of a stage that the ring still holds, with other facts for the trace."""
@@ -545,10 +561,22 @@ class Loop:
         mine = np.ascontiguousarray(spans[spans["stage"] == hosted.address])
         return {
             "spans": torch.from_numpy(mine.view(np.uint8).copy()),
+            "device_spans": self._device_spans(hosted.address),
             "dropped": recorder.dropped,
             "peak_memory_bytes": peak_memory_bytes(),
             "parameter_bytes": hosted.stage.parameters.nbytes,
         }
+
+    def _device_spans(self, address: int) -> torch.Tensor:
+        """Return the bytes of the spans of a stage on its device; none on the host."""
+        recorder = Recorder(0 if self._marks is None else self._marks.count)
+        for done, start, end in [] if self._marks is None else self._marks.times():
+            if done.stage == address:
+                recorder.record(
+                    done.kind, address, done.index, done.version, 0, 0,
+                    NOBODY, start, 0, start, end, 0,
+                )  # fmt: skip
+        return torch.from_numpy(recorder.spans().view(np.uint8).copy())
 
     def _note(self, hosted: Exchange, action: Action | str) -> None:
         """Note the present action of a stage, for reports of errors and stalls."""

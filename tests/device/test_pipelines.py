@@ -1,5 +1,6 @@
 """Pipelines whose stages compute on an accelerator: the bits of the host, whatever happens."""
 
+import json
 import math
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,11 +22,15 @@ from pipedream_rt import (
     ConfigError,
     Layout,
     NonFiniteLoss,
+    Observe,
     Pipeline,
     Recovery,
     StageFailed,
+    Trace,
     Training,
 )
+from pipedream_rt.observe.timeline import perfetto
+from pipedream_rt.observe.trace import COMPUTES
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("environment")]
 
@@ -233,6 +239,32 @@ def test_explain_and_statistics_tell_of_the_memory_of_devices():
     assert len(re.findall(r"standin:0 .* \d+\.\d +\d+\.\d", text)) == 2
     assert counters[0]["peak_device_memory_bytes"] >= counters[0]["device_memory_bytes"] > 0
     assert "device_memory_bytes" not in counters[1]
+
+
+def test_a_trace_has_the_spans_of_devices_beside_those_of_the_host(tmp_path):
+    with opened(LAYOUTS["mixed"], observe=Observe(trace=True)) as pipe:
+        list(pipe.train_epoch(data_of(4)))
+        trace = pipe.trace()
+    there, host = trace.device_spans, trace.spans
+    assert set(there["stage"].tolist()) == {0, 2, 3}
+    for stage in (0, 2, 3):
+        mine = there[there["stage"] == stage]
+        launched = host[host["stage"] == stage]
+        computed = np.isin(launched["kind"], COMPUTES)
+        of_device = mine[np.isin(mine["kind"], COMPUTES)]
+        for name in ("kind", "index", "version"):
+            assert of_device[name].tolist() == launched[computed][name].tolist()
+        assert (mine["start"] <= mine["end"]).all()
+        assert (mine["end"][:-1] <= mine["start"][1:] + 10_000).all()  # one stream; float32
+        assert abs(int(mine["start"][0]) - int(launched["start"][0])) < 5e9
+    trace.save(tmp_path / "t")
+    again = Trace.load(tmp_path / "t")
+    assert np.array_equal(again.device_spans, there)
+    assert np.array_equal(again.spans, host)
+    drawn = json.loads(perfetto(again))["traceEvents"]
+    names = {e["args"]["name"] for e in drawn if e["name"] == "thread_name"}
+    assert {"stage 0 on its device", "stage 3 on its device"} <= names
+    assert "stage 1 on its device" not in names
 
 
 # -- what goes wrong ----------------------------------------------------------------------------

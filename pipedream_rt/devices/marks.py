@@ -1,0 +1,77 @@
+"""When a device did what a worker has launched: events around each action, read at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+
+class Done(NamedTuple):
+    """An action that was launched between two events.
+
+    Attributes:
+        begin: The event before it.
+        end: The event after it.
+        kind: As in `SPAN`.
+        stage: The address of the stage.
+        index: As in `SPAN`.
+        version: As in `SPAN`.
+    """
+
+    begin: torch.Event
+    end: torch.Event
+    kind: int
+    stage: int
+    index: int  # type: ignore[assignment]  # nobody looks for an element of an action
+    version: int
+
+
+class Marks:
+    """The last actions in one stream.
+
+    Args:
+        stream: The stream.
+        capacity: The number of actions that are kept.
+    """
+
+    def __init__(self, stream: torch.Stream, capacity: int) -> None:
+        """Keep none yet."""
+        self._stream = stream
+        self._done: deque[Done] = deque(maxlen=capacity)
+
+    @property
+    def count(self) -> int:
+        """The number of actions that are kept."""
+        return len(self._done)
+
+    def mark(self) -> torch.Event:
+        """Return an event that says when the stream gets here."""
+        event = torch.Event(self._stream.device, enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def note(self, begin: torch.Event, kind: int, stage: int, index: int, version: int) -> None:
+        """Keep an action that ends here, which began at a mark."""
+        self._done.append(Done(begin, self.mark(), kind, stage, index, version))
+
+    def times(self) -> list[tuple[Done, int, int]]:
+        """Wait for the stream, and return the actions with their times, oldest first.
+
+        Events tell the milliseconds between two of them as a float32, which is exact enough for
+        neighbours alone. So the times are added up from the last mark backwards, for which the host
+        waits, and whose time it therefore knows.
+
+        Returns:
+            Each action, and when it began and ended, in ns of ``time.monotonic_ns``.
+        """
+        later = self.mark()
+        later.synchronize()
+        at, found = float(time.monotonic_ns()), []
+        for done in reversed(self._done):
+            end = at - 1e6 * done.end.elapsed_time(later)
+            at, later = end - 1e6 * done.begin.elapsed_time(done.end), done.begin
+            found.append((done, round(at), round(end)))
+        return found[::-1]
