@@ -259,6 +259,63 @@ def test_reads_of_several_streams_and_writes_beside_each_other_need_no_wait():
 
 
 @pytest.mark.standin
+def test_an_empty_slice_meets_nothing():
+    stream = torch.Stream(D)
+    x = torch.ones(8, device=D)
+    with stream:
+        (x[4:4] + 1).mul_(2)
+    accelerator.synchronize()
+
+
+@pytest.mark.standin
+def test_every_reader_is_waited_for_and_not_only_the_last():
+    first, second, writer = (torch.Stream(D) for _ in range(3))
+    x = torch.ones(8, device=D)
+    accelerator.synchronize()
+    for reader in (first, second):
+        with reader:
+            x.sum()
+    writer.wait_stream(second)
+    with found("aten::fill_ on .* writes what aten::sum on .* reads"), writer:
+        x.fill_(2.0)
+    writer.wait_stream(first)
+    with writer:
+        x.fill_(2.0)
+
+
+@pytest.mark.standin
+def test_statistics_of_normalisation_are_written_in_training_alone():
+    norm = nn.BatchNorm1d(3).to(D)
+    ours, theirs = torch.Stream(D), torch.Stream(D)
+    x, y = torch.ones(2, 3, device=D), torch.ones(2, 3, device=D)
+    norm.eval()
+    accelerator.synchronize()
+    for stream in (ours, theirs):
+        with stream:
+            norm(x)
+    accelerator.synchronize()
+    norm.train().requires_grad_(False)
+    norm.num_batches_tracked = None
+    with theirs:
+        norm(x)
+    with found("native_batch_norm on .* writes what aten::native_batch_norm on .* writes"), ours:
+        norm(y)
+
+
+@pytest.mark.standin
+def test_pages_of_pinned_memory_are_closed_singly():
+    """What a copy does not touch is not in flight, and what it reads may be read."""
+    h = torch.zeros(2048, pin_memory=True)  # two pages
+    h[:1024].copy_(torch.ones(1024, device=D), non_blocking=True)
+    h[1024:].fill_(2.0)
+    x = h[1024:].to(D, non_blocking=True)
+    assert h[1024:].sum() == 2048.0
+    accelerator.synchronize()
+    assert h.tolist() == [1.0] * 1024 + [2.0] * 1024
+    assert x[0].item() == 2.0
+
+
+@pytest.mark.standin
 def test_an_order_is_passed_on():
     """A stream that waits for one that has waited for a third comes after that one too."""
     first, second, third = (torch.Stream(D) for _ in range(3))
@@ -344,9 +401,11 @@ def test_what_does_not_wait_is_not_counted():
     h.copy_(x, non_blocking=True)
     torch.ones(8).to(D, non_blocking=True)
     x.to("standin:1")
-    x[torch.tensor([1, 2], device=D, dtype=torch.long).fill_(1)]
+    x[torch.tensor([1, 2], device=D)]  # copies its numbers
     accelerator.current_stream().record_event().query()
     torch.Stream(D).wait_stream(accelerator.current_stream())
+    torch.histc(x, 4, 0, 1)
+    accelerator.empty_cache()
     assert standin.waits() == {"event": 0, "stream": 0, "device": 0, "item": 0, "copy": 1}
 
 
@@ -509,8 +568,9 @@ assert torch.accelerator.device_count() == torch.standin.device_count() == 2
 assert torch.standin.is_available() and torch.accelerator.is_available()
 torch.manual_seed(3)
 assert torch.accelerator.memory_allocated() == 0
+torch.accelerator.empty_cache()
 assert not torch.standin.is_initialized()
-torch.ones(1, device="standin:1")
+assert torch.accelerator.current_device_index() == 0  # which is a first use, as with CUDA
 assert torch.standin.is_initialized()
 subprocess.run([sys.executable, "-c", "import torch; torch.ones(1, device='standin')"], check=True)
 print("told")

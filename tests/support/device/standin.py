@@ -127,7 +127,7 @@ def _build(built: Path) -> None:
             os.environ.pop("MAX_JOBS")
             if jobs is not None:
                 os.environ["MAX_JOBS"] = jobs
-        os.link(folder / built.name, built)  # whoever sees it sees all of it
+        os.replace(folder / built.name, built)  # whoever sees it sees all of it
 
 
 @contextlib.contextmanager
