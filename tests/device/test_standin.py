@@ -465,6 +465,55 @@ def test_a_wait_is_dropped_for_one_thread_alone():
         standin.ignore_next("nap")
 
 
+def pipeline():
+    """Two devices, each with a stream that computes and one that copies, and all that they need."""
+    computing, sending = torch.Stream("standin:0"), torch.Stream("standin:0")
+    receiving, using = torch.Stream("standin:1"), torch.Stream("standin:1")
+    host = torch.empty(8, pin_memory=True)
+    with computing:
+        x = torch.ones(8, device="standin:0")
+    sending.wait_stream(computing)
+    with sending:
+        host.copy_(x, non_blocking=True)
+    sent = sending.record_event()
+    x.record_stream(sending)
+    del x
+    with computing:
+        torch.zeros(8, device="standin:0")
+    receiving.wait_event(sent)
+    with receiving:
+        y = host.to("standin:1", non_blocking=True)
+    using.wait_stream(receiving)
+    with using:
+        z = y * 2
+    done = using.record_event()
+    y.record_stream(using)
+    del y
+    with receiving:
+        torch.zeros(8, device="standin:1")
+    done.synchronize()
+    host.fill_(7.0)
+    return z.tolist()
+
+
+NEEDED = {"record_event": 4, "wait_event": 3, "record_stream": 2, "event": 1}
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize(
+    ("kind", "after"), [(kind, i) for kind, times in NEEDED.items() for i in range(times)]
+)
+def test_no_wait_of_a_pipeline_can_be_dropped(kind, after):
+    assert pipeline() == [2.0] * 8
+    assert standin.violations() == []
+    standin.ignore_next(kind, after=after)
+    with pytest.raises(RuntimeError, match="standin: "):
+        pipeline()
+    for each in range(2):
+        accelerator.synchronize(each)
+    assert standin.violations()
+
+
 # ---------------------------------------------------------------- memory
 def test_memory_of_a_device_is_closed_to_the_host():
     done = script(
@@ -520,6 +569,11 @@ def test_out_of_memory_is_the_error_of_torch_and_what_is_cached_is_given_back():
         """
 import torch
 assert torch.accelerator.device_count() == 3
+with torch.Stream("standin"):
+    x = torch.ones(8, device="standin")
+assert (x + 1).tolist() == [2.0] * 8  # which is not checked
+del x
+torch.accelerator.synchronize()
 take = lambda size, device: torch.empty(size, dtype=torch.uint8, device=device)
 MB = 1 << 20
 for device in ("standin:0", "standin:2"):
@@ -540,6 +594,7 @@ except torch.OutOfMemoryError:
 """,
         STANDIN_DEVICES="3",
         STANDIN_MEMORY_MB="8",
+        STANDIN_CHECK="0",
     )
     assert done.stdout == "told\n", done.stderr
 

@@ -37,8 +37,8 @@ int index_of(std::optional<c10::Device> device) {
 
 // ------------------------------------------------------------------ memory and views
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-             std::optional<c10::Layout>, std::optional<c10::Device> device,
-             std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+             std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool> pin,
+             std::optional<c10::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   const c10::DeviceGuard guard({kDevice, static_cast<c10::DeviceIndex>(index_of(device))});
   return at::detail::empty_generic(size, &device_allocator(),
@@ -165,8 +165,8 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 // ------------------------------------------------------------------ where torch decides otherwise
-// On accelerators torch calls these in place of what it does on the CPU. They do the latter, so that
-// random numbers and bits are the same, and they leave the derivatives to their parts.
+// On accelerators torch calls these in place of what it does on the CPU. They do the latter, so
+// that random numbers and bits are the same, and they leave the derivatives to their parts.
 std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (p == 0 || !train.value_or(true)) {
     return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
@@ -190,8 +190,7 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, const Tensor& hx,
-                                    const MaybeTensor& input_bias,
-                                    const MaybeTensor& hidden_bias) {
+                                    const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
   const auto ours = with_bias(input, input_bias).chunk(3, 1);
   const auto theirs = with_bias(hidden, hidden_bias).chunk(3, 1);
   const Tensor reset = (theirs[0] + ours[0]).sigmoid();
@@ -205,8 +204,7 @@ int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& v
                          std::optional<double> scale, bool grouped) {
   Views views;
   const auto cpu = [&](const Tensor& tensor) {
-    return views.of(tensor).set_requires_grad(tensor.requires_grad() &&
-                                              at::GradMode::is_enabled());
+    return views.of(tensor).set_requires_grad(tensor.requires_grad() && at::GradMode::is_enabled());
   };
   MaybeTensor cpu_mask;
   if (mask && mask->defined()) {
@@ -260,22 +258,17 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 // The lists are those of CUDA.
 using namespace at::autocast;  // which the macros expect
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m){
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FLOAT32_BY_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-  AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
-  AT_FORALL_FP32(FLOAT32)
-  AT_FORALL_FP32_SET_OPT_DTYPE(FLOAT32_BY_DTYPE)
-  AT_FORALL_PROMOTE(PROMOTE)
-}
+    AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION) AT_FORALL_FP32(FLOAT32)
+        AT_FORALL_FP32_SET_OPT_DTYPE(FLOAT32_BY_DTYPE) AT_FORALL_PROMOTE(PROMOTE)}
 
 // ------------------------------------------------------------------ for the Python face
 TORCH_LIBRARY(standin, m) {
@@ -306,7 +299,8 @@ TORCH_LIBRARY(standin, m) {
         [](bool check, bool raises, int64_t seed) { configure(check, raises, seed); });
   m.def("wait_counts() -> int[]", [] { return counts(); });
   m.def("forget_counts() -> ()", [] { forget_counts(); });
-  m.def("ignore_next(str kind) -> ()", [](const std::string& kind) { ignore_next(kind); });
+  m.def("ignore_next(str kind, int after) -> ()",
+        [](const std::string& kind, int64_t after) { ignore_next(kind, after); });
 }
 
 }  // namespace standin

@@ -14,7 +14,7 @@ namespace standin {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr int kPinned = -1;   // in place of a device
+constexpr int kPinned = -1;    // in place of a device
 constexpr int kPoison = 0xff;  // makes NaNs, and -1 of integers
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -99,8 +99,8 @@ class Pool {
 
   void keep_for_reuse(Block& block) { cached_[{block.stream, block.size}].push_back(block.begin); }
 
-  // Gives the memory of all free blocks back, so that any stream and size may have it. A real device
-  // waits for its work before it unmaps memory, so nobody needs to be asked for the order.
+  // Gives the memory of all free blocks back, so that any stream and size may have it. A real
+  // device waits for its work before it unmaps memory, so nobody needs to be asked for the order.
   void release_cached() {
     for (auto& [key, list] : cached_) {
       for (char* const begin : list) {
@@ -286,7 +286,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
  private:
   static Block& find(Lock& lock, Pool& pool, size_t bytes, int stream) {
-    // A block that other streams were recorded for is free when they are done: now, or not yet.
+    // A block for which other streams were recorded is free when they are done: now, or not yet.
     const auto ready = [&](const Block& block) {
       return block.recorded.empty() || random(lock)() % 2 == 0;
     };
@@ -311,7 +311,8 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     std::vector<std::string> found;
     add_early_reuses(lock, *block, stream, found);
     for (char* const begin : pool.take_suspects(stream)) {
-      if (const Block* const other = pool.block_of(begin); other && other != block && !other->used) {
+      if (const Block* const other = pool.block_of(begin);
+          other && other != block && !other->used) {
         add_early_reuses(lock, *other, stream, found);
       }
     }
@@ -457,7 +458,7 @@ void map_memory(Lock&, int count, size_t bytes) {
     devices.push_back(new Pool(device, bytes));
   }
   pinned = new Pool(kPinned, bytes);
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &handler_before);
@@ -498,7 +499,8 @@ void close_to_host(Lock& lock, Block& block) {
   }
   for (size_t first = 0, last = 0; first < pages.size(); first = last) {  // runs of equal pages
     last = std::find_if(pages.begin() + first, pages.end(),
-                        [&](int page) { return page != pages[first]; }) - pages.begin();
+                        [&](int page) { return page != pages[first]; }) -
+           pages.begin();
     mprotect(block.begin + first * kPage, (last - first) * kPage, pages[first]);
   }
 }

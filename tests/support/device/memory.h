@@ -33,8 +33,8 @@ char* kernel_address(const void* address);    // the address itself for other me
 bool is_pinned(const void* address);
 int device_of_address(const void* address);  // -1 if it is no memory of a device
 
-void close_to_host(Lock&, Block& block);  // pinned pages in flight; does nothing for others
-void open_to_host(Lock&);                 // those that the host has waited for
+void close_to_host(Lock&, Block& block);          // pinned pages in flight; does nothing for others
+void open_to_host(Lock&);                         // those that the host has waited for
 std::vector<std::string> touches_of_host(Lock&);  // what it has touched too early, since last asked
 
 c10::DeviceAllocator& device_allocator();

@@ -72,11 +72,17 @@ struct Facts {
 
 // Operators whose results, or the shapes of those, the host has to know.
 bool host_reads_result_of(const std::string& name) {
-  static const std::set<std::string> names{
-      "aten::_local_scalar_dense", "aten::equal",           "aten::nonzero",
-      "aten::masked_select",       "aten::_unique",         "aten::_unique2",
-      "aten::unique_dim",          "aten::unique_consecutive", "aten::unique_dim_consecutive",
-      "aten::repeat_interleave",   "aten::bincount"};
+  static const std::set<std::string> names{"aten::_local_scalar_dense",
+                                           "aten::equal",
+                                           "aten::nonzero",
+                                           "aten::masked_select",
+                                           "aten::_unique",
+                                           "aten::_unique2",
+                                           "aten::unique_dim",
+                                           "aten::unique_consecutive",
+                                           "aten::unique_dim_consecutive",
+                                           "aten::repeat_interleave",
+                                           "aten::bincount"};
   return names.count(name) > 0;
 }
 
@@ -85,10 +91,14 @@ Facts read_schema(const c10::FunctionSchema& schema) {
   for (const auto& each : schema.arguments()) {
     const auto type = each.type()->str();
     const auto* const alias = each.alias_info();
-    facts.arguments.push_back({type.find("Generator") != std::string::npos, each.is_out(),
-                               alias != nullptr && alias->isWrite(), each.name() == "indices",
-                               each.name() == "scalars",
-                               each.name().rfind("running_", 0) == 0});
+    Argument argument;
+    argument.generator = type.find("Generator") != std::string::npos;
+    argument.out = each.is_out();
+    argument.writes = alias != nullptr && alias->isWrite();
+    argument.indices = each.name() == "indices";
+    argument.scalars = each.name() == "scalars";
+    argument.running = each.name().rfind("running_", 0) == 0;
+    facts.arguments.push_back(argument);
     if (each.name() == "training" || each.name() == "train") {
       facts.training = static_cast<int>(facts.arguments.size()) - 1;
     }
@@ -147,8 +157,8 @@ class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, const Facts& facts, int device, Stack given)
       : cpu(std::move(given)), name_(op.schema().name()), device_(device) {
-    const bool trains = facts.training >= 0 && cpu[facts.training].isBool() &&
-                        cpu[facts.training].toBool();
+    const bool trains =
+        facts.training >= 0 && cpu[facts.training].isBool() && cpu[facts.training].toBool();
     for (size_t i = 0; i < cpu.size(); i++) {
       Argument argument = facts.arguments[i];
       argument.writes |= argument.running && trains;
@@ -285,8 +295,8 @@ at::Tensor Views::of(const at::Tensor& tensor) {
 
 Range range_of(const at::Tensor& tensor, bool writes) {
   const auto size = static_cast<int64_t>(tensor.itemsize());
-  char* const begin = static_cast<char*>(tensor.storage().mutable_data()) +
-                      tensor.storage_offset() * size;
+  char* const begin =
+      static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * size;
   int64_t last = tensor.numel() > 0 ? 1 : 0;
   for (int64_t i = 0; i < tensor.dim() && last > 0; i++) {
     last += (tensor.size(i) - 1) * tensor.stride(i);
@@ -358,14 +368,14 @@ void take_kernels_of_cpu() {
     const bool convolution =
         name.overload_name.empty() && name.name.find("_overrideable") != std::string::npos;
     const bool copy = name.name == "aten::_to_copy" || name.name == "aten::copy_";
-    const bool wanted = convolution || (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-                                        !returns_view(op->schema()) && !copy &&
-                                        takes_tensors(op->schema()));
+    const bool wanted =
+        convolution || (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+                        !returns_view(op->schema()) && !copy && takes_tensors(op->schema()));
     if (wanted && !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
-      kept->push_back(dispatcher.registerImpl(
-          name, c10::DispatchKey::PrivateUse1,
-          c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>(), std::nullopt, nullptr,
-          "the stand-in"));
+      kept->push_back(
+          dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
+                                  c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>(),
+                                  std::nullopt, nullptr, "the stand-in"));
     }
   }
 }

@@ -29,8 +29,8 @@ void host_waits_for_stream(Wait kind, int stream);
 // Runs any operator that has a kernel for the CPU.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// Every operator that has a kernel for the CPU takes it, so that nothing is decomposed otherwise and
-// the bits are the CPU's. Those that were written by hand must be registered by then.
+// Every operator that has a kernel for the CPU takes it, so that nothing is decomposed otherwise
+// and the bits are the CPU's. Those that were written by hand must be registered by then.
 void take_kernels_of_cpu();
 
 }  // namespace standin

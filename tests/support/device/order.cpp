@@ -68,7 +68,8 @@ State& state() {
 thread_local int the_device = 0;
 thread_local std::vector<int> the_streams;
 thread_local int launches_of_thread = 0;
-thread_local std::array<int, kAllWaits> ignored{};
+// For each kind, how many waits count before the one that does not; -1 if all do.
+thread_local std::array<int64_t, kAllWaits> ignored{-1, -1, -1, -1, -1, -1, -1, -1};
 
 uint64_t part(const Clock& clock, size_t stream) {
   return stream < clock.size() ? clock[stream] : 0;
@@ -101,8 +102,8 @@ bool returned(Lock&, const Clock& clock) {
   return true;
 }
 
-// Waits until the kernels that a clock speaks of have returned. This cannot deadlock: a clock speaks
-// of launches alone that are older than whoever waits for it.
+// Waits until the kernels that a clock speaks of have returned. This cannot deadlock, since a clock
+// speaks of launches alone that are older than whoever waits for it.
 void wait_until_returned(Lock& lock, const Clock& clock) {
   if (launches_of_thread > 0 || returned(lock, clock)) {
     return;  // the first: a kernel of the CPU that uses a device itself
@@ -143,8 +144,7 @@ std::vector<std::string> conflicts(Lock& lock, int stream, const std::string& op
 void keep(Lock& lock, Block& block, Access access) {
   auto& kept = block.accesses;
   const auto covered = [&](const Access& old) {
-    const bool inside =
-        access.range.begin <= old.range.begin && old.range.end <= access.range.end;
+    const bool inside = access.range.begin <= old.range.begin && old.range.end <= access.range.end;
     return host_has_waited_for(lock, old) ||
            (inside && (access.range.writes || (old.stream == access.stream && !old.range.writes)));
   };
@@ -330,15 +330,15 @@ void forget_counts() {
   }
 }
 
-void ignore_next(const std::string& kind) {
+void ignore_next(const std::string& kind, int64_t after) {
   const auto* const found = std::find(std::begin(kWaits), std::end(kWaits), kind);
   TORCH_CHECK(found != std::end(kWaits), "standin: there is no kind of wait called ", kind);
-  ignored[found - kWaits]++;
+  ignored[found - kWaits] = after;
 }
 
 bool is_ignored(Wait kind) {
-  int& left = ignored[static_cast<int>(kind)];
-  return left > 0 && left-- > 0;
+  int64_t& left = ignored[static_cast<int>(kind)];
+  return left >= 0 && left-- == 0;
 }
 
 // ------------------------------------------------------------------ launches

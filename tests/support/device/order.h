@@ -27,8 +27,8 @@ using Lock = std::unique_lock<std::mutex>;
 
 // The waits that are counted and can be dropped. The host waits in the first five.
 enum class Wait { event, stream, device, item, copy, wait_event, record_event, record_stream };
-constexpr const char* kWaits[] = {
-    "event", "stream", "device", "item", "copy", "wait_event", "record_event", "record_stream"};
+constexpr const char* kWaits[] = {"event", "stream",     "device",       "item",
+                                  "copy",  "wait_event", "record_event", "record_stream"};
 constexpr int kHostWaits = 5;
 constexpr int kAllWaits = 8;
 
@@ -89,8 +89,8 @@ std::vector<std::string> take_violations();
 void count(Wait kind);
 std::vector<int64_t> counts();
 void forget_counts();
-void ignore_next(const std::string& kind);
-bool is_ignored(Wait kind);  // for this thread; only the next one is
+void ignore_next(const std::string& kind, int64_t after);
+bool is_ignored(Wait kind);  // for this thread
 
 // An operation on a stream, from the check of its accesses to its end. The kernel runs meanwhile.
 class Launch {

@@ -17,7 +17,8 @@ open: how often a query says no before it says yes.
 
 What it cannot tell: how fast anything is, numerics of real kernels, and a missing lock between
 threads of the host, which have one clock together. Strides are seen as whole extents, so two
-streams that each write some columns of a matrix are reported although they do not meet.
+streams that each write some columns of a matrix are reported although they do not meet. There are
+no sparse tensors on it, no graphs, and no memory that processes share.
 """
 
 import contextlib
@@ -38,6 +39,8 @@ SOURCES = sorted(HERE.glob("*.cpp"))
 FLAGS = ["-O1", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 NAME = "standin"
 TORCH = "2.13"
+LATEST_S = 600.0
+"""Seconds to wait for another process that builds it, which takes a minute."""
 
 WAITS = ("event", "stream", "device", "item", "copy")
 DROPPABLE = (*WAITS, "wait_event", "record_event", "record_stream")
@@ -105,7 +108,7 @@ def _build(built: Path) -> None:
     built.parent.mkdir(parents=True, exist_ok=True)
     # The lock is let go of by the system if its owner is killed, unlike the one that torch takes
     # in the folder, which would then be waited for for ever.
-    with FileLock(built.parent / "building"), _tools_on_path():
+    with FileLock(built.parent / "building", timeout=LATEST_S), _tools_on_path():
         if built.exists():
             return
         from torch.utils import cpp_extension
@@ -173,13 +176,14 @@ def forget_waits() -> None:
     torch.ops.standin.forget_counts()
 
 
-def ignore_next(kind: str) -> None:
+def ignore_next(kind: str, *, after: int = 0) -> None:
     """Let the next wait of a kind in this thread order nothing, as if it had been forgotten.
 
     Kinds are those of `waits`, and ``wait_event``, ``record_event`` and ``record_stream``. A stream
-    that waits for another is a ``record_event`` and a ``wait_event``.
+    that waits for another is a ``record_event`` and a ``wait_event``. With ``after``, so many waits
+    of the kind come before the one that is dropped.
     """
-    torch.ops.standin.ignore_next(kind)
+    torch.ops.standin.ignore_next(kind, after)
 
 
 if __name__ == "__main__":
