@@ -94,6 +94,12 @@ def _is_key(value: Any) -> bool:
     return len(value) <= 1 << 12
 
 
+def _generator_there(value: Any) -> bool:
+    """Whether a value can be the state of the generator of an accelerator, of whatever kind."""
+    is_tensor = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 1
+    return is_tensor and value.numel() <= _LARGEST_STATE
+
+
 def _group(value: Any) -> bool:
     """Whether a value can be the hyper-parameters of a group, packed."""
     return _VALUES(value) and "params" not in value
@@ -107,6 +113,7 @@ def _real(value: Any) -> bool:
 _NAME = schema.text(1 << 12)
 _COUNT = schema.whole(0, 1 << 53)
 _TWISTER = 624  # words of 32 bits in the state of the generators of Python and NumPy
+_LARGEST_STATE = 1 << 16  # bytes; those of CUDA have 16
 _GENERATORS = schema.fields(
     {
         "torch": _generator,
@@ -123,7 +130,9 @@ _GENERATORS = schema.fields(
             schema.number,
         ),
         "loader": schema.list_of(_generator),
-    }
+        "devices": schema.list_of(_generator_there),
+    },
+    optional=("devices",),
 )
 _BETWEEN_EPOCHS = schema.fields(
     {

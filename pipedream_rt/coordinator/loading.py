@@ -32,6 +32,7 @@ import torch
 from numpy import random as numpy_random
 
 from pipedream_rt.coordinator.results import PendingStep
+from pipedream_rt.devices.randomness import set_states_there, states_there
 from pipedream_rt.errors import ConfigError
 
 Generators = dict[str, Any]
@@ -39,8 +40,10 @@ Generators = dict[str, Any]
 
 
 def generators(loader: object = None) -> Generators:
-    """Return the states of the generators of torch (CPU), Python, NumPy and the loader."""
+    """Return the states of the generators of torch, Python, NumPy and the loader."""
+    devices = states_there()
     return {
+        **({"devices": devices} if devices else {}),
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": numpy_random.get_state(legacy=True),
@@ -57,6 +60,7 @@ def _saveable(state: Generators) -> Generators:
 def set_generators(state: Generators, loader: object = None) -> None:
     """Set the random generators to states that `_saveable` gave."""
     torch.set_rng_state(state["torch"])
+    set_states_there(state.get("devices", ()))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import flatten, unflatten
+from pipedream_rt.stage.seeds import kept_generator_state
 
 _log = logging.getLogger(__name__)
 
@@ -96,12 +97,8 @@ class LossCheck:
         enough = 2 if parts * sum(t.nbytes for t in tensors) > _MOST_BYTES else parts
         if len(self._parts) == enough:
             kept, self._parts, self._is_done = self._parts, [], True
-            state = torch.default_generator.get_state()
-            try:
-                with torch.no_grad():
-                    self._compare(kept)
-            finally:
-                torch.default_generator.set_state(state)
+            with kept_generator_state(), torch.no_grad():
+                self._compare(kept)
         self._seen += 1
         if self._seen == parts:  # the next one is of another mini-batch
             self._seen, self._is_done = 0, False
@@ -152,7 +149,7 @@ class LossCheck:
             unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
             for structure, tensors in (output, target)
         ]
-        torch.default_generator.manual_seed(seed)
+        torch.manual_seed(seed)
         loss = copy.deepcopy(self._loss)
         if double and isinstance(loss, torch.nn.Module):
             loss = loss.double()

@@ -57,6 +57,11 @@ def advice_on(error: BaseException, value: Any) -> str:
             ". Something that the backward needs was changed in place before it ran, because other "
             "micro-batches pass in between. If it is a buffer, let forward use a clone of it"
         )
+    if isinstance(error, RuntimeError) and "tensors to be on the same device" in str(error):
+        return (
+            ". What a layer or the loss holds and is no parameter or buffer stays where it was "
+            "made: register it as a buffer, or write .to(x.device) where it is used"
+        )
     return ""
 
 

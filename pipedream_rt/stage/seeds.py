@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
-import torch
+from pipedream_rt.devices.randomness import random_state, set_random_state
 
 
 def layer_seed(seed: int, micro_batch: int | str, layer: str) -> int:
@@ -27,9 +27,9 @@ def layer_seed(seed: int, micro_batch: int | str, layer: str) -> int:
 
 @contextmanager
 def kept_generator_state() -> Iterator[None]:
-    """Give torch's default generator its state back, for other code that draws from it."""
-    state = torch.get_rng_state()
+    """Give torch's generators their states back, for other code that draws from them."""
+    state = random_state()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        set_random_state(state)

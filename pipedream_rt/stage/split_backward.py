@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from pipedream_rt.devices.randomness import has_drawn, random_state, set_random_state
 from pipedream_rt.errors import ConfigError
 
 Gradients = tuple[Tensor | None, ...]
@@ -151,14 +152,14 @@ class SplitBackward:
 
     def first_half(self) -> None:
         """Compute the gradients of the inputs, which autograd brings to the nodes of the inputs."""
-        seeded = torch.get_rng_state()
+        seeded = random_state()
         if self._together:
             torch.autograd.backward(self._roots, self._gradients)
             self._roots = []
         elif self._path:
             self._watch_path()
             self._run_path()
-        self._drew = not torch.equal(seeded, torch.get_rng_state())
+        self._drew = has_drawn(seeded)
         # If the graph cannot be cut, these are the gradients of all weights; else those that an
         # autograd Function has added by a backward of its own.
         self._found = [weight.grad for weight in self._weights]
@@ -198,12 +199,12 @@ class SplitBackward:
                 weight.grad = found if weight.grad is None else weight.grad + found
         if self._together:
             return
-        seeded = torch.get_rng_state()
+        seeded = random_state()
         edges, gradients = self._off_path()
-        torch.set_rng_state(seeded)  # hooks that ran again may have drawn
+        set_random_state(seeded)  # hooks that ran again may have drawn
         if edges:
             torch.autograd.backward(edges, gradients)
-        if self._drew and not torch.equal(seeded, torch.get_rng_state()):
+        if self._drew and has_drawn(seeded):
             raise ConfigError(
                 "the backward of this stage draws random numbers both for its input and for its "
                 "weights; cut in two halves it would draw them in another order, so use a schedule "

@@ -151,6 +151,60 @@ def test_a_run_goes_on_from_a_device_on_the_host_and_back(tmp_path):
     assert_same(expected, (losses, state))
 
 
+class Noisy(torch.autograd.Function):
+    """Draws in its backward, for the gradients of its input and of its weight."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.rand_like(gradient), torch.rand_like(gradient).sum(0)
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return Noisy.apply(x, self.w)
+
+
+def test_random_numbers_of_a_device_in_both_halves_of_a_backward_are_refused():
+    model = nn.Sequential(nn.Linear(6, 6), Draws(), Draws(), nn.Linear(6, 4))
+    options = {"stages": 2, "schedule": "zero-bubble", "micro_batches": 4}
+    for devices in ("cpu", "standin"):
+        with (
+            opened(devices, model, **options) as pipe,
+            pytest.raises(StageFailed, match="draws random numbers both"),
+        ):
+            list(pipe.train_epoch(data_of(2)))
+
+
+def test_a_loader_that_draws_on_a_device_goes_on_with_the_same_numbers(tmp_path):
+    def loader():
+        for _ in range(6):
+            yield torch.randn(8, 6, device="standin:1"), torch.randint(4, (8,), device="standin:0")
+
+    found = []
+    for stops in ((6,), (3, 6)):
+        torch.manual_seed(3)
+        losses = []
+        for stop in stops:
+            kept = Checkpoints(tmp_path / f"{len(stops)}", every=3, resume=True)
+            with opened("standin", checkpoint=kept) as pipe:
+                for result in pipe.train_epoch(loader()):
+                    losses.append(result.loss)
+                    if result.step == stop - 1 and stop < 6:
+                        break
+                state = pipe.state_dict()
+            torch.rand(5, device="standin:1")
+        found.append((losses[:3] + losses[-3:], state))
+    assert_same(*found)
+
+
 # -- what is given and returned -----------------------------------------------------------------
 
 
@@ -297,6 +351,15 @@ def test_an_error_of_a_layer_names_it_and_the_run_can_be_closed():
         pytest.raises(StageFailed, match=r"stage 2, F2: ValueError: three, in layer '2' \(Fails\)"),
     ):
         list(pipe.train_epoch(data))
+
+
+def test_a_tensor_that_stays_on_the_host_is_told_of():
+    weights = torch.ones(4)
+    with (
+        opened("standin", loss_fn=lambda y, t: F.cross_entropy(y, t, weight=weights)) as pipe,
+        pytest.raises(StageFailed, match=r"register it as a buffer, or write \.to\(x\.device\)"),
+    ):
+        list(pipe.train_epoch(data_of(2)))
 
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are():

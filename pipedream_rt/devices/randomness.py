@@ -1,0 +1,50 @@
+"""The random generators of torch in this process: that of the host, and those of accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def states_there() -> list[Tensor]:
+    """Return the states of the generators of all accelerators, if this process has used one.
+
+    To ask for them would begin to use one.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.get_device_module(kind).is_initialized():
+        return []
+    module = torch.get_device_module(kind)
+    return [module.get_rng_state(number) for number in range(torch.accelerator.device_count())]
+
+
+def set_states_there(states: Sequence[Tensor]) -> None:
+    """Set the generators of accelerators to states that `states_there` has returned.
+
+    States of another number of accelerators, as a checkpoint of another machine has them, are left.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if not states or kind is None or len(states) != torch.accelerator.device_count():
+        return
+    module = torch.get_device_module(kind)
+    for number, state in enumerate(states):
+        module.set_rng_state(state, number)
+
+
+def random_state() -> list[Tensor]:
+    """Return the states of all generators, that of the host first."""
+    return [torch.get_rng_state(), *states_there()]
+
+
+def set_random_state(state: Sequence[Tensor]) -> None:
+    """Set all generators to what `random_state` has returned."""
+    host, *there = state
+    torch.set_rng_state(host)
+    set_states_there(there)
+
+
+def has_drawn(since: Sequence[Tensor]) -> bool:
+    """Whether a generator has moved on since `random_state` returned its state."""
+    return any(not torch.equal(a, b) for a, b in zip(since, random_state(), strict=False))
