@@ -19,11 +19,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from .suite.devices import BENCHMARKS as OF_DEVICES
 from .suite.parts import BENCHMARKS as OF_PARTS
 from .suite.runs import Line, newest, run, summed_up
 from .suite.training import BENCHMARKS as OF_TRAINING
 
-BENCHMARKS = {**OF_TRAINING, **OF_PARTS}
+BENCHMARKS = {**OF_TRAINING, **OF_PARTS, **OF_DEVICES}
 
 
 def markdown(table: Table) -> str:

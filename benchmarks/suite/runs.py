@@ -57,6 +57,7 @@ class Benchmark:
         table: Makes the table of results.
         curve: Yields name, x and y of points, for a picture; None if there is no picture.
         axes: What the picture has on its two axes.
+        once: Whether each case is measured once, however many repeats are asked for.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Benchmark:
     table: Callable[[list[Line]], Table]
     curve: Callable[[list[Line]], Iterator[tuple[str, float, float]]] | None = None
     axes: tuple[str, str] = ("", "")
+    once: bool = False
 
 
 def table_of(title: str, *heads: str) -> Table:
@@ -153,7 +155,7 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
     RESULTS.mkdir(exist_ok=True)
     commit = machine()["commit"]
     known = [line for line in lines_of(name) if line["commit"] == commit]
-    for number in range(repeats):
+    for number in range(1 if benchmark.once else repeats):
         for case in benchmark.cases:
             if len(_of(case, known)) > number:
                 continue

@@ -5,9 +5,11 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from support.deadlines import LATEST_S
 from support.device import standin
 from torch import nn
 
+import pipedream_rt
 from pipedream_rt import (
     Checkpoints,
     ConfigError,
@@ -370,8 +373,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are():
 
 @pytest.mark.processes
 def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as found:
         address = f"127.0.0.1:{found.getsockname()[1]}"
     devices = ["standin:1", "standin:0", "cpu", "standin:7"]
@@ -393,3 +394,26 @@ def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
             assert [each["device"] for each in pipe.statistics()] == devices[:3]
     finally:
         assert [each.wait(LATEST_S) for each in started] == [0, 0, 0]
+
+
+# -- the program that is run where there is a GPU -------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("bits", {"two runs equal": True, "4 stages equal 1": True}),
+        ("recovery", {"bits equal": True}),
+        ("ours 2 1f1b several", {"devices": ["standin:0", "standin:1"]}),
+    ],
+)
+def test_a_case_of_the_benchmark(case, told):
+    root = Path(pipedream_rt.__file__).parent.parent
+    command = [sys.executable, "-W", "ignore", root / "benchmarks/devices.py", *case.split()]
+    done = subprocess.run(
+        [*command, "--tiny"], capture_output=True, text=True, timeout=LATEST_S, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {key: found.get(key) for key in told} == told
+    assert found["device"] == "stand-in 0"
