@@ -39,6 +39,7 @@ MAP = (
     (("messages", "what travels"),),
     (("models", "a model to stages"), ("checkpoint", "checkpoints on disk")),
     (("corrections", "stale gradients"), ("optimizers", "that bear them")),
+    (("devices", "what it runs on"),),
     (("stage", "one stage"), ("stage/rules", "what features do")),
     (("job", "before anything runs"),),
     (("transport", "to the next inbox"), ("transport/rpc", "references")),
