@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs unit stress chaos engines bench clean
+.PHONY: demo test lint types docs unit stress devices chaos engines bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
@@ -31,9 +31,20 @@ docs: $(VENV)/installed
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Many seeds and long runs.
-stress: $(VENV)/installed
+# Many seeds and long runs; and what the stand-in for an accelerator must give the same bits for.
+stress: $(VENV)/installed devices
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600
+
+# The tests of exactness, any model, recovery and compatibility, with stages on the stand-in, whose
+# check is on. A part of it is in `make test` (tests/devices).
+ON_DEVICES := tests/test_exactness.py tests/test_any_model.py tests/test_determinism.py \
+	tests/test_replicas.py tests/test_weighing.py tests/test_corrections.py tests/test_diamond.py \
+	tests/test_sequences.py tests/test_optimizers.py tests/test_compatibility.py tests/test_hf.py \
+	tests/coordinator/test_recovery.py tests/coordinator/test_resume.py tests/test_chaos.py
+devices: $(VENV)/installed
+	$(BIN)/python tests/support/device/standin.py
+	PYTHONPATH=tests/support/device/autoload $(BIN)/python -m pytest -n 2 --dist loadfile \
+		-m "not stress" --device standin $(ON_DEVICES)
 
 # Workers and scripts that die, hang and raise at random places: the long versions of three files of
 # tests, which are part of `make stress` too; they print their seeds.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.device import differs, standin
 from support.ticking import Clock
 
 from pipedream_rt import Pipeline
@@ -23,6 +24,13 @@ def pytest_addoption(parser):
         default="cpu",
         help="What pipelines compute on where a test does not say: `standin`, or an accelerator.",
     )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == standin.NAME:
+        for item in items:
+            if (reason := differs.why(item.nodeid)) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -396,6 +396,33 @@ def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
         assert [each.wait(LATEST_S) for each in started] == [0, 0, 0]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("pipelines", [3, pytest.param(250, marks=pytest.mark.stress)])
+def test_workers_end_cleanly_right_after_a_backward(pipelines):
+    """Autograd's own thread for a device may hold what a backward has left while Python ends."""
+    codes = []
+    for _ in range(pipelines):
+        with opened(["standin:0", "standin:1"], stages=2, workers="local") as pipe:
+            list(pipe.train_epoch(data_of(1)))
+            workers = list(pipe._group.cluster._local.processes.values())
+        codes += [worker.wait(LATEST_S) for worker in workers]
+    assert codes == [0] * 2 * pipelines
+
+
+@pytest.mark.processes
+def test_a_script_ends_cleanly_right_after_a_backward_of_its_own():
+    body = (
+        "import torch, pipedream_rt\n"
+        "m = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))\n"
+        "p = pipedream_rt.Pipeline(m, stages=2, loss_fn=torch.nn.functional.mse_loss,\n"
+        "    optimizer=(torch.optim.SGD, {'lr': 0.1}), workers='serial', devices='standin')\n"
+        "print(p.submit(torch.ones(4, 6), torch.ones(4, 6)).result().loss)\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", body], timeout=LATEST_S)
+        assert done.returncode == 0
+
+
 # -- the program that is run where there is a GPU -------------------------------------------------
 
 
