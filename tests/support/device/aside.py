@@ -81,21 +81,23 @@ def _run(item: pytest.Function) -> Told:
     log = folder / "log"
     log.touch()
     (folder / "ids").write_text("\n".join(marked))
-    # Of their own time limit, since this one is waited for as long as a single test.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", f"@{folder / 'ids'}"]
+    is_long = any(each.get_closest_marker("stress") for each in item.session.items)
+    limit_s = 3600 if is_long else LATEST_S
+    # The session has chosen them, by `-m` perhaps.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", ""]
     told = Told()
     try:
         done = subprocess.run(
-            [*command, "--timeout", str(LATEST_S)],
+            [*command, "--timeout", str(limit_s), f"@{folder / 'ids'}"],
             cwd=item.config.rootpath,
             env={**standin.environment(), LOG: str(log)},
             capture_output=True,
             text=True,
-            timeout=2 * LATEST_S,
+            timeout=2 * limit_s,
         )
         told.output = (done.stdout + done.stderr)[-5000:]
     except subprocess.TimeoutExpired:
-        told.output = f"it was ended after {2 * LATEST_S} s"
+        told.output = f"it was ended after {2 * limit_s} s"
     for line in log.read_text().splitlines():
         record = json.loads(line)
         told.running = record["test"]
