@@ -33,7 +33,7 @@ from pipedream_rt.devices.marks import Marks
 from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
 from pipedream_rt.messages.message import Loss, Message, Payload, Send
 from pipedream_rt.messages.tree import own
-from pipedream_rt.models.program import Around, replaced
+from pipedream_rt.models.program import on_device
 from pipedream_rt.models.tensors import in_place_of, named_tensors
 from pipedream_rt.schedules import EdgeKind
 
@@ -90,19 +90,8 @@ class Accelerator:
                 setattr(module.get_submodule(path), short, moved[id(tensor)])
 
     def placed(self, value: Any) -> Any:
-        """See `Device.placed`: tensors, devices and contexts are those of this device."""
-        return replaced(value, (Tensor, torch.device, Around), self._meant)
-
-    def _meant(self, value: Tensor | torch.device | Around) -> Any:
-        """Return what a constant stands for here."""
-        if isinstance(value, Tensor):
-            return value.to(self._device)
-        if isinstance(value, torch.device):
-            return self._device if value.type != "meta" else value
-        if value.autocast is None:
-            return value
-        _, enabled, dtype = value.autocast
-        return value._replace(autocast=(self._device.type, enabled, dtype))
+        """See `Device.placed`."""
+        return on_device(value, self._device)
 
     def seed(self, seed: int) -> None:
         """See `Device.seed`; a layer may draw on the host too."""

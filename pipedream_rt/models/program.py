@@ -299,6 +299,21 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
     return value
 
 
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a value, as a program, whose tensors, devices and contexts are those of a device."""
+
+    def meant(each: Tensor | torch.device | Around) -> Any:
+        if isinstance(each, Tensor):
+            return each.to(device)
+        if isinstance(each, torch.device):
+            return each if each.type == "meta" else device
+        if each.autocast is None:
+            return each
+        return each._replace(autocast=(device.type, *each.autocast[1:]))
+
+    return replaced(value, (Tensor, torch.device, Around), meant)
+
+
 _PLAIN = {type(None), bool, int, float, str, bytes, complex}
 
 

@@ -42,6 +42,7 @@ from pipedream_rt.models.program import (
     Slot,
     Step,
     found,
+    on_device,
     replaced,
     slots_in,
 )
@@ -163,21 +164,8 @@ def record(
             recorder.begin(watch)
             output = called_with(model, args, {**kwargs, **carried})
         program = recorder.finish(output, at_first)
-    return program if home.type == "cpu" else _of_host(program)
-
-
-def _of_host(program: Program) -> Program:
-    """Return a program whose constants are on the host, of one that was recorded elsewhere."""
-
-    def meant(value: Tensor | torch.device | Around) -> Any:
-        if isinstance(value, Tensor):
-            return value.cpu()
-        if isinstance(value, torch.device):
-            return value if value.type == "meta" else torch.device("cpu")
-        return value if value.autocast is None else Around(value.grad, ("cpu", *value.autocast[1:]))
-
-    found: Program = replaced(program, (Tensor, torch.device, Around), meant)
-    return found
+    there: Program = program if home.type == "cpu" else on_device(program, torch.device("cpu"))
+    return there
 
 
 def refuse_changing(one: Program, other: Program) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ from pipedream_rt.models.program import (
     filled,
     found,
     held_by,
+    on_device,
     put,
     replaced,
 )
@@ -45,6 +47,7 @@ from pipedream_rt.planning import files
 from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
+from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
 
 Optimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
@@ -73,7 +76,8 @@ def profile(
                         optimizer=(torch.optim.AdamW, {"lr": 3e-4}))
 
     Times are medians, of this process: it should have as many threads as a worker will have
-    (`torch.set_num_threads`).
+    (`torch.set_num_threads`). A model on an accelerator is measured there: from when its layers are
+    launched until the device has done them.
 
     Args:
         model: A model that a `Pipeline` takes.
@@ -113,9 +117,11 @@ def profile(
         inputs = dict(enumerate(flat_copy((example.args, example.kwargs))[1]))
     else:
         inputs = {0: example.args[0]}
+    home = _home_of(unsplit.whole)
+    parts, inputs, target = on_device((parts, inputs, example.target), home)
     meter = _Meter(unsplit.whole, loss_fn, made, repeats, warm_up)
     with _left_as_it_was(unsplit.whole, loss_fn):
-        layers = list(meter.measure(parts, inputs, example.target, autocast))
+        layers = list(meter.measure(parts, inputs, target, autocast))
     refuse_unsettled(layers)
     edges = {
         (source, number): size
@@ -247,6 +253,19 @@ def hash_of(
 # -- the parts ------------------------------------------------------------------------------------
 
 
+def _home_of(model: nn.Module) -> torch.device:
+    """Return the device that a model is on: that of its first weight."""
+    tensors = chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _now(device: torch.device) -> float:
+    """Return the time, in seconds, once a device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
 def _parts(
     model: UnsplitModel, example: Batch, owns_loss: bool, autocast: torch.dtype | None
 ) -> list[tuple[str, StageProgram]]:
@@ -297,7 +316,7 @@ def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     gradients = [(parameter, parameter.grad) for m in whole for parameter in m.parameters()]
-    with torch.random.fork_rng(devices=[]):
+    with kept_generator_state():
         try:
             yield
         finally:
@@ -471,10 +490,11 @@ class _Meter:
             for number in range(self._warm_up + self._repeats):
                 for copy in copies:
                     copy.grad = torch.full_like(copy, 1e-3)
-                start = time.perf_counter()
+                start = _now(copies[0].device)
                 optimizer.step()
+                end = _now(copies[0].device)
                 if number >= self._warm_up:
-                    times.append(time.perf_counter() - start)
+                    times.append(end - start)
         except Exception as error:  # an optimizer may raise anything
             raise ConfigError(f"{cls.__name__} cannot step this model: {error}") from error
         state = sum(t.nbytes for each in optimizer.state.values() for t in _tensors(each))
@@ -524,6 +544,7 @@ class _Part:
         self.weights = [t for t in tensors if t.requires_grad and t.is_leaf]
         self.frozen_bytes = sum(t.nbytes for t in tensors if not t.requires_grad)
         self._fixed = {t.untyped_storage().data_ptr() for t in tensors}
+        self._home = _home_of(model)
 
     def _inputs(self) -> tuple[dict[int, Any], list[Tensor]]:
         """Return fresh inputs, and those of their tensors of which gradients are sent back."""
@@ -541,7 +562,8 @@ class _Part:
 
     def _forward(self, values: dict[int, Any]) -> dict[int, Any]:
         """Do the steps; return what goes out, by slot."""
-        cast = torch.autocast("cpu", dtype=self._autocast, enabled=self._autocast is not None)
+        kind, casts = self._home.type, self._autocast is not None
+        cast = torch.autocast(kind, dtype=self._autocast, enabled=casts)
         with torch.enable_grad(), cast:
             for step, call in self._calls:
                 args, kwargs = filled((step.args, step.kwargs), values, self._held)
@@ -567,9 +589,9 @@ class _Part:
         """Return the seconds of a forward, of its backward for the input, and of the whole one."""
         gc.collect(0)
         values, leaves = self._inputs()
-        start = time.perf_counter()
+        start = _now(self._home)
         made = self._forward(values)
-        forward = time.perf_counter() - start
+        forward = _now(self._home) - start
         both = self._backward(made, [*leaves, *self.weights])
         del made
         for_input = 0.0
@@ -580,16 +602,15 @@ class _Part:
             for_input = both
         return forward, min(for_input, both), both
 
-    @staticmethod
-    def _backward(made: dict[int, Any], wanted: Sequence[Tensor]) -> float:
+    def _backward(self, made: dict[int, Any], wanted: Sequence[Tensor]) -> float:
         """Return the seconds of a backward for some tensors."""
         roots = [t for t in _tensors(made) if t.requires_grad]
         if not roots or not wanted:
             return 0.0
         ones = [torch.ones_like(root) for root in roots]
-        start = time.perf_counter()
+        start = _now(self._home)
         torch.autograd.grad(roots, wanted, ones, allow_unused=True)
-        return time.perf_counter() - start
+        return _now(self._home) - start
 
     def saved_bytes(self) -> int:
         """Return the bytes that autograd keeps between a forward and its backward."""

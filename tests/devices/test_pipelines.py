@@ -31,6 +31,7 @@ from pipedream_rt import (
     StageFailed,
     Trace,
     Training,
+    profile,
 )
 from pipedream_rt.observe.timeline import perfetto
 from pipedream_rt.observe.trace import COMPUTES
@@ -314,6 +315,20 @@ def test_a_trace_has_the_spans_of_devices_beside_those_of_the_host(tmp_path):
     names = {e["args"]["name"] for e in drawn if e["name"] == "thread_name"}
     assert {"stage 0 on its device", "stage 3 on its device"} <= names
     assert "stage 1 on its device" not in names
+
+
+def test_layers_are_measured_where_the_model_is(monkeypatch):
+    monkeypatch.setattr("pipedream_rt.planning.profiling.refuse_unsettled", lambda layers: None)
+    model = net().to("standin:1")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = profile(model, data_of(1)[0], loss_fn=F.cross_entropy, optimizer=ADAMW)
+    assert [each.name for each in found.layers] == [str(n) for n in range(len(model))]
+    assert all(each.forward > 0 for each in found.layers)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    data = [(torch.randint(10, (8, 5)), torch.randint(10, (8,))) for _ in range(2)]
+    there = profile(Ids().to("standin:0"), data[0], loss_fn=F.cross_entropy)
+    assert [each.name for each in there.layers] == ["embed", "inner", "head"]
+    assert standin.violations() == []
 
 
 # -- what goes wrong ----------------------------------------------------------------------------
