@@ -207,8 +207,8 @@ class Accelerator:
         """See `Device.facts`; the figures are those of torch's allocator in this process."""
         return {
             "device": self.name,
-            "device_memory_bytes": torch.accelerator.memory_allocated(self._device),
-            "peak_device_memory_bytes": torch.accelerator.max_memory_allocated(self._device),
+            "device_memory_bytes": self._module.memory_allocated(self._device),
+            "peak_device_memory_bytes": self._module.max_memory_allocated(self._device),
         }
 
     def close(self) -> None:

@@ -251,6 +251,18 @@ def test_mini_batches_and_states_may_be_on_a_device():
                            state["0.weight"])  # fmt: skip
 
 
+@pytest.mark.processes
+def test_references_lead_to_copies_on_the_host():
+    with opened("standin:1", workers="local") as pipe:
+        list(pipe.train_epoch(data_of(2)))
+        state = pipe.state_dict()
+        module = pipe.stages[0].rref.to_here()
+        assert torch.equal(module[0].weight, state["0.weight"])
+        assert torch.equal(pipe.parameter_rrefs()[0].to_here(), state["0.weight"])
+        of_optimizer = next(iter(pipe.optimizer.state_dict()["state"].values()))
+        assert of_optimizer["exp_avg"].is_cpu
+
+
 class Ids(nn.Module):
     """Makes a tensor on a device of its own, and one where its input is."""
 
@@ -278,6 +290,33 @@ def test_constants_of_a_recorded_forward_are_where_its_stage_is(home):
             losses = [result.loss for result in pipe.train_epoch(data)]
             found.append((losses, pipe.state_dict()))
     assert_same(*found)
+
+
+class Tied(nn.Module):
+    """Layers that share weights, one of which refers to its own weakly."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.other.weight = self.one.weight
+        self.recurrent = nn.GRU(6, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.recurrent(self.other(torch.tanh(self.one(x)))[:, None])[0][:, 0]
+
+
+def test_a_backend_of_which_memory_cannot_be_assigned_moves_weights_too(monkeypatch):
+    torch.manual_seed(0)
+    model, found = nn.Sequential(Tied(), nn.Linear(4, 4)), []
+    for assigns in (True, False):
+        if not assigns:
+            monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda a, b: False)
+        with opened("standin:1", model, stages=2) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(data_of(4))]
+            found.append((losses, pipe.state_dict()))
+    assert_same(*found)
+    state = found[0][1]
+    assert torch.equal(state["0.one.weight"], state["0.other.weight"])
 
 
 def test_explain_and_statistics_tell_of_the_memory_of_devices():

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch import Tensor
@@ -72,6 +73,17 @@ def _rref_of(fork: Any) -> Any:
     return rpc.PyRRef._deserialize(fork)
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a copy of it on the host, since the agent knows of no devices.
+
+    Another thread than this one launches what computes it, so all of that is waited for.
+    """
+    if tensor.is_cpu:
+        return tensor
+    torch.accelerator.synchronize(tensor.device)
+    return tensor.cpu()
+
+
 def _shape(tensors: list[Tensor]) -> bytes:
     """Return the dtypes and shapes of tensors as bytes, which are signed."""
     return repr([(t.dtype, tuple(t.shape)) for t in tensors]).encode()
@@ -98,7 +110,7 @@ class SignedPickler(internal._InternalRPCPickler):
         tensors: list[Tensor] = []
 
         def reduce_tensor(tensor: Tensor) -> Any:
-            tensors.append(tensor)
+            tensors.append(_on_host(tensor))
             return _tensor_at, (len(tensors) - 1,)
 
         def reduce_rref(rref: Any) -> Any:
