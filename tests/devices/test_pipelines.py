@@ -258,7 +258,6 @@ def test_references_lead_to_copies_on_the_host():
         state = pipe.state_dict()
         module = pipe.stages[0].rref.to_here()
         assert torch.equal(module[0].weight, state["0.weight"])
-        assert torch.equal(pipe.parameter_rrefs()[0].to_here(), state["0.weight"])
         of_optimizer = next(iter(pipe.optimizer.state_dict()["state"].values()))
         assert of_optimizer["exp_avg"].is_cpu
 
