@@ -84,9 +84,10 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
 
 
 def _import(names: Sequence[str], connection: socket.socket) -> None:
-    """Import modules; begin again without them if they have started threads.
+    """Import modules; begin again without them if children could not do with them.
 
-    A child of a process with threads may wait for a lock for ever.
+    A child of a process with threads may wait for a lock for ever, and that of a process that has
+    used an accelerator cannot use it.
     """
     threads = _threads()
     for each in names:
@@ -95,10 +96,27 @@ def _import(names: Sequence[str], connection: socket.socket) -> None:
             found = import_module(module)
             if name:
                 getattr(found, name)  # which some packages import only now
-    if _threads() > threads:
+    if _threads() > threads or _spoils_children():
         os.set_inheritable(connection.fileno(), True)
         command = [sys.executable, "-m", "pipedream_rt.workers", "--no-imports"]
         os.execv(sys.executable, [*command, "--fork-server-fd", str(connection.fileno())])
+
+
+def _spoils_children() -> bool:
+    """Whether a child of this process could not use the accelerator, because this one has.
+
+    Only a child can tell: with CUDA, to ask whether there is a device is enough.
+    """
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return False
+    module = torch.get_device_module(kind)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1 if getattr(module, "_is_in_bad_fork", lambda: False)() else 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 def _threads() -> int:

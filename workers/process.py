@@ -119,6 +119,7 @@ def host_stage(
             control.send({"type": "failed", "text": str(error)})
         return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
     generation = welcome["generation"]
+    name, number = own_device()  # a worker that the coordinator has started has what that says
     hosts = [
         StageHost(
             worker,
@@ -131,7 +132,7 @@ def host_stage(
             announce=lambda action: control.send({"type": "doing", "action": action}),
             own_process=True,
             waiter=transport.waiter,
-            device=OwnDevice(*own_device()),
+            device=OwnDevice(None if control.is_local else name, number),
         )
         for worker, title, stages in welcome["seats"]
     ]

@@ -6,9 +6,10 @@ more streams, so that it does not wait for what is computed, nor the other way r
 
 - what comes in the memory of the host is put into pinned memory and copied from there, and the
   stream of the worker waits for the copy;
-- what is sent is copied into pinned memory once it is computed, and leaves when it is there;
-- what another worker of this process has computed on an accelerator comes as it is, with an event
-  for which the stream waits, and is copied there, as its sender may still need it.
+- what is sent is copied at once, in the stream of the worker, as a layer may write over it when it
+  computes the next micro-batch. The copy goes to pinned memory, and leaves when it is there; or
+- it goes as it is to another worker of this process on an accelerator, with an event for which the
+  stream of that one waits.
 
 Memory that one stream has allocated and another reads is marked (`Tensor.record_stream`), so that
 the allocator does not hand it out again too early.
@@ -21,8 +22,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -67,8 +69,8 @@ class Accelerator:
         self._device = device
         self._near = near
         self._module = torch.get_device_module(device)
-        self.stream = torch.Stream(device)
-        self._in, self._out = torch.Stream(device), torch.Stream(device)
+        self._streams = _streams_on(device)
+        self.stream, self._in, self._out = self._streams
         self._leaving = ByThread(f"{name}-out") if threaded else AtOnce()
 
     def entered(self) -> AbstractContextManager[object]:
@@ -115,7 +117,7 @@ class Accelerator:
         given = message.tensors
         if message.ready is not None:
             self.stream.wait_event(message.ready)
-            given = tuple(t if t.is_cpu else own(t, copy=True, clone=self._cloned) for t in given)
+            given = tuple(t if t.is_cpu else self._taken_over(t) for t in given)
         if any(tensor.is_cpu for tensor in given):
             given = self._brought(given)
         return dataclasses.replace(message, tensors=given, ready=None)
@@ -136,12 +138,21 @@ class Accelerator:
         pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return torch.empty_like(pinned, device=self._device).copy_(pinned, non_blocking=True)
 
-    def _cloned(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor on an accelerator of this process, which has its values."""
-        made = torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
-        # Between devices torch copies in the stream that is current on the other one.
+    def _taken_over(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that another worker of this process has copied for this one, or its copy.
+
+        Between devices torch copies in the stream that is current on the other one.
+        """
+        if tensor.device == self._device:
+            tensor.record_stream(self.stream)
+            return tensor
+        made = own(tensor, copy=True, clone=self._from_there)
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
         return made
+
+    def _from_there(self, tensor: Tensor) -> Tensor:
+        """Return a copy here of a tensor on another device."""
+        return torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
 
     def _down(self, tensor: Tensor) -> Tensor:
         """Return pinned memory into which a tensor is copied, in the stream that is current."""
@@ -153,14 +164,16 @@ class Accelerator:
         """See `Device.sending`."""
 
         def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+            if isinstance(payload, Loss) and isinstance(payload.loss, Late):
+                tensors = (*tensors, payload.loss.value)
+            # Those on the host are copies already, or nobody changes them; see `copied`.
+            tensors = tuple(t if t.is_cpu else own(t, copy=True) for t in tensors)
             if (
                 tensors
                 and to in self._near
                 and self._handed_over(send, to, index, payload, tensors)
             ):
                 return
-            if isinstance(payload, Loss) and isinstance(payload.loss, Late):
-                tensors = (*tensors, payload.loss.value)
             copies, copied = self._leave(tensors) if tensors else ((), None)
             self._leaving.put(Leaving(send, failed, to, index, payload, copies, copied))
 
@@ -193,7 +206,10 @@ class Accelerator:
 
     def copied(self, tensor: Tensor) -> Tensor:
         """See `Device.copied`; in the stream of the worker, which takes no memory of the device."""
-        return tensor.clone() if tensor.is_cpu else self._down(tensor)
+        if tensor.is_cpu:
+            return tensor.clone()
+        # Of a conjugate torch copies the values, and conjugates on the host, too early.
+        return self._down(tensor.resolve_conj().resolve_neg())
 
     def settle(self) -> Callable[[], None]:
         """See `Device.settle`."""
@@ -212,8 +228,23 @@ class Accelerator:
         }
 
     def close(self) -> None:
-        """See `Device.close`."""
-        self._leaving.close()
+        """See `Device.close`. The streams are kept, with the memory that was allocated for them."""
+        if self._streams:
+            self._leaving.close()
+            _FREE[self._device].append(self._streams)
+            self._streams = ()
+
+
+_FREE: dict[torch.device, list[tuple[torch.Stream, ...]]] = defaultdict(list)
+"""The streams of workers that have ended. The allocator keeps memory for the stream for which it
+was allocated, so that new ones for each pipeline of a process would let it grow."""
+
+
+def _streams_on(device: torch.device) -> tuple[torch.Stream, ...]:
+    """Return the streams of a worker that has ended, or new ones."""
+    with suppress(IndexError):
+        return _FREE[device].pop()
+    return tuple(torch.Stream(device) for _ in range(3))
 
 
 def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def device_there(name: str, number: int = 0) -> torch.device:
     index: int | None = device.index
     if index is None:
         return torch.device(device.type, number % count)
-    if index >= count:
+    if not 0 <= index < count:
         raise ConfigError(f"the device {name!r} is not there: {_there()}")
     return device
 

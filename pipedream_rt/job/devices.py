@@ -49,10 +49,11 @@ def devices_of(
             f"not {devices!r}"
         )
     if here:
-        names = _numbered([str(_there(name)) if _has_number(name) else name for name in names])
+        names = _numbered(
+            [str(device_there(name)) if _has_number(name) else name for name in names]
+        )
     else:
-        for name in names:
-            _named(name)
+        names = ["cpu" if _named(name).type == "cpu" else name for name in names]
     return () if all(name == "cpu" for name in names) else tuple(names)
 
 
@@ -75,27 +76,19 @@ def _named(name: str) -> torch.device:
         ConfigError: There is no such name.
     """
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         text = str(error).partition("\n")[0]
         raise ConfigError(f"devices: {name!r} is no device: {text}") from error
+    if device.type == "meta":
+        raise ConfigError("devices: on the device meta nothing is computed")
+    return device
 
 
 def _has_number(name: str) -> bool:
     """Whether a name means one device; that of the host does."""
     device = _named(name)
     return device.type == "cpu" or device.index is not None
-
-
-def _there(name: str) -> torch.device:
-    """Return a device of this machine.
-
-    Raises:
-        ConfigError: It is not there.
-    """
-    if _named(name).type == "meta":
-        raise ConfigError("devices: on the device meta nothing is computed")
-    return device_there(name)
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
@@ -111,7 +104,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
         there = accelerators()
         for number, workers in enumerate(seated(len(open_ones), min(len(there), len(open_ones)))):
             for place in workers:
-                _there(names[open_ones[place]])
+                device_there(names[open_ones[place]])
                 found[open_ones[place]] = f"{kind}:{number}"
     return found
 

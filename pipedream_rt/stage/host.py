@@ -13,7 +13,13 @@ import torch
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import HOST, Device, OwnDevice, device_for
-from pipedream_rt.errors import CheckpointError, PipelineClosed, PipelineError, TransportError
+from pipedream_rt.errors import (
+    CheckpointError,
+    NonFiniteLoss,
+    PipelineClosed,
+    PipelineError,
+    TransportError,
+)
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
 from pipedream_rt.models.code import refuse_other_code
@@ -231,6 +237,8 @@ class StageHost:
         What is sent is its text, its traceback, and itself if it pickles.
         """
         index, action = self._doing.stage, str(self._doing.action)
+        if isinstance(error, NonFiniteLoss):  # of a forward that may be a while ago
+            action = error.action
         name = type(error).__qualname__
         try:
             text, trace = str(error) + self._place(error), trace_of(error)

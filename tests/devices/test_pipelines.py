@@ -1,5 +1,6 @@
 """Pipelines whose stages compute on an accelerator: the bits of the host, whatever happens."""
 
+import gc
 import json
 import math
 import os
@@ -153,6 +154,84 @@ def test_a_run_goes_on_from_a_device_on_the_host_and_back(tmp_path):
             pipe.save()
             state = pipe.state_dict()
     assert_same(expected, (losses, state))
+
+
+class Workspace(torch.autograd.Function):
+    """Gives its result, or its gradient, in memory that it writes over for the next micro-batch."""
+
+    @staticmethod
+    def forward(ctx, x, memory, forward):
+        ctx.memory, ctx.forward = memory, forward
+        return memory.copy_(x * 2).detach() if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = gradient * 2
+        return given if ctx.forward else ctx.memory.copy_(given).view_as(given), None, None
+
+
+class Frugal(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.inside, self.forward_too, self.memory = nn.Linear(8, 8), forward, None
+
+    def forward(self, x):
+        if self.memory is None or self.memory.shape != x.shape:
+            self.memory = torch.zeros_like(x)
+        if self.forward_too:
+            return Workspace.apply(self.inside(x), self.memory, True)
+        return self.inside(Workspace.apply(x, self.memory, False))
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
+@pytest.mark.parametrize("layout", ["standin:1", "standin", ["standin:0", "cpu", "standin:1"]])
+def test_a_layer_may_write_over_what_it_has_given(layout, schedule, forward):
+    found = []
+    for devices in ("cpu", layout):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), Frugal(forward), nn.Linear(8, 8), nn.Linear(8, 4))
+        options = {"stages": [1, 2], "schedule": schedule, "micro_batches": 4}
+        with opened(devices, model, **options) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(data_of(4))]
+            found.append((losses, pipe.state_dict()))
+    assert_same(*found)
+
+
+class Spins(nn.Module):
+    """Has buffers that are conjugates and negatives of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turned", torch.randn(6, dtype=torch.complex64).conj())
+        self.register_buffer("back", torch.randn(6, dtype=torch.complex64).conj().imag)
+
+    def forward(self, x):
+        return x * self.turned.real + self.back
+
+
+def test_buffers_that_are_conjugates_are_saved_as_what_they_are(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Spins(), nn.Linear(6, 4))
+    states = []
+    for devices in ("standin", "cpu"):
+        kept = Checkpoints(tmp_path, resume=True)
+        with opened(devices, model, stages=2, checkpoint=kept) as pipe:
+            if devices == "standin":
+                list(pipe.train_epoch(data_of(2)))
+                pipe.save()
+            states.append(pipe.state_dict())
+    assert_same(([], states[0]), ([], states[1]))
+    assert torch.equal(states[0]["0.turned"], model[0].turned)
+
+
+def test_memory_does_not_grow_with_the_pipelines_of_a_process():
+    reserved = []
+    for _ in range(4):
+        outcome("standin:0", data_of(2))
+        gc.collect()
+        reserved.append(torch.accelerator.memory_reserved(0))
+    assert reserved[-1] < 1.2 * reserved[0]
 
 
 class Noise(torch.autograd.Function):
@@ -381,7 +460,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_number(workers):
         pytest.raises(NonFiniteLoss, match="stage 3: the loss of micro-batch 3 is nan") as caught,
     ):
         list(pipe.train_epoch(data))
-    assert caught.value.stage == 3
+    assert (caught.value.stage, caught.value.action) == (3, "F3")
 
 
 class Fails(nn.Module):
@@ -419,6 +498,39 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are():
     ):
         opened(["standin:0", "cpu"] * 1 + ["cpu", "cpu"], schedule="interleaved-1f1b",
                micro_batches=4)  # fmt: skip
+
+
+@pytest.mark.processes
+def test_a_module_that_uses_the_device_when_imported_spoils_no_worker(tmp_path, monkeypatch):
+    """The fork server begins anew without it."""
+    info = tmp_path / "uses_a_device-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: uses-a-device\nVersion: 1\nRequires-Dist: torch\n"
+    )
+    (tmp_path / "uses_a_device.py").write_text("import torch\ntorch.ones(1, device='standin')\n")
+    (tmp_path / "script.py").write_text(
+        "import uses_a_device, torch\n"
+        "from pipedream_rt import Pipeline\n"
+        "if __name__ == '__main__':\n"
+        "    m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "    with Pipeline(m, stages=2, loss_fn=torch.nn.functional.mse_loss, devices='standin',\n"
+        "                  optimizer=(torch.optim.SGD, {}), workers='local') as pipe:\n"
+        "        print(pipe.submit(torch.ones(4, 4), torch.ones(4, 4)).result().loss)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    command = [sys.executable, "-W", "ignore", tmp_path / "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+@pytest.mark.processes
+def test_the_device_of_a_worker_elsewhere_is_none_of_those_that_start_here(monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_DEVICE", "standin:7")
+    with opened(["standin:1", "cpu"], stages=2, workers="local") as pipe:
+        assert [each["device"] for each in pipe.statistics()] == ["standin:1", "cpu"]
 
 
 # -- workers elsewhere --------------------------------------------------------------------------
