@@ -11,6 +11,7 @@ from support.models import (
     POINTS,
     Blocked,
     Noisy,
+    NoisyEverywhere,
     RunsBackwardInside,
     Transpose,
     batches,
@@ -530,27 +531,9 @@ def test_a_schedule_that_a_user_wrote():
     assert [loss for r in results for loss in r.losses] == losses
 
 
-class Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient + torch.randn_like(gradient)
-
-
-class NoisyEverywhere(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
-
-    def forward(self, x):
-        return F.linear(Noise.apply(x), Noise.apply(self.weight), self.bias)
-
-
 def test_random_numbers_in_both_halves_are_refused():
     """On the first stage all is one half; on the others the order of the draws would differ."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), NoisyEverywhere(), torch.nn.Linear(8, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), NoisyEverywhere(8, 8), torch.nn.Linear(8, 8))
     with (
         Pipeline(
             model,

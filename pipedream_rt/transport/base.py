@@ -67,16 +67,7 @@ class Sender:
 
     def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
         """See `Send`."""
-        self._transport.send(
-            Message(
-                to=to,
-                sender=self._address,
-                index=index,
-                generation=self._generation,
-                payload=payload,
-                tensors=tensors,
-            )
-        )
+        self._transport.send(self._message(to, index, payload, tensors, None))
 
     def hand_over(
         self,
@@ -90,15 +81,24 @@ class Sender:
         receive = self._transport.receiver(to)
         if receive is None:
             return False
-        receive(
-            Message(
-                to=to,
-                sender=self._address,
-                index=index,
-                generation=self._generation,
-                payload=payload,
-                tensors=tensors,
-                ready=ready(),
-            )
-        )
+        receive(self._message(to, index, payload, tensors, ready()))
         return True
+
+    def _message(
+        self,
+        to: int,
+        index: int,
+        payload: Payload,
+        tensors: tuple[Tensor, ...],
+        ready: torch.Event | None,
+    ) -> Message:
+        """Return a message of the address."""
+        return Message(
+            to=to,
+            sender=self._address,
+            index=index,
+            generation=self._generation,
+            payload=payload,
+            tensors=tensors,
+            ready=ready,
+        )

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.device import standin
+from support.models import NoisyEverywhere
 from torch import nn
 
 import pipedream_rt
@@ -232,21 +233,6 @@ def test_memory_does_not_grow_with_the_pipelines_of_a_process():
         gc.collect()
         reserved.append(torch.accelerator.memory_reserved(0))
     assert reserved[-1] < 1.2 * reserved[0]
-
-
-class Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient + torch.randn_like(gradient)
-
-
-class NoisyEverywhere(nn.Linear):
-    def forward(self, x):
-        return F.linear(Noise.apply(x), Noise.apply(self.weight), self.bias)
 
 
 def test_random_numbers_of_a_device_in_both_halves_of_a_backward_are_refused():
