@@ -69,6 +69,7 @@ class Accelerator:
         self._device = device
         self._near = near
         self._module = torch.get_device_module(device)
+        torch.empty(0, device=device)  # else a seed would wait until something else does this
         self._streams = _streams_on(device)
         self.stream, self._in, self._out = self._streams
         self._leaving = ByThread(f"{name}-out") if threaded else AtOnce()

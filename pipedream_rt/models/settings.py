@@ -118,13 +118,30 @@ _SETTINGS: dict[str, _Setting] = {
     ),
 }
 
-# The new names of torch 2.9 for the precision of float32, by kernel.
-for _name in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"):
+# The new names of torch 2.9 for the precision of float32, by kernel, which tell of what was set by
+# the old ones too; and what kernels of CUDA go by.
+_PRECISIONS = (
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+)
+_OF_CUDA = {
+    "cudnn": ("enabled", "benchmark", "benchmark_limit", "deterministic"),
+    "cuda.matmul": (
+        "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ),
+}  # fmt: skip
+for _place, _names in [(each, ("fp32_precision",)) for each in _PRECISIONS] + [*_OF_CUDA.items()]:
     _owner: Any = torch.backends
-    for _part in _name.split("."):
+    for _part in _place.split("."):
         _owner = getattr(_owner, _part, None)
-    if hasattr(_owner, "fp32_precision"):
-        _SETTINGS[f"torch.backends.{_name}.fp32_precision"] = _attribute(_owner, "fp32_precision")
+    for _name in _names:
+        if hasattr(_owner, _name):
+            _SETTINGS[f"torch.backends.{_place}.{_name}"] = _attribute(_owner, _name)
 
 
 def settings_now() -> Settings:
@@ -142,9 +159,10 @@ def apply_settings(settings: Settings) -> None:
 
     To set some of them again would cost time: torch imports its compiler for one.
     """
-    for name, now in settings_now().items():
-        if name in settings and settings[name] != now:
-            _SETTINGS[name].set(settings[name])
+    for name, setting in _SETTINGS.items():
+        # Read one after another, since an old name and a new one may mean the same setting.
+        if name in settings and settings[name] != setting.read():
+            setting.set(settings[name])
 
 
 def refuse_other_settings(settings: Settings) -> None:

@@ -239,6 +239,18 @@ def test_the_settings_of_the_users_process_are_applied():
     assert changed.items() <= settings_now().items()
 
 
+def test_what_kernels_of_a_gpu_go_by_is_applied_too():
+    """By the new names for the precision of products, whichever the script has used."""
+    changed = {
+        "torch.backends.cudnn.benchmark": True,
+        "torch.backends.cudnn.conv.fp32_precision": "ieee",
+        "torch.backends.cuda.matmul.fp32_precision": "tf32",
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": False,
+    }
+    Host().put(start(settings={**settings_now(), **changed})).serve()
+    assert changed.items() <= settings_now().items()
+
+
 def test_what_a_stage_is_made_of_must_be_what_was_sent():
     """Nothing of it is unpickled before: a transport need not authenticate tensors."""
     host = Host().put(start(digest=b"another"))
