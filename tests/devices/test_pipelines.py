@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.casts import Cast, Plain, train
 from support.deadlines import LATEST_S
 from support.device import standin
 from support.models import NoisyEverywhere
@@ -354,6 +355,16 @@ def test_constants_of_a_recorded_forward_are_where_its_stage_is(home):
             losses = [result.loss for result in pipe.train_epoch(data)]
             found.append((losses, pipe.state_dict()))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
+def test_modules_that_cast_their_weights_once_are_told_when(schedule):
+    options = {"schedule": schedule, "micro_batches": 4, "devices": LAYOUTS["each"]}
+    losses, weights, said = train(Cast, **options)
+    expected = train(Plain, **{**options, "devices": "cpu"})
+    assert_same((losses, weights), expected[:2])
+    assert said[-1] == [True, False, False, False] * 9
+    assert standin.violations() == []
 
 
 class Tied(nn.Module):
