@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from support.deadlines import LATEST_S
 
+from pipedream_rt import ConfigError
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
@@ -85,7 +87,12 @@ def test_it_runs_as_it_stands(program, tmp_path, monkeypatch):
         importlib.import_module("tqdm").tqdm.monitor_interval = 0  # its thread outlives a test
     monkeypatch.chdir(tmp_path)
     with workers(2, monkeypatch) if page == ELSEWHERE else contextlib.nullcontext():
-        run(path, parts)
+        try:
+            run(path, parts)
+        except ConfigError as error:
+            if "Other processes may be using the machine" not in str(error):
+                raise
+            pytest.skip(f"this machine is too busy to measure layers on: {error}")
 
 
 def run(path, parts):

@@ -8,7 +8,7 @@ from pipedream_rt import ConfigError, measure_links
 @pytest.mark.processes
 def test_links_between_processes_of_this_machine():
     found = measure_links("local", count=3, size=1 << 20, repeats=3)
-    assert 0 < found.latency < 0.5
+    assert 0 <= found.latency < 0.5  # 0 where what else the machine does takes longer
     assert found.bandwidth > 1e6
 
 
