@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream_rt
+from pipedream_rt.devices import choice
 
 UNAVAILABLE = 3
 MICRO_BATCHES = 8
@@ -111,11 +112,10 @@ def unavailable(why: str) -> NoReturn:
 
 def accelerators(least: int = 1) -> list[str]:
     """The names of the accelerators; ends if there are too few."""
-    kind = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count() if kind is not None else 0
-    if kind is None or count < least:
-        unavailable(f"it needs {least} accelerators, and there are {count}")
-    return [f"{kind.type}:{number}" for number in range(count)]
+    there = choice.accelerators()
+    if len(there) < least:
+        unavailable(f"it needs {least} accelerators, and there are {len(there)}")
+    return there
 
 
 # -- throughput -----------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.devices.base import Late
+from pipedream_rt.devices.base import Late, accept
 from pipedream_rt.devices.marks import Marks
 from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
-from pipedream_rt.messages.message import Loss, Message, Payload, Send
+from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own
 from pipedream_rt.models.program import on_device
 from pipedream_rt.models.tensors import in_place_of, named_tensors
@@ -107,7 +107,7 @@ class Accelerator:
 
     # -- values ---------------------------------------------------------------------------------
 
-    def number(self, value: Tensor, check: Callable[[float], object]) -> float | Late:
+    def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
         """See `Device.number`; it is known when the message with it leaves."""
         return Late(value.detach(), check)
 
@@ -161,7 +161,7 @@ class Accelerator:
             tensor, non_blocking=True
         )
 
-    def sending(self, send: Send, failed: Callable[[BaseException], object]) -> Send:
+    def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
         """See `Device.sending`."""
 
         def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
@@ -169,25 +169,13 @@ class Accelerator:
                 tensors = (*tensors, payload.loss.value)
             # Those on the host are copies already, or nobody changes them; see `copied`.
             tensors = tuple(t if t.is_cpu else own(t, copy=True) for t in tensors)
-            if (
-                tensors
-                and to in self._near
-                and self._handed_over(send, to, index, payload, tensors)
-            ):
+            near = bool(tensors) and to in self._near
+            if near and send.hand_over(to, index, payload, tensors, self.stream.record_event):
                 return
             copies, copied = self._leave(tensors) if tensors else ((), None)
             self._leaving.put(Leaving(send, failed, to, index, payload, copies, copied))
 
         return leave
-
-    def _handed_over(
-        self, send: Send, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]
-    ) -> bool:
-        """Hand a message over within this process, with an event; return whether that was done."""
-        hand_over = getattr(send, "hand_over", None)
-        return hand_over is not None and hand_over(
-            to, index, payload, tensors, self.stream.record_event
-        )
 
     def _leave(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.Event | None]:
         """Begin to copy tensors to the host; return the copies, and the event of the last one.

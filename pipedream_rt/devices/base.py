@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.devices.marks import Marks
-from pipedream_rt.messages.message import Message, Send
+from pipedream_rt.messages.message import Message, Send, Sender
 
 
 class Late(NamedTuple):
@@ -25,6 +25,10 @@ class Late(NamedTuple):
 
     value: Tensor
     check: Callable[[float], object]
+
+
+def accept(number: float) -> None:
+    """Refuse no number."""
 
 
 class Device(Protocol):
@@ -51,7 +55,7 @@ class Device(Protocol):
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         """Return the context in which torch's autocast casts to a dtype there."""
 
-    def number(self, value: Tensor, check: Callable[[float], object]) -> float | Late:
+    def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
         """Return what a tensor with one element holds, as soon as the host need not wait for it.
 
         Args:
@@ -65,7 +69,7 @@ class Device(Protocol):
     def taken(self, message: Message) -> Message:
         """Return a message that has come as the stages compute with it: its tensors are there."""
 
-    def sending(self, send: Send, failed: Callable[[BaseException], object]) -> Send:
+    def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
         """Return the function by which a stage sends, whose tensors may be there.
 
         Args:
@@ -117,7 +121,7 @@ class Host:
         """See `Device.autocast`."""
         return torch.autocast("cpu", dtype=dtype)
 
-    def number(self, value: Tensor, check: Callable[[float], object]) -> float | Late:
+    def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
         """See `Device.number`."""
         found = float(value.item())
         check(found)
@@ -127,7 +131,7 @@ class Host:
         """See `Device.taken`."""
         return message
 
-    def sending(self, send: Send, failed: Callable[[BaseException], object]) -> Send:
+    def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
         """See `Device.sending`."""
         return send
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,22 @@ class OwnDevice(NamedTuple):
     number: int = 0
 
 
+def device_named(name: str) -> torch.device:
+    """Return the device of a name, which may be another machine's.
+
+    Raises:
+        ConfigError: There is no such name, or nothing can be computed there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        raise ConfigError(f"{name!r} is no device: {text}; {_there()}") from error
+    if device.type == "meta":
+        raise ConfigError("devices: on the device meta nothing is computed")
+    return device
+
+
 def device_there(name: str, number: int = 0) -> torch.device:
     """Return the device of a name, with its number.
 
@@ -34,10 +50,7 @@ def device_there(name: str, number: int = 0) -> torch.device:
     Raises:
         ConfigError: This process has no such device; the message lists those that are there.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"{name!r} is no device: {_first_line(error)}; {_there()}") from error
+    device = device_named(name)
     if device.type == "cpu":
         return torch.device("cpu")
     kind = _kind()
@@ -68,9 +81,19 @@ def _there() -> str:
     return f"this process has {', '.join(['cpu', *accelerators()])}"
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of the text of an error."""
-    return str(error).partition("\n")[0]
+def module_in_use(unknown: bool) -> Any:
+    """Return torch's module for the accelerator, if this process has used it; else None.
+
+    To ask an accelerator for anything else would begin to use it.
+
+    Args:
+        unknown: What counts for a kind whose module cannot say so.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    return module if getattr(module, "is_initialized", lambda: unknown)() else None
 
 
 def device_for(

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
+from pipedream_rt.devices.choice import module_in_use
 from pipedream_rt.models.program import replaced
+from pipedream_rt.models.tensors import is_away
 
 T = TypeVar("T")
-
-
-def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor has values in another memory than that of the host."""
-    return not (tensor.is_cpu or tensor.is_meta)
-
-
-def _may_be_away() -> bool:
-    """Whether this process has used an accelerator, so that tensors may be there."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return False
-    known: bool = getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
-    return known
 
 
 def on_host(value: T) -> T:
@@ -31,7 +18,7 @@ def on_host(value: T) -> T:
 
     A tensor that occurs twice is one tensor in the result too.
     """
-    if not _may_be_away():  # each mini-batch comes here
+    if module_in_use(unknown=True) is None:  # each mini-batch comes here
         return value
     made: dict[int, Tensor] = {}
 

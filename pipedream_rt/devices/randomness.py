@@ -7,18 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipedream_rt.devices.choice import module_in_use
+
 
 def states_there() -> list[Tensor]:
-    """Return the states of the generators of all accelerators, if this process has used one.
-
-    To ask for them would begin to use one.
-    """
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return []
-    module = torch.get_device_module(kind)
-    # Not every kind can say so; one that cannot has no states by number either.
-    if not getattr(module, "is_initialized", lambda: False)():
+    """Return the states of the generators of all accelerators, if this process has used one."""
+    # A kind that cannot say whether it is in use has no states by number either.
+    module = module_in_use(unknown=False)
+    if module is None:
         return []
     return [module.get_rng_state(number) for number in range(torch.accelerator.device_count())]
 

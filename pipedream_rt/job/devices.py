@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from pipedream_rt.devices.choice import accelerators, device_there
+from pipedream_rt.devices.choice import accelerators, device_named, device_there
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models import tensors_of
 from pipedream_rt.schedules import Plan
@@ -49,16 +49,14 @@ def devices_of(
             f"not {devices!r}"
         )
     if here:
-        names = _numbered(
-            [str(device_there(name)) if _has_number(name) else name for name in names]
-        )
+        names = _numbered(names)
     else:
-        names = ["cpu" if _named(name).type == "cpu" else name for name in names]
+        names = ["cpu" if device_named(name).type == "cpu" else name for name in names]
     return () if all(name == "cpu" for name in names) else tuple(names)
 
 
 def shared_seats(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the workers of each process, where those on one accelerator share one.
+    """Return the workers of each process, where those on one accelerator share one; else nothing.
 
     Args:
         devices: By worker, its device.
@@ -66,46 +64,29 @@ def shared_seats(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     groups: dict[str, list[int]] = {}
     for worker, name in enumerate(devices):
         groups.setdefault(f"{name} {worker}" if name == "cpu" else name, []).append(worker)
-    return tuple(map(tuple, groups.values()))
-
-
-def _named(name: str) -> torch.device:
-    """Return the device of a name, which may be another machine's.
-
-    Raises:
-        ConfigError: There is no such name.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        text = str(error).partition("\n")[0]
-        raise ConfigError(f"devices: {name!r} is no device: {text}") from error
-    if device.type == "meta":
-        raise ConfigError("devices: on the device meta nothing is computed")
-    return device
+    return tuple(map(tuple, groups.values())) if len(groups) < len(devices) else ()
 
 
 def _has_number(name: str) -> bool:
     """Whether a name means one device; that of the host does."""
-    device = _named(name)
+    device = device_named(name)
     return device.type == "cpu" or device.index is not None
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """Give those names a number that have none: neighbours share a device.
+    """Return the names with those numbers that are missing: neighbours share a device.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: A device is not there.
     """
+    found = [str(device_there(name)) for name in names]
     open_ones = [worker for worker, name in enumerate(names) if not _has_number(name)]
-    found = list(names)
     if open_ones:
-        kind = device_there(names[open_ones[0]]).type
         there = accelerators()
-        for number, workers in enumerate(seated(len(open_ones), min(len(there), len(open_ones)))):
-            for place in workers:
-                device_there(names[open_ones[place]])
-                found[open_ones[place]] = f"{kind}:{number}"
+        shares = seated(len(open_ones), min(len(there), len(open_ones)))
+        for device, places in zip(there, shares):
+            for place in places:
+                found[open_ones[place]] = device
     return found
 
 

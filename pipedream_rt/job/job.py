@@ -116,10 +116,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     split = split_model(model, options.stages, options.example, forward)
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
-    serial, here = options.workers == "serial", starts_here
-    devices = devices_of(options.devices, plan, parts, here)
-    seats = shared_seats(devices) if here and not serial else ()
-    seats = seats if len(seats) < plan.workers else ()
+    devices = devices_of(options.devices, plan, parts, starts_here)
+    seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
     crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats)
     if options.recovery.elastic is not None and options.workers == "serial":
         raise ConfigError('elastic is a number of worker processes, and workers="serial" has none')

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipedream_rt.models.program import found, replaced
+from pipedream_rt.models.settings import autocasts
 
 
 def changes_of(tensor: Tensor) -> int:
@@ -61,20 +62,12 @@ def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any
         return shaped
 
     try:
-        if _autocasts():  # which knows nothing of the meta device
+        if autocasts():  # which knows nothing of the meta device
             return attempt(valued)
         with _without_autocast():
             return attempt(lambda tensor: tensor.detach().to("meta"))
     except (NotImplementedError, RuntimeError, ValueError):
         return attempt(valued)
-
-
-def _autocasts() -> bool:
-    """Whether autocast is on, for whatever device."""
-    kinds = ["cpu"]
-    if (accelerator := torch.accelerator.current_accelerator()) is not None:
-        kinds.append(accelerator.type)
-    return any(map(torch.is_autocast_enabled, kinds))
 
 
 @contextmanager

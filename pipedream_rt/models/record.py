@@ -48,7 +48,7 @@ from pipedream_rt.models.program import (
 )
 from pipedream_rt.models.shipping import dumps
 from pipedream_rt.models.surroundings import Surroundings, difference, surroundings_now
-from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.models.tensors import home_of, named_tensors
 from pipedream_rt.models.undisturbed import (
     MANUAL,
     as_it_was,
@@ -137,8 +137,7 @@ def record(
             followed; the message names the line.
     """
     # Where the model is; of constants in the program only what is on the host travels.
-    tensors = (tensor for _, tensor in named_tensors(model) if not tensor.is_meta)
-    home = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    home = home_of(model)
     inputs: list[Tensor] = []
     by_id: dict[int, Tensor] = {}
 

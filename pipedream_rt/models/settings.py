@@ -144,6 +144,13 @@ for _place, _names in [(each, ("fp32_precision",)) for each in _PRECISIONS] + [*
             _SETTINGS[f"torch.backends.{_place}.{_name}"] = _attribute(_owner, _name)
 
 
+def autocasts() -> bool:
+    """Whether autocast is on in this thread, for whatever device."""
+    kind = torch.accelerator.current_accelerator()
+    kinds = ("cpu", "cuda" if kind is None else kind.type)
+    return any(map(torch.is_autocast_enabled, kinds))
+
+
 def settings_now() -> Settings:
     """Return the settings of this process and thread."""
     return {name: setting.read() for name, setting in _SETTINGS.items()}
@@ -189,7 +196,7 @@ def refuse_contexts() -> None:
         ConfigError: The calling thread is in one of them.
     """
     where = "; it acts on this thread alone, and the layers compute on workers: "
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if autocasts():
         raise ConfigError(
             f"torch.autocast is on around the pipeline{where}use it inside the layers' forward and "
             "in loss_fn"

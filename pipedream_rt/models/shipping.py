@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipedream_rt.messages.wire import bytes_of, sendable
+from pipedream_rt.models.tensors import is_away
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
@@ -51,7 +52,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
         And write tensors as their memory: torch's own way copies it five times.
         """
-        if type(value) is Tensor and not (value.is_cpu or value.is_meta):
+        if type(value) is Tensor and is_away(value):
             # Its worker puts it where it computes.
             value = _on_host(value)
         if type(value) is Tensor and _is_plain(value):

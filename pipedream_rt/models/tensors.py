@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,6 +13,17 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a module under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Whether a tensor has values in another memory than that of the host."""
+    return not (tensor.is_cpu or tensor.is_meta)
+
+
+def home_of(module: nn.Module) -> torch.device:
+    """Return the device that a module is on: that of its first tensor with values."""
+    tensors = (tensor for _, tensor in named_tensors(module) if not tensor.is_meta)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:

@@ -299,8 +299,7 @@ def perfetto(trace: Trace) -> str:
 
     It has a process for each worker, a track for each stage with its actions, another one with what
     its device did, a counter of the versions that a stage keeps, and arrows along the way of each
-    micro-batch. Times are in
-    microseconds, as the format demands.
+    micro-batch. Times are in microseconds, as the format demands.
     """
     return json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
 

@@ -98,6 +98,8 @@ _ON_A_DEVICE = 1 << 8
 COMPUTES = tuple(CODES[kind] for kind in OF_STAGES)
 """The kinds of the spans in which a stage trains."""
 
+_OF_A_STAGE = (PASS, COMMAND, DRAIN, *COMPUTES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
@@ -265,13 +267,13 @@ def _fitting(trace: Trace) -> Trace:
     if len(spans) and not -1 <= stages.min() <= stages.max() < len(plan.addresses):
         raise ValueError(f"it has spans of other stages than {plan.num_stages}")
     on_devices = trace.device_spans
-    if not np.isin(on_devices["kind"], (PASS, COMMAND, DRAIN, *COMPUTES)).all() or (
+    if not np.isin(on_devices["kind"], _OF_A_STAGE).all() or (
         len(on_devices)
         and not 0 <= on_devices["stage"].min() <= on_devices["stage"].max() < len(plan.addresses)
     ):
         raise ValueError("it has spans of devices that are those of no stage")
     of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME))
-    of_stage = np.isin(kinds, (PASS, COMMAND, DRAIN, *COMPUTES))
+    of_stage = np.isin(kinds, _OF_A_STAGE)
     if not (np.where(stages < 0, of_coordinator, of_stage)).all():
         raise ValueError("it has spans of a kind that does not fit their place")
     return trace

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +42,7 @@ from pipedream_rt.models.program import (
     put,
     replaced,
 )
+from pipedream_rt.models.tensors import home_of
 from pipedream_rt.planning import files
 from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
@@ -117,7 +117,7 @@ def profile(
         inputs = dict(enumerate(flat_copy((example.args, example.kwargs))[1]))
     else:
         inputs = {0: example.args[0]}
-    home = _home_of(unsplit.whole)
+    home = home_of(unsplit.whole)
     parts, inputs, target = on_device((parts, inputs, example.target), home)
     meter = _Meter(unsplit.whole, loss_fn, made, repeats, warm_up)
     with _left_as_it_was(unsplit.whole, loss_fn):
@@ -251,12 +251,6 @@ def hash_of(
 
 
 # -- the parts ------------------------------------------------------------------------------------
-
-
-def _home_of(model: nn.Module) -> torch.device:
-    """Return the device that a model is on: that of its first weight."""
-    tensors = chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _now(device: torch.device) -> float:
@@ -544,7 +538,7 @@ class _Part:
         self.weights = [t for t in tensors if t.requires_grad and t.is_leaf]
         self.frozen_bytes = sum(t.nbytes for t in tensors if not t.requires_grad)
         self._fixed = {t.untyped_storage().data_ptr() for t in tensors}
-        self._home = _home_of(model)
+        self._home = home_of(model)
 
     def _inputs(self) -> tuple[dict[int, Any], list[Tensor]]:
         """Return fresh inputs, and those of their tensors of which gradients are sent back."""

@@ -21,7 +21,16 @@ from pipedream_rt.errors import (
     TransportError,
 )
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
-from pipedream_rt.messages.message import Failed, Key, Message, Ready, Send, Start, digest_of
+from pipedream_rt.messages.message import (
+    Failed,
+    Key,
+    Message,
+    Ready,
+    Send,
+    Sender,
+    Start,
+    digest_of,
+)
 from pipedream_rt.models.code import refuse_other_code
 from pipedream_rt.models.settings import apply_settings
 from pipedream_rt.observe.spans import Recorder
@@ -66,7 +75,7 @@ class StageHost:
         name: str,
         stages: Sequence[int],
         generation: int,
-        send_of: Callable[[int], Send],
+        send_of: Callable[[int], Sender],
         timeout: timedelta,
         threads: int,
         announce: Callable[[str], None] = lambda action: None,

@@ -74,9 +74,7 @@ class Passes:
             made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
                 return [outgoing(*flatten(value)) for value in made], []
-            loss = self._runner.device.number(
-                self._runner.loss(made[0], target), lambda found: None
-            )
+            loss = self._runner.device.number(self._runner.loss(made[0], target))
             given = unflatten(target.structure, target.tensors) if metrics else None
             return loss, measured(metrics, made[0], given)
 

@@ -208,7 +208,7 @@ class Stage:
             with self.weights.reading(micro_batch), runner.casting():
                 self._loss_check.look(made[0], given, share, *compared)
         if not share:  # as of labels that are all ignored, whose mean loss is NaN
-            return runner.device.number(loss, _anything)
+            return runner.device.number(loss)
         reported = runner.device.number(loss, partial(self._check_finite, micro_batch))
         weighted = loss * share if share != 1.0 else loss
         for change in self._losses:
@@ -503,7 +503,3 @@ class Stage:
         for rule in self.rules:
             found |= rule.statistics()
         return found
-
-
-def _anything(number: float) -> None:
-    """Refuse no number."""

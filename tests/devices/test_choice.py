@@ -9,9 +9,10 @@ from torch import nn
 from pipedream_rt import ConfigError, plan_for
 from pipedream_rt.cluster.environment import own_device
 from pipedream_rt.devices import HOST, OwnDevice, choice, device_for
-from pipedream_rt.devices.hosted import is_away, on_host
+from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.devices.randomness import has_drawn, random_state, set_random_state
 from pipedream_rt.job.devices import devices_of, shared_seats
+from pipedream_rt.models.tensors import is_away
 from pipedream_rt.schedules.seats import crew_for
 
 PLAN = plan_for("async-1f1b", num_stages=4, per_update=1)
