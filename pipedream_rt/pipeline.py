@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.job.batches import Batch, Prepare, batch_of
+from pipedream_rt.job.batches import Batch, Prepare, batch_of, require_loader
 from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
@@ -61,6 +61,9 @@ from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.evaluation import Metric
 from pipedream_rt.stage.spec import LossFunction
+
+if TYPE_CHECKING:  # not imported unless somebody is told of a run
+    from pipedream_rt.coordinator.telling import Telling
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +112,8 @@ class Pipeline:
             with one for each stage or worker, in which some may be ``"cpu"``. A worker that was
             started elsewhere may have a device of its own (`pipedream-rt worker --device`). None:
             where the model's tensors are.
+        report: A file for a report of the run, HTML to be seen in a browser, which is written when
+            the pipeline ends. `Pipeline.report` writes one meanwhile.
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
@@ -145,6 +150,7 @@ class Pipeline:
         workers: Workers = None,
         checkpoint: CheckpointOption = None,
         devices: Devices = None,
+        report: str | os.PathLike[str] | None = None,
         seed: int = 0,
         threads: int = 1,
         training: Training = Training(),  # noqa: B008 - frozen, as the other groups
@@ -164,6 +170,7 @@ class Pipeline:
             workers=workers,
             checkpoint=checkpoint,
             devices=devices,
+            report=report,
             seed=seed,
             threads=threads,
             training=training,
@@ -177,12 +184,13 @@ class Pipeline:
         job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
         self._job, self.plan = job.lasting, job.plan
         take_place(given)
+        self._telling = _telling_of(options)
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.
-        self._group = start(job)
+        self._group = start(job, self._telling)
         with self._group.life.guard():
-            run = attach(job, self._group)
+            run = attach(job, self._group, self._telling)
             self._lease = run.lease
             self._feeder = run.feeder
             self._epochs = run.epochs
@@ -195,7 +203,7 @@ class Pipeline:
     # -- training -------------------------------------------------------------------------------
 
     def train_epoch(
-        self, loader: Iterable[Any], *, prepare: Prepare | None = None
+        self, loader: Iterable[Any], *, prepare: Prepare | None = None, progress: bool = False
     ) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader, keeping the pipe full.
 
@@ -213,6 +221,7 @@ class Pipeline:
                 on timing.
             prepare: A function that makes one of these of an item, where the loader yields
                 something else.
+            progress: Whether to show a bar, on standard error or in the notebook.
 
         Yields:
             The result of each mini-batch, in order; all of them before the iteration ends.
@@ -227,7 +236,12 @@ class Pipeline:
         """
         self._group.life.check()
         with shorter_tracebacks():
-            yield from self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
+            results = self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
+            if progress:
+                from pipedream_rt.observers.progress import count_of, loss_words, with_bar
+
+                results = with_bar(results, f"epoch {self.epoch}", count_of(loader), loss_words)
+            yield from results
 
     def submit(self, *item: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -290,6 +304,7 @@ class Pipeline:
         version: KeptVersion | None = ...,
         metrics: None = ...,
         keep_buffers: bool = ...,
+        progress: bool = ...,
     ) -> float: ...
 
     @overload
@@ -301,6 +316,7 @@ class Pipeline:
         version: KeptVersion | None = ...,
         metrics: Mapping[str, Metric],
         keep_buffers: bool = ...,
+        progress: bool = ...,
     ) -> dict[str, float]: ...
 
     def evaluate(
@@ -311,6 +327,7 @@ class Pipeline:
         version: KeptVersion | None = None,
         metrics: Mapping[str, Metric] | None = None,
         keep_buffers: bool = False,
+        progress: bool = False,
     ) -> float | dict[str, float]:
         """Return the mean loss over a loader, in eval mode, with every update applied.
 
@@ -325,6 +342,7 @@ class Pipeline:
                 ``{"accuracy": lambda output, y: (output.argmax(-1) == y).float().mean()}``. They
                 are computed where the loss is, on the last stage.
             keep_buffers: Whether buffers stay as the evaluation leaves them.
+            progress: Whether to show a bar; see `train_epoch`.
 
         Returns:
             The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples, or
@@ -338,6 +356,11 @@ class Pipeline:
         if version is not None and keep_buffers:
             raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
         require_choice("keep_buffers", keep_buffers, (True, False))
+        if progress:
+            from pipedream_rt.observers.progress import Barred
+
+            require_loader(loader, "evaluate")
+            loader = Barred(loader, "evaluate")
         with shorter_tracebacks():
             found = self._feeder.evaluate(
                 loader,
@@ -346,6 +369,8 @@ class Pipeline:
                 metrics=metrics,
                 keep_buffers=keep_buffers,
             )
+        if self._telling is not None:
+            self._telling.evaluated(self.step, found)
         return found["loss"] if metrics is None else found
 
     def predict(
@@ -354,6 +379,7 @@ class Pipeline:
         *,
         prepare: Prepare | None = None,
         version: KeptVersion | None = None,
+        progress: bool = False,
     ) -> Generator[Any, None, None]:
         """Run the model on every item of a loader, several at a time, in eval mode.
 
@@ -362,12 +388,18 @@ class Pipeline:
                 model alone, a tensor.
             prepare: As in `train_epoch`.
             version: The kept version whose weights are read; None for those of now.
+            progress: Whether to show a bar; see `train_epoch`.
 
         Yields:
             The output of the model for each item, in order. It is what ``pipe(...)`` returns.
         """
         with shorter_tracebacks():
-            yield from self._feeder.predict(loader, prepare, self._number_of(version))
+            outputs = self._feeder.predict(loader, prepare, self._number_of(version))
+            if progress:
+                from pipedream_rt.observers.progress import count_of, with_bar
+
+                outputs = with_bar(outputs, "predict", count_of(loader))
+            yield from outputs
 
     def generate(
         self,
@@ -717,6 +749,34 @@ class Pipeline:
         )
         return f"{text}\n{forwards.program()}" if program else text
 
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report of the run so far: HTML to be seen in a browser. Flushes the pipe.
+
+        It is one file, which asks the network for nothing. The pipeline must have been asked to
+        keep what goes into it: by ``report``, ``Observe(record=...)`` or ``Observe(to=...)``.
+
+        Args:
+            path: The file, which is replaced if it is there.
+
+        Returns:
+            The file.
+
+        Raises:
+            ConfigError: Nothing was kept, or the file cannot be written; the pipeline goes on.
+        """
+        if self._telling is None:
+            raise ConfigError(
+                "nothing of this run was kept for a report: give report=FILE to Pipeline, or "
+                "observe=Observe(record=FOLDER)"
+            )
+        from pipedream_rt.observers.page.render import write_report
+
+        return write_report(path, self._telling.so_far(self.statistics(), self._traced()))
+
+    def _traced(self) -> Trace | None:
+        """Return the trace so far; None if none is recorded."""
+        return self._trace.collect() if self._trace.is_recorded else None
+
     def trace(self) -> Trace:
         """Return what every stage did so far. Flushes the pipe.
 
@@ -783,8 +843,12 @@ class Pipeline:
                 if self._checkpointer.is_begun:
                     self.flush()
                     self._run_state.finish_checkpoint()
-                if isinstance(path := self._job.options.observe.trace, Path):
-                    self.trace().save(path)
+                path = self._job.options.observe.trace
+                trace = self._traced() if self._telling or isinstance(path, Path) else None
+                if self._telling is not None:
+                    self._telling.finish(self.statistics(), trace)
+                if isinstance(path, Path) and trace is not None:
+                    trace.save(path)
         finally:
             life.close()
 
@@ -806,3 +870,16 @@ class Pipeline:
             _log.warning("no trace is left: %s", error)
         finally:
             self._group.life.close()
+
+
+def _telling_of(options: Options) -> Telling | None:
+    """Return what tells observers of the run, if there are any.
+
+    Raises:
+        ConfigError: The folder of the record cannot be written.
+    """
+    if not options.is_told:
+        return None
+    from pipedream_rt.coordinator.telling import telling_of
+
+    return telling_of(options)

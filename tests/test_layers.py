@@ -22,6 +22,7 @@ LAYERS = [
     {"pipedream_rt.schedules"},
     {"pipedream_rt.observe"},
     {"pipedream_rt.simulation"},
+    {"pipedream_rt.observers"},
     {"pipedream_rt.planning"},
     {"pipedream_rt.messages"},
     {"pipedream_rt.models", "pipedream_rt.checkpoint"},

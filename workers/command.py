@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,13 @@ from pipedream_rt.cluster.control import (
     LIFE_OVER,
     Control,
 )
-from pipedream_rt.cluster.environment import DEVICE, read_secret, secret_pipe, tls_of_environment
+from pipedream_rt.cluster.environment import (
+    DEVICE,
+    LOG_DIR,
+    read_secret,
+    secret_pipe,
+    tls_of_environment,
+)
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.records import is_name
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
@@ -136,6 +143,8 @@ def _set_up(name: str, level: str) -> None:
     """Set up logging and signals; PIPEDREAM_RT_LOG, if set, overrides the level of the log."""
     wanted = os.environ.get("PIPEDREAM_RT_LOG", level).upper()
     known = isinstance(logging.getLevelName(wanted), int)
+    if (folder := os.environ.get(LOG_DIR)) and is_name(name):
+        _write_into(Path(folder) / f"{name}.log")
     logging.basicConfig(
         format=f"[{name}] %(levelname)s %(message)s",
         level=wanted if known else level,
@@ -146,6 +155,20 @@ def _set_up(name: str, level: str) -> None:
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_by_signal)
+
+
+def _write_into(path: Path) -> None:
+    """Let all that this process writes go into a file, behind what is there.
+
+    Where that cannot be, it stays where it is: no worker ends because it has no log.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+    except OSError as error:
+        _log.warning("no log can be written to %s: %s", path, error.strerror)
 
 
 def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -> int:

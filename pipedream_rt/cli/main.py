@@ -12,6 +12,7 @@ from pipedream_rt.cli.plan import plan
 from pipedream_rt.cli.profile import profile
 from pipedream_rt.cli.run import run, worker
 from pipedream_rt.cli.schedule import schedule
+from pipedream_rt.cli.show import report, watch
 from pipedream_rt.cli.simulate import simulate
 from pipedream_rt.cli.status import status
 from pipedream_rt.cli.timeline import timeline
@@ -45,11 +46,13 @@ for _command in (
     doctor,
     plan,
     profile,
+    report,
     run,
     schedule,
     simulate,
     status,
     timeline,
+    watch,
     worker,
 ):
     main.add_command(_command)

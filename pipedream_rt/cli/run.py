@@ -12,7 +12,7 @@ import click
 
 from pipedream_rt.cli.nodes import options_of_nodes
 from pipedream_rt.cluster.engines import Asked, membership
-from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
+from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
 from pipedream_rt.deadline import Deadline
@@ -45,6 +45,10 @@ def worker(arguments: tuple[str, ...]) -> None:
               help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
 @click.option("--trace", type=click.Path(dir_okay=False, writable=True),
               help="File to write what every stage did when; see timeline.")  # fmt: skip
+@click.option("--log-dir", "--log_dir", type=click.Path(file_okay=False, writable=True),
+              help="Folder for a file with what each worker writes.")  # fmt: skip
+@click.option("--record", type=click.Path(file_okay=False, writable=True), metavar="FOLDER",
+              help="Folder to record the run in; see report and watch.")  # fmt: skip
 @click.option("--max-restarts", "--max_restarts", type=click.IntRange(min=0),
               help="Number of failures of workers to recover from; 3 by default where the script "
               "makes checkpoints.")  # fmt: skip
@@ -61,6 +65,8 @@ def run(
     grace: float,
     threads: int,
     trace: str | None,
+    log_dir: str | None,
+    record: str | None,
     max_restarts: int | None,
     resume: bool,
     module: bool,
@@ -83,6 +89,8 @@ def run(
             raise click.UsageError("with --ray it is Ray that says which node is which")
         options = [f"--nproc-per-node={count}", f"--threads={threads}", f"--grace={grace}"]
         options += [] if trace is None else [f"--trace={os.path.abspath(trace)}"]
+        options += [] if log_dir is None else [f"--log-dir={os.path.abspath(log_dir)}"]
+        options += [] if record is None else [f"--record={os.path.abspath(record)}"]
         options += [] if max_restarts is None else [f"--max-restarts={max_restarts}"]
         options += ["--resume"] * resume + ["--module"] * module
         on_nodes = [script if module else os.path.abspath(script), *arguments]
@@ -90,6 +98,8 @@ def run(
     job = membership(os.environ, asked)
     if job is None and nproc_per_node is None:
         raise click.UsageError("give --nproc-per-node, the number of workers to start here")
+    if log_dir is not None:
+        os.environ[LOG_DIR] = _folder(log_dir)  # for the workers that are started here
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     imports = [] if module else imports_of(script)
     if job is not None and not job.node.is_first:
@@ -99,6 +109,7 @@ def run(
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
     settings = {
         **({} if trace is None else {TRACE: os.path.abspath(trace)}),
+        **({} if record is None else {RECORD: os.path.abspath(record)}),
         **({} if max_restarts is None else {MAX_RESTARTS: str(max_restarts)}),
         **({RESUME: "1"} if resume else {}),
     }
@@ -108,6 +119,19 @@ def run(
     else:
         code = run_first(job, command, count, settings, _say, wait)
     sys.exit(code)
+
+
+def _folder(path: str) -> str:
+    """Make a folder, and return its absolute path.
+
+    Raises:
+        BadParameter: It cannot be made.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--log-dir") from error
+    return os.path.abspath(path)
 
 
 def count_of(text: str | None) -> int | None:

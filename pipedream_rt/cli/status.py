@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import click
@@ -15,12 +16,18 @@ from pipedream_rt.schema import printable
 @click.command()
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
               help="Seconds over which the rate is measured.")  # fmt: skip
-def status(interval: float) -> None:
+@click.option("--json", "as_json", is_flag=True,
+              help="Write a line of JSON for each pipeline, at once.")  # fmt: skip
+def status(interval: float, as_json: bool) -> None:
     """Show the pipelines of this user that run on this machine, with their workers."""
     try:
         found = list(running())
     except OSError as error:
         raise ConfigError(f"the pipelines of this user cannot be found: {error}") from error
+    if as_json:
+        for _, record in found:
+            click.echo(json.dumps(record))
+        return
     if not found:
         click.echo("no pipeline is running on this machine (of this user, on worker processes)")
         return

@@ -33,9 +33,15 @@ ENGINE = "PIPEDREAM_RT_ENGINE"
 TRACE = "PIPEDREAM_RT_TRACE"
 """`pipedream-rt run --trace` sets it: the file that the script's pipeline writes a trace to."""
 
+RECORD = "PIPEDREAM_RT_RECORD"
+"""`pipedream-rt run --record` sets it: the folder in which the script's pipeline is recorded."""
+
 PROFILE = "PIPEDREAM_RT_PROFILE"
 """`pipedream-rt profile` sets it: the file that the script's pipeline writes a profile to, after
 which the script ends."""
+
+LOG_DIR = "PIPEDREAM_RT_LOG_DIR"
+"""`pipedream-rt run --log-dir` sets it: the folder with a file for what each worker writes."""
 
 RESUME = "PIPEDREAM_RT_RESUME"
 """`pipedream-rt run --resume` sets it: the pipeline goes on from the last checkpoint."""

@@ -73,7 +73,8 @@ class Feeder:
             no fingerprints.
         refuse: Called before every injection, to refuse what would not reach the stages.
         first: Called with the first mini-batch, before it is fed.
-        watch: Called with every result, in order.
+        watch: Functions that are called with every result, in order.
+        injected: Called with every mini-batch that was injected, and the optimizer of then.
 
     Attributes:
         forwards: What the forwards of the model do.
@@ -98,10 +99,12 @@ class Feeder:
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] = lambda: None,
         first: Callable[[Batch], object] = lambda batch: None,
-        watch: Callable[[StepResult], object] = lambda result: None,
+        watch: Sequence[Callable[[StepResult], object]] = (),
+        injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
         """Feed nothing yet."""
         self._first = first
+        self._injected = injected
         self._watch = watch
         self._fingerprint_every = fingerprint_every
         self._refuse = refuse
@@ -161,6 +164,8 @@ class Feeder:
             optimizer.count_step()
             self.step += 1
             self.pending.append(pending)
+        if self._injected is not None:
+            self._injected(cut, optimizer)
         return pending
 
     def _refuse_what_stays_here(self) -> None:
@@ -281,7 +286,8 @@ class Feeder:
                 self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
         pending.outcome = _result(pending, taken)
         self.pending.popleft()
-        self._watch(pending.outcome)
+        for watch in self._watch:
+            watch(pending.outcome)
 
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
 from pipedream_rt.cluster.fork_server import fork_server, installed_modules
@@ -47,6 +48,9 @@ from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.auto_split import choose_stages
 from pipedream_rt.planning.profiling import profile_and_end
 from pipedream_rt.transport.base import Receive
+
+if TYPE_CHECKING:  # not imported unless somebody is told of a run
+    from pipedream_rt.coordinator.telling import Telling
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +109,12 @@ def warm_up(model: UnsplitModel, options: Options) -> None:
         fork_server().prepare(installed_modules(objects, compiles=compiles))
 
 
-def start(job: Job) -> WorkerGroup:
+def start(job: Job, telling: Telling | None) -> WorkerGroup:
     """Start the workers of a job.
+
+    Args:
+        job: The job.
+        telling: Tells observers of its end, if there are any.
 
     Raises:
         RendezvousTimeout: Some workers did not join in time; all were ended.
@@ -116,6 +124,8 @@ def start(job: Job) -> WorkerGroup:
     with ExitStack() as undo:
         launcher = Launcher(job.options.workers)
         undo.callback(launcher.close)
+        if telling is not None:
+            undo.callback(telling.end)
         group = WorkerGroup(
             job.plan,
             functools.partial(_start_cluster, job=job.lasting, launcher=launcher),
@@ -147,8 +157,13 @@ def _start_cluster(
     return launcher.start(spec)
 
 
-def attach(job: Job, group: WorkerGroup) -> Run:
+def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
     """Make what a script uses of the workers, and go on from a checkpoint if it is to.
+
+    Args:
+        job: The job.
+        group: The workers.
+        telling: Tells observers what happens, if there are any.
 
     Raises:
         CheckpointError: There is a checkpoint to go on from, and it cannot be used.
@@ -159,6 +174,7 @@ def attach(job: Job, group: WorkerGroup) -> Run:
     kept, traced = options.kept, bool(options.observe.trace)
     recorder = Recorder(SPANS_KEPT) if traced else None
     lease = Lease(group)
+    balance = Balance(job.plan, functools.partial(_log.warning, "%s"))
     feeder = Feeder(
         lease,
         forwards=job.forwards,
@@ -170,7 +186,8 @@ def attach(job: Job, group: WorkerGroup) -> Run:
         fingerprint_every=options.observe.fingerprint_every,
         refuse=job.given.refuse_changes,
         first=_first(job),
-        watch=Balance(job.plan, functools.partial(_log.warning, "%s")),
+        watch=[balance] if telling is None else [balance, telling.came],
+        injected=None if telling is None else telling.injected,
     )
     epochs = Epochs(feeder)
     references = References(lease, feeder, job.model, list(job.names))
@@ -193,6 +210,8 @@ def attach(job: Job, group: WorkerGroup) -> Run:
         references.scatter_optimizer_state(optimizer_state(job.brought))
     if kept is not None and kept.resume:
         run_state.resume(require_acceptable(kept.accept))
+    if telling is not None:
+        telling.begin(group, options, feeder.step, feeder.credits, job.forwards.how)
     return Run(
         lease=lease,
         feeder=feeder,

@@ -14,6 +14,7 @@ from pathlib import Path
 from pipedream_rt.cluster.environment import (
     MAX_RESTARTS,
     PROFILE,
+    RECORD,
     RESUME,
     TRACE,
     count_of_environment,
@@ -32,12 +33,17 @@ def resolved(options: Options) -> Options:
     kept, recovery, observe = options.kept, options.recovery, options.observe
     resume = resume_option(kept)
     restarts = restart_option(recovery.max_restarts, 3 if options.makes_checkpoints else 0)
-    traced, path = trace_option(observe.trace)
+    record = record_option(observe.record)
+    report = None if options.report is None else writable(options.report, "report")
+    # What shows a run shows its trace too, unless that is not wanted.
+    shown = observe.trace is None and TRACE not in os.environ and bool(record or report)
+    traced, path = trace_option(True if shown else observe.trace)
     return replace(
         options,
         checkpoint=None if kept is None else replace(kept, resume=resume),
         recovery=replace(recovery, max_restarts=restarts),
-        observe=replace(observe, trace=path or traced),
+        report=report,
+        observe=replace(observe, trace=path or traced, record=record),
         # The script of `pipedream-rt profile` trains nothing.
         workers=options.workers if profile_option() is None else "serial",
     )
@@ -52,8 +58,10 @@ def take_place(given: Options) -> None:
     Raises:
         ConfigError: No checkpoint can be written to the folder.
     """
-    global _traced_by_run
+    global _traced_by_run, _recorded_by_run
     require_folder(given.kept)
+    if given.observe.record is None and RECORD in os.environ:
+        _recorded_by_run += 1
     if given.observe.trace is None and TRACE in os.environ:
         _traced_by_run += 1
 
@@ -93,6 +101,18 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     if trace is None or isinstance(trace, bool):
         return bool(trace), None
     return True, writable(trace)
+
+
+def record_option(record: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder in which a run is recorded; None for none.
+
+    Args:
+        record: The option of the user; None follows `pipedream-rt run --record`.
+    """
+    if record is None and RECORD in os.environ:
+        path, number = Path(os.environ[RECORD]), _recorded_by_run + 1
+        record = path if number == 1 else path.with_name(f"{path.name}-{number}")
+    return None if record is None else Path(record).absolute()
 
 
 def profile_option() -> Path | None:
@@ -138,6 +158,9 @@ def restart_option(max_restarts: int | None, default: int) -> int:
     """
     return count_of_environment(MAX_RESTARTS, default) if max_restarts is None else max_restarts
 
+
+_recorded_by_run = 0
+"""Number of pipelines in this process that are recorded because of `pipedream-rt run --record`."""
 
 _traced_by_run = 0
 """Number of pipelines in this process that are traced because of `pipedream-rt run --trace`."""

@@ -35,6 +35,11 @@ class TraceCollection:
         if recorder is not None:
             self._first_readings()
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether spans are recorded."""
+        return self._recorder is not None
+
     def _first_readings(self) -> list[Reading]:
         """Return the first reading of each worker's clock in this generation."""
         generation = self._group.generation

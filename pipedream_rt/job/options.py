@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -39,6 +39,9 @@ from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan
+
+if TYPE_CHECKING:  # not imported unless somebody is told of a run
+    from pipedream_rt.observers.events import Observer
 
 SPANS_KEPT = 1 << 17
 """The number of the last actions of a process that a trace has, in 8 MiB."""
@@ -219,6 +222,11 @@ class Observe:
         fingerprint_every: The number of mini-batches after which a result has a fingerprint of the
             weights and buffers behind it, so that two runs can be compared; None for never. It
             costs the time to read all weights once.
+        record: A folder to which the run is written as it goes on, with a trace at its end, for
+            `pipedream-rt report` and `pipedream-rt watch`. None: what `pipedream-rt run --record`
+            says, else none.
+        to: Observers, which are told of every result and of what else happens: `CSV`, `JSONLines`,
+            `TensorBoard` and `Prometheus` of `pipedream_rt.observers`, or functions of your own.
 
     Raises:
         ConfigError: A value makes no sense.
@@ -226,6 +234,8 @@ class Observe:
 
     trace: TraceOption = None
     fingerprint_every: int | None = None
+    record: str | os.PathLike[str] | None = None
+    to: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -233,6 +243,12 @@ class Observe:
             raise ConfigError(f"trace must be a file, True or False, not {self.trace!r}")
         if self.fingerprint_every is not None:
             require_count("fingerprint_every", self.fingerprint_every)
+        if not isinstance(self.record, str | os.PathLike | None):
+            raise ConfigError(f"record must be a folder, not {self.record!r}")
+        if not isinstance(self.to, list | tuple) or not all(map(callable, self.to)):
+            raise ConfigError(
+                f"to must be a list of observers, which are functions of an event, not {self.to!r}"
+            )
 
 
 @option_group
@@ -320,6 +336,7 @@ class Options:
     workers: Workers = None
     checkpoint: CheckpointOption = None
     devices: Devices = None
+    report: str | os.PathLike[str] | None = None
     seed: int = 0
     threads: int = 1
     training: Training = field(default_factory=Training)
@@ -332,6 +349,8 @@ class Options:
         for group in (Training, Layout, Recovery, Observe):
             name = group.__name__.lower()
             require_instance(name, getattr(self, name), group)
+        if not isinstance(self.report, str | os.PathLike | None):
+            raise ConfigError(f"report must be a file, not {self.report!r}")
         require_count("threads", self.threads)
         require_seed(self.seed)
         refuse_loss(self.loss_fn)
@@ -349,6 +368,11 @@ class Options:
     def kept(self) -> Checkpoints | None:
         """The checkpoints; None for none."""
         return checkpoint_option(self.checkpoint)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether anybody is told of the run."""
+        return bool(self.report or self.observe.record or self.observe.to)
 
     @property
     def makes_checkpoints(self) -> bool:

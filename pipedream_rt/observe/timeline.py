@@ -18,7 +18,7 @@ from pipedream_rt.schedules import Kind, Plan
 MOST_DRAWN = 2000
 """The number of actions that a picture shows where its end is not given; more would blur."""
 
-_NAMES = {
+NAMES = {
     CODES[Kind.FORWARD]: "forward",
     CODES[Kind.BACKWARD]: "backward",
     CODES[Kind.INPUT]: "backward, input half",
@@ -30,9 +30,10 @@ _NAMES = {
     DRAIN: "end of a flush",
     PASS: "evaluation, inference",
 }
+"""What an action is called, by the number of its kind in a span."""
 _COLOURS = dict(
     zip(
-        _NAMES,
+        NAMES,
         (
             "#8ab4f8",
             "#81c995",
@@ -110,7 +111,7 @@ def window(trace: Trace, begin: float | None = None, end: float | None = None) -
     Raises:
         TraceError: There is no action in that part.
     """
-    spans = trace.spans[np.isin(trace.spans["kind"], list(_NAMES))]
+    spans = trace.spans[np.isin(trace.spans["kind"], list(NAMES))]
     if not len(spans):
         raise TraceError("there is no action in the trace")
     zero, last = int(spans["start"].min()), int(spans["end"].max())
@@ -238,8 +239,8 @@ def _title(trace: Trace, view: Window) -> str:
 def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
     """Yield the legend: a box and a name for each kind of action in the drawing."""
     at = float(_LEFT)
-    for code in [kind for kind in _NAMES if any(box.kind == kind for box in view.boxes)]:
-        words = f"{chr(code)} {_NAMES[code]}"
+    for code in [kind for kind in NAMES if any(box.kind == kind for box in view.boxes)]:
+        words = f"{chr(code)} {NAMES[code]}"
         yield (
             f'<rect x="{at:.1f}" y="{bottom + 38}" width="12" height="12" '
             f'fill="{_COLOURS[code]}"/>'
@@ -312,7 +313,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     yield _named("process_name", plan.workers, 0, "coordinator")
     for address in plan.addresses:
         yield _named("thread_name", plan.worker_of(address), address, plan.title_of(address))
-    spans = trace.spans[np.isin(trace.spans["kind"], [*_NAMES, INJECTED, LOSS_CAME])]
+    spans = trace.spans[np.isin(trace.spans["kind"], [*NAMES, INJECTED, LOSS_CAME])]
     zero = int(spans["start"].min(initial=0)) if len(spans) else 0
     order = np.argsort(spans["start"], kind="stable")
     columns = (spans[name][order].tolist() for name in _Row._fields)
@@ -330,11 +331,11 @@ def _device_events(trace: Trace, zero: int) -> Iterator[dict[str, Any]]:
     for address in np.unique(spans["stage"]).tolist():
         name = f"{plan.title_of(address)} on its device"
         yield _named("thread_name", plan.worker_of(address), _of_device(plan, address), name)
-    drawn = spans[np.isin(spans["kind"], list(_NAMES))]
+    drawn = spans[np.isin(spans["kind"], list(NAMES))]
     columns = (drawn[name].tolist() for name in ("kind", "stage", "index", "start", "end"))
     for kind, stage, index, start, end in zip(*columns, strict=True):
         yield _complete(
-            f"{chr(kind)}{index}", _NAMES[kind], plan.worker_of(stage), _of_device(plan, stage),
+            f"{chr(kind)}{index}", NAMES[kind], plan.worker_of(stage), _of_device(plan, stage),
             (start - zero) / 1e3, (end - start) / 1e3, {},
         )  # fmt: skip
 
@@ -380,7 +381,7 @@ def _action_events(plan: Plan, row: _Row, zero: int) -> Iterator[dict[str, Any]]
         "bytes sent": row.bytes,
     }
     label = f"{chr(row.kind)}{row.index}"
-    yield _complete(label, _NAMES[row.kind], worker, row.stage, at, duration, details)
+    yield _complete(label, NAMES[row.kind], worker, row.stage, at, duration, details)
     yield {
         "ph": "C", "name": f"versions of {plan.title_of(row.stage)}",
         "pid": worker, "tid": row.stage, "ts": row.end / 1e3 - zero / 1e3,

@@ -1,0 +1,172 @@
+"""The commands that show a run: ``report`` writes a page, ``watch`` follows a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from pipedream_rt.coordinator.status import running
+from pipedream_rt.errors import ConfigError, TraceError
+from pipedream_rt.observers.events import Begun, Ended, Event, unpacked
+from pipedream_rt.observers.folder import Following, read_run
+from pipedream_rt.observers.live import EVERY_S, LivePage
+from pipedream_rt.observers.page.render import write_report
+from pipedream_rt.observers.record import RunRecord
+
+_ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+_PATIENCE_S = 60.0
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.option("-o", "--output", default="report.html", show_default=True,
+              type=click.Path(dir_okay=False), help="The file to write.")  # fmt: skip
+def report(run: str, output: str) -> None:
+    """Write a page about the run that was recorded in the folder RUN.
+
+    A pipeline records its run with Observe(record=FOLDER), or under pipedream-rt run --record. The
+    page is one HTML file, which needs no network.
+    """
+    path = write_report(output, read_run(run))
+    click.echo(f"{path}: {path.stat().st_size / 1024:.0f} KiB, open it in a browser")
+
+
+@click.command()
+@click.argument("run")
+@click.option("--web", is_flag=True, help="Serve a page for a browser, until Ctrl-C.")
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="With --web: the address to listen at.")  # fmt: skip
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535),
+              help="With --web: the port; 0 for a free one.")  # fmt: skip
+@click.option("--token", envvar="PIPEDREAM_RT_WATCH_TOKEN",
+              help="What the address of the page must have; made anew if not given.")  # fmt: skip
+def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
+    """Follow a run: RUN is the folder in which it is recorded, or the address of its page.
+
+    It reads what the run writes, and changes nothing in it. With --web it serves a page; on another
+    machine, RUN is then HOST:PORT with --token, or the whole address.
+    """
+    if Path(run).is_dir():
+        following = Following(run)
+        if web:
+            _serve(following, host, port, token)
+        else:
+            with closing(following):
+                _show(_events_of(following))
+        return
+    address = _address(run, token)
+    if web:
+        raise click.UsageError("the page is served already: open its address in a browser")
+    _show(_events_at(address))
+
+
+def _serve(following: Following, host: str, port: int, token: str | None) -> None:
+    """Serve the page of a run until Ctrl-C."""
+    with closing(LivePage(following, host, port, workers_now, token)) as page:
+        click.echo(f"{page.address}\nopen it in a browser; Ctrl-C ends it, and not the run")
+        try:
+            page.run(threading.Event())
+        except KeyboardInterrupt:
+            click.echo("")
+
+
+def workers_now(begun: Begun) -> list[dict[str, Any]] | None:
+    """Return what the workers of a run do, if its script runs on this machine, as this user."""
+    try:
+        for _, status in running():
+            if status["pid"] == begun.pid:
+                return list(status["workers"])
+    except OSError:
+        return None
+    return None
+
+
+def _address(run: str, token: str | None) -> str:
+    """Return the address of the events of a page.
+
+    Raises:
+        ConfigError: It is neither a folder nor an address.
+    """
+    if _ADDRESS.fullmatch(run):
+        if token is None:
+            raise ConfigError(f"give --token, which stands in the address of the page at {run}")
+        return f"http://{run}/record?token={token}"
+    parts = urlsplit(run)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"{run} is neither the folder of a run nor the address of a page, HOST:PORT or "
+            "http://HOST:PORT/?token=..."
+        )
+    query = parts.query or (f"token={token}" if token else "")
+    return f"{parts.scheme}://{parts.netloc}/record?{query}"
+
+
+def _events_of(following: Following) -> Iterator[Event | None]:
+    """Yield the events in a folder as they come; None where there is nothing new."""
+    wait = threading.Event()
+    while True:
+        yield from following.new()
+        yield None
+        wait.wait(EVERY_S)
+
+
+def _events_at(address: str) -> Iterator[Event | None]:
+    """Yield the events that a page sends as they come; None where there is nothing new.
+
+    Raises:
+        ConfigError: The page cannot be reached, or refuses.
+    """
+    try:
+        with urllib.request.urlopen(address, timeout=_PATIENCE_S) as answer:
+            for line in answer:
+                try:
+                    yield unpacked(json.loads(line)) if line.strip() else None
+                except (ValueError, TraceError):
+                    continue
+                if not answer.peek(1):
+                    yield None
+    except urllib.error.HTTPError as error:
+        error.close()
+        reason = "its token is another one" if error.code == 403 else error.reason
+        raise ConfigError(f"the page refuses: {reason}") from error
+    except OSError as error:
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ConfigError(f"the page cannot be reached: {why}") from error
+
+
+def _show(events: Iterator[Event | None]) -> None:
+    """Show a run until it ends."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from pipedream_rt.observers.terminal import view_of
+
+    record, console = RunRecord(), Console()
+
+    def view() -> Any:
+        begun = record.begun
+        workers = workers_now(begun) if begun is not None and record.may_run else None
+        return view_of(record, workers, console.width)
+
+    with Live(view(), console=console, auto_refresh=False) as live:
+        try:
+            for event in events:
+                if event is not None:
+                    record(event)
+                    if not isinstance(event, Ended):
+                        continue
+                live.update(view(), refresh=True)
+                if record.begun is not None and not record.may_run and event is None:
+                    return
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,279 @@
+"""Telling observers of a run: the one place where the coordinator and its observers meet.
+
+Results are told as they come. Recoveries and checkpoints are read where they are kept, and warnings
+from the log; so no other object of the coordinator knows that anybody looks on.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+from pipedream_rt.checkpoint.layout import step_of
+from pipedream_rt.coordinator.cutting import CutBatch
+from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.group import WorkerGroup
+from pipedream_rt.coordinator.results import StepResult
+from pipedream_rt.job.options import Options
+from pipedream_rt.messages.message import CommandName
+from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observers.events import (
+    Begun,
+    Ended,
+    Evaluated,
+    Event,
+    Observer,
+    Recovered,
+    Saved,
+    Stepped,
+    Warned,
+)
+from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.software import processor, software
+
+_log = logging.getLogger(__name__)
+
+_NOT_SETTINGS = ("example", "observe", "report")
+"""Options that say nothing of how a run trains."""
+
+
+def telling_of(options: Options) -> Telling:
+    """Return what tells the observers of some options.
+
+    Raises:
+        ConfigError: The folder of the record cannot be written.
+    """
+    observers = list(options.observe.to)
+    if options.observe.record is not None:
+        from pipedream_rt.observers.folder import RunFolder
+
+        observers.append(RunFolder(options.observe.record))
+    if options.report is not None:
+        from pipedream_rt.observers.page.render import ReportFile
+
+        observers.append(ReportFile(options.report))
+    return Telling(observers)
+
+
+class _Fed(NamedTuple):
+    """What is known of a mini-batch when it is injected."""
+
+    rates: tuple[float, ...]
+    samples: int
+    micro_batches: int
+
+
+class Telling:
+    """Tells observers of a run.
+
+    The thread of the script tells; only `end` may come from another one, when nothing else does.
+
+    Args:
+        observers: The observers.
+
+    Attributes:
+        record: What was told so far.
+    """
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        """Listen to warnings from now on."""
+        self.record = RunRecord()
+        self._observers: list[Observer] = [self.record, *observers]
+        self._fed: deque[_Fed] = deque()
+        self._heard: deque[Warned] = deque()
+        self._group: WorkerGroup | None = None
+        self._restarts = self._step = 0
+        self._saved: object = None
+        self._handler = _Listening(self._heard)
+        logging.getLogger("pipedream_rt").addHandler(self._handler)
+
+    def begin(
+        self, group: WorkerGroup, options: Options, step: int, credits: int, how: str
+    ) -> None:
+        """Tell that a run begins.
+
+        Args:
+            group: The workers, whose recoveries and checkpoints are told of from now on.
+            options: The options that were given.
+            step: The number of the first mini-batch.
+            credits: The number of mini-batches that are injected ahead.
+            how: How the model was cut.
+        """
+        self._group, self._step = group, step
+        self._saved = group.log.origins[-1].folder
+        self._tell(
+            Begun(
+                time=time.time(),
+                step=step,
+                plan=group.plan.packed(),
+                credits=credits,
+                how=how,
+                workers=tuple(group.cluster.names),
+                stages=tuple(group.command(CommandName.STATISTICS)),
+                settings=settings_of(options),
+                software={"versions": software(), "processor": processor()},
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+        )
+
+    def injected(self, cut: CutBatch, optimizer: DistributedOptimizer) -> None:
+        """Note a mini-batch that was injected."""
+        filled = cut.filled.values()
+        rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        self._fed.append(_Fed(rates, sum(part.samples for part in filled), len(filled)))
+
+    def came(self, result: StepResult) -> None:
+        """Tell of a result; they come in the order of their mini-batches."""
+        fed = self._fed.popleft()
+        self._step = result.step + 1
+        self._look()
+        self._tell(
+            Stepped(
+                time=time.time(),
+                step=result.step,
+                loss=result.loss,
+                rates=fed.rates,
+                staleness=result.staleness,
+                versions=result.versions,
+                busy_s=result.busy_s,
+                samples=fed.samples,
+                micro_batches=fed.micro_batches,
+                fingerprint=result.fingerprint,
+            )
+        )
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell of an evaluation that was made after so many mini-batches."""
+        self._look()
+        self._tell(Evaluated(time=time.time(), step=step, values=dict(values)))
+
+    def so_far(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> RunRecord:
+        """Return what was told so far, with the counters of each stage and a trace of now."""
+        self._look()
+        record = copy.copy(self.record)
+        record.trace = trace
+        if record.begun is not None:
+            record.begun = replace(record.begun, stages=tuple(stages))
+        return record
+
+    def finish(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> None:
+        """Tell that a run has ended well; `end` tells it of any other.
+
+        Args:
+            stages: The counters of each stage.
+            trace: What every stage did when; None if that was not recorded.
+        """
+        self._look()
+        self._end(Ended(time=time.time(), step=self._step, stages=tuple(stages), trace=trace))
+
+    def end(self, reason: BaseException | None = None) -> None:
+        """Tell that a run has ended, if nobody has told it yet. Idempotent."""
+        if self._group is not None and reason is None:
+            reason = self._group.life.reason
+        words = f"{type(reason).__name__}: {reason}" if reason is not None else ""
+        self._end(Ended(time=time.time(), step=self._step, reason=words))
+
+    def _end(self, event: Ended) -> None:
+        """Tell the last event, once."""
+        self._look()
+        self._tell(event)
+        self._observers.clear()
+        logging.getLogger("pipedream_rt").removeHandler(self._handler)
+
+    def _look(self) -> None:
+        """Tell of the recoveries and checkpoints that have come since the last look."""
+        if self._group is None or not self._observers:
+            return
+        restarts, folder = self._group.restarts, self._group.log.origins[-1].folder
+        for restart in restarts[self._restarts :]:
+            self._tell(
+                Recovered(
+                    time=time.time(),
+                    step=self._step,
+                    generation=restart.generation,
+                    reason=restart.reason,
+                    seconds=restart.seconds,
+                    replayed=restart.replayed,
+                )
+            )
+        self._restarts = len(restarts)
+        if folder is not None and folder != self._saved:
+            self._tell(Saved(time=time.time(), step=step_of(folder), folder=str(folder)))
+        self._saved = folder
+
+    def _tell(self, event: Event) -> None:
+        """Tell every observer of the warnings that were logged meanwhile, and of an event."""
+        heard = [self._heard.popleft() for _ in range(len(self._heard))]
+        # The beginning comes first: what comes after it belongs to its run.
+        told: list[Event] = [event, *heard] if isinstance(event, Begun) else [*heard, event]
+        for each in told:
+            for observer in tuple(self._observers):
+                self._tell_one(observer, each)
+
+    def _tell_one(self, observer: Observer, event: Event) -> None:
+        """Tell one observer; if that raises, it is told no more, and the run goes on."""
+        try:
+            observer(event)
+        except Exception as error:
+            self._observers.remove(observer)
+            name = getattr(observer, "__qualname__", type(observer).__qualname__)
+            _log.warning(
+                "the observer %s raised %s: %s; it is told no more, and the run goes on",
+                name, type(error).__name__, error,
+            )  # fmt: skip
+
+
+class _Listening(logging.Handler):
+    """Keeps the warnings of this package until they are told."""
+
+    def __init__(self, heard: deque[Warned]) -> None:
+        """Keep them in a queue, since any thread may log."""
+        super().__init__(logging.WARNING)
+        self._heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        self._heard.append(Warned(time=record.created, text=record.getMessage()))
+
+
+def settings_of(options: Options) -> dict[str, str]:
+    """Return the options that were given, in words, by name; those of groups as ``group.name``."""
+    found: dict[str, str] = {}
+    plain = Options()
+    for each in fields(Options):
+        value, default = getattr(options, each.name), getattr(plain, each.name)
+        if each.name in _NOT_SETTINGS or value is default:
+            continue
+        if is_dataclass(value) and type(value) is type(default):
+            for part in fields(value):
+                given = getattr(value, part.name)
+                if given != getattr(default, part.name):
+                    found[f"{each.name}.{part.name}"] = _words(given)
+        elif not _is_same(value, default):
+            found[each.name] = _words(value)
+    return found
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Whether an option has its default; what cannot be compared has not."""
+    try:
+        return bool(value == default)
+    except Exception:  # a foreign class may raise anything
+        return False
+
+
+def _words(value: Any) -> str:
+    """Return an option in words: of functions and classes, the names."""
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(_words, value))
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    name = getattr(value, "__qualname__", None)
+    return str(name) if isinstance(name, str) else " ".join(repr(value)[:300].split())

@@ -1,0 +1,38 @@
+"""Observers: what is told of a run, and shows it: files, TensorBoard, Prometheus, a page.
+
+An `Observer` is a function of an event; `events` has them all. Give yours, or these, to
+``Observe(to=[...])``.
+"""
+
+from __future__ import annotations
+
+from pipedream_rt.observers.events import (
+    Begun,
+    Ended,
+    Evaluated,
+    Event,
+    Observer,
+    Recovered,
+    Saved,
+    Stepped,
+    Warned,
+)
+from pipedream_rt.observers.prometheus import Prometheus
+from pipedream_rt.observers.tensorboard import TensorBoard
+from pipedream_rt.observers.writers import CSV, JSONLines
+
+__all__ = [
+    "CSV",
+    "Begun",
+    "Ended",
+    "Evaluated",
+    "Event",
+    "JSONLines",
+    "Observer",
+    "Prometheus",
+    "Recovered",
+    "Saved",
+    "Stepped",
+    "TensorBoard",
+    "Warned",
+]

@@ -1,0 +1,272 @@
+"""What observers are told of a run: plain values, each with the time at which it was known.
+
+An `Observer` is any function of one event. Events are told in the thread of the script, in the
+order of the mini-batches, so an observer needs no lock::
+
+    def to_wandb(event):
+        if isinstance(event, Stepped):
+            wandb.log({"loss": event.loss, "lr": event.rates[0]}, step=event.step)
+
+    Pipeline(..., observe=Observe(to=[to_wandb]))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+from pipedream_rt.errors import TraceError
+from pipedream_rt.observe.trace import Trace
+from pipedream_rt.schema import Check, anything, list_of, mapping, problem_of, text, truth, whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A script has begun to train, or goes on after a checkpoint.
+
+    Attributes:
+        time: When, in seconds since the epoch.
+        step: The number of the first mini-batch.
+        plan: The plan, as `Plan.packed` returns it.
+        credits: The number of mini-batches that are injected ahead of their results.
+        how: How the model was cut, in words.
+        workers: The name of each worker.
+        stages: The counters of each stage, and of each replica; see `Pipeline.statistics`.
+        settings: The options that were given, in words, by name.
+        software: Versions and processor, in words, by name.
+        pid: The process of the script.
+        host: The machine of the script.
+    """
+
+    time: float
+    step: int
+    plan: dict[str, Any]
+    credits: int
+    how: str
+    workers: tuple[str, ...]
+    stages: tuple[dict[str, Any], ...]
+    settings: dict[str, str]
+    software: dict[str, str]
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """The result of training on one mini-batch has come.
+
+    Attributes:
+        time: When, in seconds since the epoch.
+        step: The number of the mini-batch.
+        loss: Its loss.
+        rates: The learning rate of each parameter group with which it was trained on.
+        staleness: Updates between the oldest weight version read and the one that is updated.
+        versions: The weight version that the last micro-batch read, by stage.
+        busy_s: The seconds that each stage has computed since its worker was started.
+        samples: The number of samples; 0 where the mini-batch has no first dimension.
+        micro_batches: The number of micro-batches with samples.
+        fingerprint: See `StepResult`.
+    """
+
+    time: float
+    step: int
+    loss: float
+    rates: tuple[float, ...]
+    staleness: int
+    versions: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    samples: int
+    micro_batches: int
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """An evaluation has ended.
+
+    Attributes:
+        time: When, in seconds since the epoch.
+        step: The number of mini-batches injected before.
+        values: The mean loss, under ``"loss"``, and the metrics, by name.
+    """
+
+    time: float
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint is whole.
+
+    Attributes:
+        time: When that was seen, in seconds since the epoch.
+        step: The number of mini-batches before it.
+        folder: Its folder.
+    """
+
+    time: float
+    step: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The run has recovered from a failure, or has divided its work anew.
+
+    Attributes:
+        time: When that was seen, in seconds since the epoch.
+        step: The number of mini-batches whose losses had come.
+        generation: The number of the generation that began.
+        reason: What had failed, in one line.
+        seconds: How long the recovery took.
+        replayed: The number of micro-batches that were fed again.
+    """
+
+    time: float
+    step: int
+    generation: int
+    reason: str
+    seconds: float
+    replayed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """The runtime has logged a warning.
+
+    Attributes:
+        time: When, in seconds since the epoch.
+        text: The warning.
+    """
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The pipeline has ended. It is the last event of a script.
+
+    Attributes:
+        time: When, in seconds since the epoch.
+        step: The number of mini-batches injected.
+        reason: The error that ended it, in words; empty if it was closed.
+        stages: As in `Begun`, at the end; empty after a failure.
+        trace: What every stage did when; None where that was not recorded, and after a failure.
+    """
+
+    time: float
+    step: int
+    reason: str = ""
+    stages: tuple[dict[str, Any], ...] = ()
+    trace: Trace | None = field(default=None, compare=False)
+
+
+Event: TypeAlias = Begun | Stepped | Evaluated | Saved | Recovered | Warned | Ended
+
+Observer: TypeAlias = Callable[[Event], object]
+"""What is told of a run: any function of one event. If it raises, that is logged, and it is told no
+more; the run goes on."""
+
+
+def _real(value: Any) -> bool:
+    """Whether a value is a number."""
+    return type(value) in (int, float)
+
+
+_NAMES = {kind.__name__.lower(): kind for kind in Event.__args__}
+
+_PLAIN = mapping(text(1 << 12), anything)
+
+_CHECKS: dict[str, Check] = {
+    "time": _real,
+    "step": whole(0),
+    "plan": _PLAIN,
+    "credits": whole(0),
+    "how": text(1 << 20),
+    "workers": list_of(text(1 << 12)),
+    "stages": list_of(_PLAIN),
+    "settings": mapping(text(1 << 12), text(1 << 20)),
+    "software": mapping(text(1 << 12), text(1 << 20)),
+    "pid": whole(1),
+    "host": text(1 << 12),
+    "loss": _real,
+    "rates": list_of(_real),
+    "staleness": whole(0),
+    "versions": list_of(whole(0)),
+    "busy_s": list_of(_real),
+    "samples": whole(0),
+    "micro_batches": whole(0),
+    "fingerprint": lambda value: value is None or isinstance(value, str),
+    "values": mapping(text(1 << 12), _real),
+    "folder": text(1 << 16),
+    "generation": whole(0),
+    "reason": text(1 << 20),
+    "seconds": _real,
+    "replayed": whole(0),
+    "text": text(1 << 20),
+    "trace": truth,
+}
+"""The check of every field that an event has."""
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Numbers for which JSON has no word, by the text that stands for them."""
+
+
+def packed(event: Event) -> dict[str, Any]:
+    """Return an event as plain data that JSON can write; of a trace, only whether there is one."""
+    record: dict[str, Any] = {"event": type(event).__name__.lower()}
+    for each in fields(event):
+        value = getattr(event, each.name)
+        if each.name == "trace":
+            value = value is not None
+        elif each.name == "values":
+            value = {key: _written(number) for key, number in value.items()}
+        elif each.name == "loss":
+            value = _written(value)
+        record[each.name] = list(value) if isinstance(value, tuple) else value
+    return record
+
+
+def _written(value: float) -> float | str:
+    """Return a number as JSON can write it; that there is none for is a text."""
+    return value if math.isfinite(value) else str(value)
+
+
+def unpacked(record: Mapping[str, Any]) -> Event:
+    """Return the event of which `packed` returned the data, without its trace.
+
+    Raises:
+        TraceError: The data are no event.
+    """
+    found = dict(record)
+    kind = _NAMES.get(str(found.pop("event", "")))
+    if kind is None:
+        raise TraceError("it is no event of a run")
+    found = {name: _read(name, value) for name, value in found.items()}
+    names = {each.name for each in fields(kind)}
+    checks = {name: _CHECKS[name] for name in names if name in found}
+    if problem := problem_of(found, checks):
+        raise TraceError(f"it is no event of a run: {problem}")
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in found.items()
+        if name in names and name != "trace"
+    }
+    try:
+        event: Event = kind(**values)
+    except TypeError as error:
+        raise TraceError(f"it is no event of a run: {error}") from error
+    return event
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return a value as it was before `packed`."""
+    if name == "loss":
+        return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    if name == "values" and isinstance(value, dict):
+        return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in value.items()}
+    return value

@@ -1,0 +1,161 @@
+"""The folder of a run: its events, as JSON lines, and its trace.
+
+A run writes a line for each event as it comes, so what a killed script has done can be read, and
+another process can follow it: `pipedream-rt watch` and `pipedream-rt report` do nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipedream_rt.errors import ConfigError, TraceError
+from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
+from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.schema import open_file
+
+EVENTS, TRACE = "events.jsonl", "trace"
+"""The files of a folder."""
+
+_LONGEST = 1 << 26
+"""The bytes that a line may have."""
+
+
+class RunFolder:
+    """Writes the events of a run into a folder. An `Observer`.
+
+    Args:
+        folder: The folder, which is made if it is not there. A script that goes on after a
+            checkpoint adds to what is there.
+
+    Raises:
+        ConfigError: It cannot be written, or another run is writing it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Open the file of the events."""
+        self.folder = Path(folder).absolute()
+        path = self.folder / EVENTS
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+            close_in_forked_children(self._file)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_cut(path):
+                self._file.write(b"\n")
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(
+                f"another run is recorded in {self.folder}; give each a folder of its own"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"the run cannot be recorded in {self.folder}: {error.strerror}"
+            ) from error
+
+    def __call__(self, event: Event) -> None:
+        """Write an event."""
+        if isinstance(event, Begun):
+            (self.folder / TRACE).unlink(missing_ok=True)
+        if isinstance(event, Ended) and event.trace is not None:
+            event.trace.save(self.folder / TRACE)
+        self._file.write(json.dumps(packed(event)).encode() + b"\n")
+        if isinstance(event, Ended):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, which another run may then write. Idempotent."""
+        self._file.close()
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the last line of a file has no end, as where its writer was killed."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+class Following:
+    """A reader of the folder of a run, which may be going on.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        folder: The folder.
+        unreadable: The number of lines that are no event.
+
+    Raises:
+        TraceError: No run was recorded there.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Open the file of the events."""
+        self.folder = Path(folder)
+        try:
+            self._file = open_file(self.folder / EVENTS)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise TraceError(
+                f"no run was recorded in {folder}: {reason}. A pipeline records one with "
+                f"observe=Observe(record={str(folder)!r}), or "
+                f"`pipedream-rt run --record {folder} SCRIPT`"
+            ) from error
+        self._rest = b""
+        self.unreadable = 0
+
+    def new(self) -> Iterator[Event]:
+        """Yield the events that have come since the last call, with the trace of an ended run."""
+        while block := self._file.read(1 << 20):
+            *lines, self._rest = (self._rest + block).split(b"\n")
+            if len(self._rest) > _LONGEST:
+                self._rest = b""
+            for line in lines:
+                yield from self._read(line)
+
+    def _read(self, line: bytes) -> Iterator[Event]:
+        """Yield the event of a line; nothing if it has none."""
+        if not line.strip():
+            return
+        try:
+            yield unpacked(json.loads(line))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            self.unreadable += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_run(folder: str | os.PathLike[str]) -> RunRecord:
+    """Return what a folder says of its run.
+
+    Raises:
+        TraceError: No run was recorded there.
+    """
+    record, following = RunRecord(), Following(folder)
+    try:
+        for event in following.new():
+            record(event)
+    finally:
+        following.close()
+    if record.begun is None:
+        raise TraceError(f"the run in {folder} has not begun")
+    record.trace = trace_in(folder)
+    return record
+
+
+def trace_in(folder: str | os.PathLike[str]) -> Trace | None:
+    """Return the trace in the folder of a run; None if there is none, or it cannot be read."""
+    path = Path(folder) / TRACE
+    try:
+        return Trace.load(path) if path.exists() else None
+    except TraceError:
+        return None

@@ -1,0 +1,120 @@
+"""What panels are made of beside charts: tables, bars, lists, and the drawn plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+_NARROW = 0.09
+"""The share of a bar from which on a part has its number written in it."""
+
+Cell = str | Markup
+
+
+class Part(NamedTuple):
+    """A part of a bar.
+
+    Attributes:
+        kind: The class of it in the style sheet, as ``"compute"``.
+        name: What it is, in words.
+        share: Its share of the whole bar.
+    """
+
+    kind: str
+    name: str
+    share: float
+
+
+class Box(NamedTuple):
+    """A stage in the drawing of a plan.
+
+    Attributes:
+        title: Its name.
+        lines: What is said of it.
+    """
+
+    title: str
+    lines: Sequence[str]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
+    """Return a table, which scrolls by itself where it is too wide."""
+    cells = Markup("").join(Markup("<th scope=col>{}</th>").format(text) for text in head)
+    body = Markup("").join(
+        Markup("<tr>{}</tr>").format(
+            Markup("").join(
+                Markup("<th scope=row>{}</th>" if not i else "<td>{}</td>").format(cell)
+                for i, cell in enumerate(row)
+            )
+        )
+        for row in rows
+    )
+    return Markup(
+        '<div class="wide" tabindex="0"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>'
+        "</div>"
+    ).format(cells, body)
+
+
+def bars(rows: Iterable[tuple[str, Sequence[Part]]]) -> Markup:
+    """Return a bar for each row, with a legend of the kinds of parts."""
+    rows = list(rows)
+    names = {part.kind: part.name.partition(":")[0] for _, parts in rows for part in parts}
+    legend = Markup("").join(
+        Markup('<li><i class="part {}"></i>{}</li>').format(kind, name)
+        for kind, name in names.items()
+    )
+    drawn = Markup("").join(
+        Markup('<div class="row"><span class="of">{}</span><div class="bar">{}</div></div>').format(
+            label, Markup("").join(map(_part, parts))
+        )
+        for label, parts in rows
+    )
+    return Markup('<div class="bars">{}</div><ul class="legend">{}</ul>').format(drawn, legend)
+
+
+def _part(part: Part) -> Markup:
+    """Return one part of a bar."""
+    words = f"{part.share:.0%}"
+    return Markup('<span class="part {}" style="width:{}%" title="{} {}">{}</span>').format(
+        part.kind,
+        f"{100 * part.share:.2f}",
+        part.name,
+        words,
+        Markup("<b>{}</b>").format(words) if part.share >= _NARROW else "",
+    )
+
+
+def facts(values: Mapping[str, str]) -> Markup:
+    """Return names and values, one below the other."""
+    return Markup('<dl class="facts">{}</dl>').format(
+        Markup("").join(
+            Markup("<div><dt>{}</dt><dd>{}</dd></div>").format(name, value)
+            for name, value in values.items()
+        )
+    )
+
+
+def sentences(texts: Iterable[str], kind: str) -> Markup:
+    """Return a list of sentences."""
+    items = Markup("").join(Markup("<li>{}</li>").format(text) for text in texts)
+    return Markup('<ul class="{}">{}</ul>').format(kind, items)
+
+
+def drawn_plan(workers: Iterable[tuple[str, Sequence[Box]]]) -> Markup:
+    """Return the workers with their stages in boxes, in the order of the model."""
+    return Markup('<ol class="plan">{}</ol>').format(
+        Markup("").join(
+            Markup('<li><h3>{}</h3><div class="stages">{}</div></li>').format(
+                name, Markup("").join(map(_box, stages))
+            )
+            for name, stages in workers
+        )
+    )
+
+
+def _box(box: Box) -> Markup:
+    """Return the box of a stage."""
+    lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in box.lines)
+    return Markup('<div class="stage"><h4>{}</h4>{}</div>').format(box.title, lines)

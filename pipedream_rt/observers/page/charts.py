@@ -1,0 +1,230 @@
+"""Line charts as SVG, whose colours and sizes the page's style sheet knows.
+
+Lines differ by dashes too, so that a chart is read without colour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+_WIDTH, _HEIGHT = 520, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 42
+_LETTER = 6.2
+"""The width of a letter of a tick, at most, in units of the drawing."""
+
+_LOG_FROM = 100.0
+"""How many times the least value the largest must be for a logarithmic axis."""
+
+_SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class Line(NamedTuple):
+    """A line of a chart.
+
+    Attributes:
+        name: What it shows.
+        points: Its points, from left to right; where a value is no number it has a gap.
+        band: Below and above each point; empty for no band.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float]] = ()
+
+
+class Mark(NamedTuple):
+    """Something that happened at a place of the axis.
+
+    Attributes:
+        at: The place.
+        kind: ``"recovered"`` or ``"saved"``.
+        text: What happened, for the tooltip.
+    """
+
+    at: float
+    kind: str
+    text: str
+
+
+class _Axis(NamedTuple):
+    """A range of values, and where they lie in a drawing."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+    logarithmic: bool = False
+
+    def at(self, value: float) -> float:
+        """Return where a value lies."""
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        share = (value - low) / (high - low)
+        return self.first + min(max(share, 0.0), 1.0) * (self.last - self.first)
+
+    def ticks(self, most: int) -> list[float]:
+        """Return at most so many round values in the range."""
+        if self.logarithmic:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            stride = max(1, math.ceil((last - first + 1) / most))
+            return [10.0**power for power in range(first, last + 1, stride)]
+        step = _round_step((self.high - self.low) / most)
+        count = math.floor(self.high / step + 1e-9) - math.ceil(self.low / step - 1e-9)
+        start = math.ceil(self.low / step - 1e-9) * step
+        return [start + i * step for i in range(count + 1)]
+
+
+def _round_step(least: float) -> float:
+    """Return the next of 1, 2, 5, 10, 20... from a value on."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+
+
+def number_text(value: float) -> str:
+    """Return a number in few characters, as a tick has it."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit, suffix in _SUFFIXES:
+        if abs(value) >= unit * 0.9999995:
+            return f"{value / unit:.3g}{suffix}"
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.3g}"
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    x_words: str,
+    marks: Sequence[Mark] = (),
+    *,
+    from_zero: bool = False,
+) -> Markup:
+    """Return a chart; a sentence in its place where there is nothing to draw.
+
+    Args:
+        title: What it shows, for a reader that reads it aloud.
+        lines: The lines.
+        x_words: What the horizontal axis is, with its unit.
+        marks: What happened at places of the horizontal axis.
+        from_zero: Whether the vertical axis begins at 0.
+    """
+    drawn = [(i, line) for i, line in enumerate(lines) if any(map(_is_drawn, line.points))]
+    if not drawn:
+        return Markup('<p class="none">Nothing to draw yet.</p>')
+    x = _axis([at for _, line in drawn for at, _ in line.points], _LEFT, _WIDTH - _RIGHT)
+    values = [y for _, line in drawn for _, y in line.points if math.isfinite(y)]
+    for _, line in drawn:
+        values += [y for pair in line.band for y in pair if math.isfinite(y)]
+    y = _axis(values, _HEIGHT - _BOTTOM, _TOP, from_zero=from_zero, may_be_logarithmic=True)
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">',
+        *_grid(x, y, x_words),
+        *(_mark(x, mark) for mark in marks if x.low <= mark.at <= x.high),
+    ]
+    for i, line in drawn:
+        parts.extend(_line(i, line, x, y))
+    return Markup("".join([*parts, "</svg>", *_legend(drawn)]))
+
+
+def _is_drawn(point: tuple[float, float]) -> bool:
+    """Whether a point has a place."""
+    return math.isfinite(point[0]) and math.isfinite(point[1])
+
+
+def _axis(
+    values: Sequence[float],
+    first: float,
+    last: float,
+    *,
+    from_zero: bool = False,
+    may_be_logarithmic: bool = False,
+) -> _Axis:
+    """Return an axis over some values, with a little room."""
+    low, high = min(values), max(values)
+    if may_be_logarithmic and not from_zero and low > 0 and high / low >= _LOG_FROM:
+        return _Axis(low / 1.1, high * 1.1, first, last, True)
+    if from_zero:
+        low = min(low, 0.0)
+    if high - low <= 1e-12 * max(abs(high), abs(low)):
+        room = abs(high) / 2 or 1.0
+        return _Axis(low if from_zero else low - room, high + room, first, last)
+    if may_be_logarithmic:
+        room = (high - low) * 0.05
+        return _Axis(low if from_zero else low - room, high + room, first, last)
+    return _Axis(low, high, first, last)
+
+
+def _grid(x: _Axis, y: _Axis, x_words: str) -> Iterator[str]:
+    """Yield the ticks of both axes, and the words below."""
+    bottom = _HEIGHT - _BOTTOM
+    for value in y.ticks(5):
+        at = y.at(value)
+        yield (
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number_text(value)}</text>'
+        )
+    free = 0.0  # where the last text ended
+    for value in x.ticks(6):
+        text, at = number_text(value), x.at(value)
+        half = len(text) * _LETTER / 2
+        yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>'
+        if at - half > free and at + half < _WIDTH:
+            yield f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>'
+            free = at + half + 4
+    yield (
+        f'<text class="words" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">'
+        f"{escape(x_words)}</text>"
+    )
+
+
+def _mark(x: _Axis, mark: Mark) -> str:
+    """Return a line from the top down, with a shape for its kind."""
+    at = x.at(mark.at)
+    shape = (
+        f"M{at - 4:.1f},{_TOP - 8} h8 l-4,8 z"
+        if mark.kind == "recovered"
+        else f"M{at:.1f},{_TOP - 9} l4,4 l-4,4 l-4,-4 z"
+    )
+    return (
+        f'<g class="mark {mark.kind}"><title>{escape(mark.text)}</title>'
+        f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        f'<path d="{shape}"/></g>'
+    )
+
+
+def _line(number: int, line: Line, x: _Axis, y: _Axis) -> Iterator[str]:
+    """Yield the band and the path of a line."""
+    if line.band:
+        pairs = list(zip(line.points, line.band, strict=True))
+        pairs = [p for p in pairs if _is_drawn(p[0]) and all(map(math.isfinite, p[1]))]
+        up = [f"{x.at(p[0]):.1f},{y.at(band[1]):.1f}" for p, band in pairs]
+        down = [f"{x.at(p[0]):.1f},{y.at(band[0]):.1f}" for p, band in reversed(pairs)]
+        yield f'<polygon class="band l{number % 8}" points="{" ".join([*up, *down])}"/>'
+    path, joined = [], False
+    for point in line.points:
+        if _is_drawn(point):
+            path.append(f"{'L' if joined else 'M'}{x.at(point[0]):.1f},{y.at(point[1]):.1f}")
+        joined = _is_drawn(point)
+    # A point alone has a path of no length, which round ends make a dot.
+    d = "".join(path) + ("h0" if len(path) == 1 else "")
+    yield f'<path class="line l{number % 8}" d="{d}"/>'
+
+
+def _legend(drawn: Sequence[tuple[int, Line]]) -> Iterator[str]:
+    """Yield the names of the lines, if there are several."""
+    if len(drawn) < 2:
+        return
+    yield '<ul class="legend">'
+    for i, line in drawn:
+        yield (
+            f'<li><svg viewBox="0 0 28 8" aria-hidden="true"><path class="line l{i % 8}" '
+            f'd="M1,4H27"/></svg>{escape(line.name)}</li>'
+        )
+    yield "</ul>"

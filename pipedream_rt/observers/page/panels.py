@@ -1,0 +1,597 @@
+"""The panels of the page: what a record and a trace tell, each under its heading."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+
+from pipedream_rt.errors import PipelineError, TraceError
+from pipedream_rt.observe.balance import about_balance
+from pipedream_rt.observe.spans import NOBODY
+from pipedream_rt.observe.summary import PERCENTILES, bytes_text, seconds_text, summarize
+from pipedream_rt.observe.trace import CODES, COMPUTES, PASS, Trace
+from pipedream_rt.observers.events import Begun
+from pipedream_rt.observers.page import blocks
+from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text
+from pipedream_rt.observers.page.timeline import timelines
+from pipedream_rt.observers.record import Bucket, RunRecord
+from pipedream_rt.schedules import COORDINATOR, Kind, Plan
+from pipedream_rt.schedules.actions import OF_UPDATES
+from pipedream_rt.simulation.predict import predict, what_if
+
+_GAIN = 1.1
+"""How many times as fast a change must make a run in a simulation for the page to tell of it."""
+
+_HELD_UP = 0.2
+"""The share of the time for which the first stage waits for the script, to tell of it."""
+
+_RECENT_S = 60.0
+"""The seconds over which the rate of now is measured."""
+
+_MOST_SIMULATED = 20_000
+"""The number of spans up to which a trace is simulated for the page, in a second or two."""
+
+
+class Panel(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+        name: Its name in the page, which does not change.
+        title: Its heading.
+        body: What stands under it.
+        wide: Whether it takes the whole width.
+        note: A sentence on how to read it.
+    """
+
+    name: str
+    title: str
+    body: Markup
+    wide: bool = False
+    note: str = ""
+
+
+def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
+    """Return the panels of a run.
+
+    Args:
+        record: What is known of it.
+        live: Whether the page is seen while it runs, and so made anew all the time: what takes
+            long is then left out.
+    """
+    begun, plan = record.begun, record.plan
+    if begun is None or plan is None:
+        return [Panel("head", "No run", Markup("<p>The run has not begun.</p>"), True)]
+    trace = None if live else record.trace
+    found = [Panel("head", "", _head(record, begun, plan), True)]
+    if texts := [*_warnings(record), *_advice(record, plan, trace)]:
+        found.append(Panel("warnings", "What to look at", _list(texts), True))
+    found += _curves(record, begun)
+    found += _stages(record, begun, plan)
+    if trace is not None:
+        found += _of_trace(trace)
+    found += [
+        Panel("plan", "Plan", _plan(begun, plan), True, begun.how),
+        *_events(record, begun),
+        Panel("settings", "Settings", blocks.facts(begun.settings or {"options": "none given"})),
+        Panel("software", "Software", blocks.facts(_software(begun))),
+    ]
+    return found
+
+
+def title_of(record: RunRecord) -> str:
+    """Return what a run is called on the page."""
+    plan = record.plan
+    return "no run" if plan is None else f"{plan.name}, {plan.in_words}"
+
+
+def workers_panel(workers: Sequence[Mapping[str, Any]]) -> Panel:
+    """Return what the workers do at the moment.
+
+    Args:
+        workers: Those of a status record; see `pipedream-rt status`.
+    """
+    rows = [
+        (
+            str(each["name"]),
+            str(each["stages"]),
+            str(each["process"]),
+            f"{each['silent_s']:.1f} s ago",
+            bytes_text(each["rss"]) if each["rss"] else "-",
+            str(each["doing"]).partition(";")[0][:80] or "-",
+        )
+        for each in workers
+    ]
+    head = ("worker", "stages", "process", "heard", "memory", "doing")
+    return Panel("workers", "Workers now", blocks.table(head, rows), True)
+
+
+# -- what is above ------------------------------------------------------------------------------
+
+
+def _head(record: RunRecord, begun: Begun, plan: Plan) -> Markup:
+    """Return the figures that are looked at first."""
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.first))
+    words = f"{plan.name}, {plan.in_words}, {plan.per_update} micro-batches per update"
+    return Markup("<p class=lead>{}</p><p>Process {} on {}, begun {}.</p>{}").format(
+        words, begun.pid, begun.host, started, blocks.facts(head_figures(record))
+    )
+
+
+def head_figures(record: RunRecord) -> dict[str, str]:
+    """Return the figures of a run that are looked at first, in words, by name."""
+    last = _last(record)
+    figures = {
+        "state": _state(record),
+        "mini-batch": "none yet" if last is None else str(last.last.step),
+        "loss": "-" if last is None else number_text(last.loss),
+        "rate": _rate_text(record),
+        "staleness": "-" if last is None else _updates(last.staleness),
+        "time": seconds_text(max(record.last_time - record.first, 0.0)),
+        "recoveries": str(len(record.recovered)),
+        "checkpoints": str(len(record.saved)),
+    }
+    if record.evaluations:
+        values = record.evaluations[-1].values
+        figures["evaluated"] = ", ".join(f"{k} {number_text(v)}" for k, v in values.items())
+    if record.scripts > 1:
+        figures["scripts"] = f"{record.scripts}, each but the first after a checkpoint"
+    return figures
+
+
+def _last(record: RunRecord) -> Bucket | None:
+    """Return the last mini-batches."""
+    return next(iter([*record.steps][-1:]), None)
+
+
+def _updates(count: int) -> str:
+    """Return a number of updates in words."""
+    return "none" if not count else f"{count} update{'s' * (count > 1)}"
+
+
+def _state(record: RunRecord) -> str:
+    """Return how a run stands."""
+    if record.ended is None:
+        return "running" if record.may_run else "killed: its process is gone"
+    return f"failed: {record.ended.reason}"[:300] if record.ended.reason else "ended"
+
+
+def _rate_text(record: RunRecord) -> str:
+    """Return how fast the run has been of late."""
+    buckets = list(record.steps)
+    if len(buckets) < 2:
+        return "-"
+    end = buckets[-1].last.time
+    recent = [b for b in buckets if b.last.time >= end - _RECENT_S] or buckets[-1:]
+    first = buckets[-len(recent) - 1] if len(recent) < len(buckets) else recent.pop(0)
+    seconds = end - first.last.time
+    if seconds <= 0 or not recent:
+        return "-"
+    samples = sum(b.samples for b in recent)
+    what, count = (
+        ("samples", samples) if samples else ("mini-batches", sum(b.count for b in recent))
+    )
+    return f"{number_text(count / seconds)} {what}/s"
+
+
+# -- what to look at ----------------------------------------------------------------------------
+
+
+def _list(texts: Sequence[str]) -> Markup:
+    """Return a list of warnings."""
+    return blocks.sentences(texts, "warnings")
+
+
+def _warnings(record: RunRecord) -> Iterator[str]:
+    """Yield what the runtime has logged, each text once, the last ones last."""
+    yield from list(dict.fromkeys(each.text for each in record.warned))[-20:]
+
+
+def _advice(record: RunRecord, plan: Plan, trace: Trace | None) -> Iterator[str]:
+    """Yield what the times of the stages suggest, unless the runtime has said so."""
+    buckets = list(record.steps)
+    said = " ".join(each.text for each in record.warned)
+    if len(buckets) > 3 and not plan.replicated and "if all workers computed" not in said:
+        first, last = buckets[min(2, len(buckets) - 2)].last.busy_s, buckets[-1].last.busy_s
+        busy = [max(now - then, 0.0) for now, then in zip(last, first, strict=True)]
+        if max(busy) > 0:
+            yield from about_balance(plan, busy)
+    if trace is None:
+        return
+    try:
+        summary = summarize(trace)
+    except TraceError:
+        return
+    for stage in summary.stages:
+        share = stage.waits.get(COORDINATOR, 0.0) / max(summary.makespan, 1e-9)
+        if plan.stage_of(stage.stage) in plan.entries and share > _HELD_UP:
+            yield (
+                f"{plan.title_of(stage.stage)} waited for the script for {share:.0%} of the time: "
+                "the loader or the body of the loop holds the pipe up. Load ahead, as with "
+                "DataLoader(num_workers=...), or do less in the loop"
+            )
+    yield from _slack_advice(trace)
+
+
+def _slack_advice(trace: Trace) -> Iterator[str]:
+    """Yield that slack hides the hops, if a simulation says that it does."""
+    plan = trace.plan
+    if plan.num_stages < 2 or plan.replicated or plan.shape.slack:
+        return
+    if len(trace.spans) > _MOST_SIMULATED:
+        return
+    try:
+        same = predict(trace)
+        gain = summarize(what_if(trace, {"slack": ["1"]})).throughput / same.predicted
+    except (PipelineError, ValueError, ZeroDivisionError, IndexError):
+        return
+    if gain >= _GAIN:
+        yield (
+            f"hops take so long that Layout(slack=1) makes the pipe {gain:.2f} times as fast in a "
+            "simulation; in an asynchronous schedule gradients are then staler, and "
+            "micro_batches=None takes as many as make up for it"
+        )
+
+
+# -- curves -------------------------------------------------------------------------------------
+
+
+def _curves(record: RunRecord, begun: Begun) -> Iterator[Panel]:
+    """Yield the curves over steps and over time."""
+    buckets = list(record.steps)
+    by_step = _marks(record, lambda event: float(event.step))
+    by_time = _marks(record, lambda event: event.time - record.first)
+    band = [(b.low, b.high) for b in buckets] if any(b.count > 1 for b in buckets) else []
+    evaluated = [(float(e.step), e.values.get("loss", math.nan)) for e in record.evaluations]
+    yield Panel(
+        "loss",
+        "Loss",
+        line_chart(
+            "loss over mini-batches",
+            [
+                Line("training", [(float(b.last.step), b.loss) for b in buckets], band),
+                Line("evaluation", evaluated),
+            ],
+            "mini-batch",
+            by_step,
+        ),
+        note="Each point is the mean of neighbouring mini-batches, the band their range."
+        if band
+        else "",
+    )
+    yield Panel(
+        "loss-time",
+        "Loss over time",
+        line_chart(
+            "loss over time",
+            [Line("training", [(b.last.time - record.first, b.loss) for b in buckets])],
+            "seconds",
+            by_time,
+        ),
+    )
+    groups = range(max((len(b.last.rates) for b in buckets), default=0))
+    yield Panel(
+        "rate",
+        "Learning rate",
+        line_chart(
+            "learning rate over mini-batches",
+            [
+                Line(
+                    f"group {g}" if len(groups) > 1 else "rate",
+                    [
+                        (float(b.last.step), b.last.rates[g])
+                        for b in buckets
+                        if g < len(b.last.rates)
+                    ],
+                )
+                for g in groups[:8]
+            ],
+            "mini-batch",
+        ),
+    )
+    yield Panel(
+        "throughput",
+        "Throughput",
+        line_chart(
+            "samples per second over time",
+            [Line("throughput", _throughput(buckets, record.first))],
+            "seconds",
+            by_time,
+            from_zero=True,
+        ),
+        note="Samples per second, or mini-batches where samples are not known.",
+    )
+    yield Panel(
+        "staleness",
+        "Staleness",
+        line_chart(
+            "staleness over mini-batches",
+            [Line("staleness", [(float(b.last.step), float(b.staleness)) for b in buckets])],
+            "mini-batch",
+            by_step,
+            from_zero=True,
+        ),
+        note="Updates between the oldest weight version that was read and the one that is updated.",
+    )
+    yield Panel(
+        "busy",
+        "Computing",
+        line_chart(
+            "share of the time in which each stage computes",
+            [
+                Line(f"stage {s}", points)
+                for s, points in enumerate(_busy(buckets, record.first, len(begun.stages)))
+            ][:16],
+            "seconds",
+            by_time,
+            from_zero=True,
+        ),
+        note="The share of the time in which each stage computes.",
+    )
+
+
+def _marks(record: RunRecord, place: Any) -> list[Mark]:
+    """Return the recoveries and checkpoints at their places."""
+    marks = [
+        Mark(place(e), "recovered", f"recovered in {seconds_text(e.seconds)}: {e.reason}")
+        for e in record.recovered
+    ]
+    return marks + [Mark(place(e), "saved", f"checkpoint {e.step}") for e in record.saved]
+
+
+def _throughput(buckets: Sequence[Bucket], first: float) -> list[tuple[float, float]]:
+    """Return the samples, or mini-batches, per second, between neighbours that are far enough."""
+    found, since = [], 0
+    least = (buckets[-1].last.time - buckets[0].last.time) / 200 if buckets else 0.0
+    for i in range(1, len(buckets)):
+        seconds = buckets[i].last.time - buckets[since].last.time
+        if seconds <= 0 or seconds < least:
+            continue
+        part = buckets[since + 1 : i + 1]
+        count = sum(b.samples for b in part) or sum(b.count for b in part)
+        found.append((buckets[i].last.time - first, count / seconds))
+        since = i
+    return found
+
+
+def _busy(buckets: Sequence[Bucket], first: float, stages: int) -> list[list[tuple[float, float]]]:
+    """Return for each stage the share of the time in which it computed."""
+    count = min((len(b.last.busy_s) for b in buckets), default=stages)
+    found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
+    stride = max(1, len(buckets) // 100)
+    for before, after in pairwise(buckets[::stride]):
+        seconds = after.last.time - before.last.time
+        for stage in range(count):
+            computed = after.last.busy_s[stage] - before.last.busy_s[stage]
+            # After a recovery other workers count from 0 again.
+            share = math.nan if seconds <= 0 or computed < 0 else min(computed / seconds, 1.0)
+            found[stage].append((after.last.time - first, share))
+    return found
+
+
+# -- stages -------------------------------------------------------------------------------------
+
+
+def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
+    """Yield what is known of each stage: versions, staleness, memory against the formula."""
+    last, now = _last(record), begun.stages
+    if record.ended is not None and record.ended.stages:
+        now = record.ended.stages
+    rows: list[tuple[str, ...]] = []
+    for address, counters in zip(plan.addresses, now, strict=False):
+        stage = plan.stage_of(address)
+        versions = last.last.versions if last is not None else ()
+        rows.append(
+            (
+                plan.label_of(address),
+                _name_of(begun, plan.worker_of(address)),
+                str(counters.get("device", "cpu")),
+                str(versions[stage]) if stage < len(versions) else "-",
+                f"{counters['versions_kept_most']} of {_known(plan.kept, stage)}",
+                f"at most {_known(plan.staleness, stage)}",
+                f"{counters['parameters']:,}",
+                _weights(plan, stage, counters),
+                bytes_text(counters["peak_memory_bytes"]),
+                _on_device(counters),
+            )
+        )
+    if not any(row[-1] for row in rows):
+        rows = [row[:-1] for row in rows]
+    head = ("stage", "worker", "device", "version", "versions kept", "staleness", "parameters",
+            "weights", "process, peak", "device, peak")  # fmt: skip
+    yield Panel(
+        "stages",
+        "Stages",
+        blocks.table(head[: len(rows[0])] if rows else head, rows),
+        True,
+        "Weights: what the versions kept take, of what the formula says they take at most. "
+        "The process has activations, optimizer state and torch itself besides.",
+    )
+
+
+def _known(ask: Any, stage: int) -> str:
+    """Return what a plan says of a stage; of a schedule that a user wrote it may not know."""
+    try:
+        return str(ask(stage))
+    except (PipelineError, AttributeError, AssertionError, TypeError):
+        return "?"
+
+
+def _weights(plan: Plan, stage: int, counters: Mapping[str, Any]) -> str:
+    """Return the bytes of the versions of a stage, of those that there may be."""
+    size, kept = counters["weight_bytes"], _known(plan.kept, stage)
+    most = bytes_text(int(kept) * size) if kept.isdecimal() else "?"
+    return f"{bytes_text(counters['versions_kept_most'] * size)} of {most}"
+
+
+def _on_device(counters: Mapping[str, Any]) -> str:
+    """Return the peak of a device's memory; empty if it is none of its own."""
+    peak = counters.get("peak_device_memory_bytes")
+    return "" if peak is None else bytes_text(peak)
+
+
+def _name_of(begun: Begun, worker: int) -> str:
+    """Return the name of a worker."""
+    return begun.workers[worker] if worker < len(begun.workers) else str(worker)
+
+
+# -- the trace ----------------------------------------------------------------------------------
+
+_KINDS = (
+    ("forward", "forward", (CODES[Kind.FORWARD], PASS)),
+    ("backward", "backward", (CODES[Kind.BACKWARD], CODES[Kind.INPUT], CODES[Kind.WEIGHT])),
+    ("update", "updating", tuple(CODES[kind] for kind in OF_UPDATES)),
+)
+"""The parts of the time in which a stage computes: class, name, kinds of spans."""
+
+
+def _of_trace(trace: Trace) -> Iterator[Panel]:
+    """Yield what a trace tells."""
+    try:
+        summary = summarize(trace)
+        drawn = timelines(trace)
+    except TraceError:
+        return
+    plan = trace.plan
+    yield Panel(
+        "time",
+        "Where the time goes",
+        blocks.bars([(plan.label_of(a), where_time_goes(trace, a)) for a in plan.addresses]),
+        True,
+        "Forward and backward include sending. Held up: a message had come, and the worker did not "
+        "begin yet. Waits of a stage that shares its worker are those of the worker.",
+    )
+    yield Panel(
+        "bubble",
+        "Bubble",
+        _bubble(trace, summary.bubble),
+        note="The share of the time, from the first action to the last, in which a worker did not "
+        "compute. Predicted: the same schedule, simulated with the measured costs.",
+    )
+    hops = {
+        f"{p} %" if p < 100 else "longest": seconds_text(v)
+        for p, v in zip(PERCENTILES, summary.hops, strict=False)
+    }
+    if hops:
+        note = "The time from the end of an action to the arrival of its message."
+        yield Panel("hops", "Hops", blocks.facts(hops), note=note)
+    note = "Zoom with the buttons, and scroll. Each action has a tooltip."
+    yield Panel("timeline", "Timeline", drawn, True, note)
+
+
+def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
+    """Return the parts of the time of a stage, from the first action of the run to the last."""
+    plan, spans = trace.plan, trace.spans
+    acting = spans[np.isin(spans["kind"], (*COMPUTES, PASS)) & (spans["stage"] >= 0)]
+    begin, end = int(acting["start"].min()), int(acting["end"].max())
+    whole = max(end - begin, 1)
+    mine = acting[acting["stage"] == address]
+    parts = []
+    for kind, name, codes in _KINDS:
+        chosen = mine[np.isin(mine["kind"], codes)]
+        share = float((chosen["end"] - chosen["start"]).sum()) / whole
+        parts.append(blocks.Part(kind, name, share))
+    ready = np.maximum(mine["ready"], begin)
+    came = np.clip(mine["arrived"], ready, np.maximum(mine["start"], ready))
+    needed = mine["waited_for"] != NOBODY
+    for cause in np.unique(mine["waited_for"][needed]).tolist():
+        chosen = mine["waited_for"] == cause
+        share = float((came - ready)[chosen].sum()) / whole
+        name = "the script" if cause < 0 else plan.title_of(cause)
+        side = "script" if cause < 0 else "before" if cause < address else "after"
+        if share > 0.0005:
+            words = {"script": "waits for the script", "before": "waits for a stage before",
+                     "after": "waits for a stage after"}[side]  # fmt: skip
+            parts.append(blocks.Part(f"wait-{side}", f"{words}: {name}", share))
+    held = float(np.maximum(mine["start"] - np.where(needed, came, ready), 0).sum()) / whole
+    parts.append(blocks.Part("held", "held up", held))
+    rest = max(1.0 - sum(part.share for part in parts), 0.0)
+    parts.append(blocks.Part("rest", "nothing to do, or other stages of its worker", rest))
+    return [part for part in parts if part.share > 0.0005]
+
+
+def _bubble(trace: Trace, measured: Sequence[float]) -> Markup:
+    """Return the bubble of each worker, as measured and as predicted."""
+    predicted: Sequence[float] = ()
+    if not trace.simulated and len(trace.spans) <= _MOST_SIMULATED:
+        try:
+            predicted = summarize(predict(trace).trace).bubble
+        except (PipelineError, ValueError, ZeroDivisionError, IndexError):
+            predicted = ()
+    rows = [
+        (
+            trace.plan.name_of(worker),
+            f"{bubble:.1%}",
+            f"{predicted[worker]:.1%}" if worker < len(predicted) else "-",
+        )
+        for worker, bubble in enumerate(measured)
+    ]
+    return blocks.table(("worker", "measured", "predicted"), rows)
+
+
+# -- the plan, and what happened ----------------------------------------------------------------
+
+
+def _plan(begun: Begun, plan: Plan) -> Markup:
+    """Return the plan, drawn."""
+    workers = []
+    for worker in range(plan.workers):
+        hosted = [a for a in plan.addresses if plan.worker_of(a) == worker]
+        boxes = [_box(begun, plan, address) for address in hosted]
+        workers.append((f"worker {worker}: {_name_of(begun, worker)}", boxes))
+    return blocks.drawn_plan(workers)
+
+
+def _box(begun: Begun, plan: Plan, address: int) -> blocks.Box:
+    """Return the box of a stage."""
+    stage = plan.stage_of(address)
+    layers = plan.layers[stage] if stage < len(plan.layers) else ()
+    lines = []
+    if layers:
+        names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        lines.append(f"{names} ({len(layers)} layer{'s' * (len(layers) > 1)})")
+    if address < len(begun.stages):
+        lines.append(f"{begun.stages[address]['parameters']:,} parameters")
+    links = [b for a, b in plan.links or () if a == stage and b != stage + 1]
+    if links:
+        lines.append(f"also gives to stage {', '.join(map(str, links))}")
+    lines += [f"shares {tie.name}" for tie in plan.ties if stage in tie.stages]
+    return blocks.Box(plan.title_of(address), lines)
+
+
+def _events(record: RunRecord, begun: Begun) -> Iterator[Panel]:
+    """Yield the tables of recoveries, checkpoints and evaluations, if there are any."""
+
+    def at(moment: float) -> str:
+        return seconds_text(max(moment - record.first, 0.0))
+
+    rows: list[tuple[str, ...]]
+    if record.recovered:
+        rows = [
+            (at(e.time), str(e.step), seconds_text(e.seconds), str(e.replayed), e.reason)
+            for e in record.recovered[-20:]
+        ]
+        took = ("after", "mini-batch", "took", "computed again", "because")
+        yield Panel("recoveries", "Recoveries", blocks.table(took, rows), True)
+    if record.saved:
+        rows = [(at(e.time), str(e.step), e.folder) for e in record.saved[-10:]]
+        saved = ("after", "mini-batches", "folder")
+        yield Panel("checkpoints", "Checkpoints", blocks.table(saved, rows), True)
+    if record.evaluations:
+        names = list(dict.fromkeys(name for e in record.evaluations for name in e.values))
+        rows = []
+        for e in record.evaluations[-20:]:
+            values = [number_text(e.values[n]) if n in e.values else "-" for n in names]
+            rows.append((at(e.time), str(e.step), *values))
+        table = blocks.table(("after", "mini-batches", *names), rows)
+        yield Panel("evaluations", "Evaluations", table)
+
+
+def _software(begun: Begun) -> dict[str, str]:
+    """Return what computed."""
+    return {**begun.software, "machine": begun.host}

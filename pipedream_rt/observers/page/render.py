@@ -1,0 +1,99 @@
+"""The page as HTML: one file, which asks the network for nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from pipedream_rt import __version__
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.observers.events import Ended, Event
+from pipedream_rt.observers.page.panels import Panel, panels, title_of
+from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.schema import write_file
+
+
+@functools.cache
+def _text(name: str) -> str:
+    """Return a file beside this one."""
+    return files("pipedream_rt.observers.page").joinpath(name).read_text("utf-8")
+
+
+@functools.cache
+def _template() -> Any:
+    """Return the template of the page."""
+    from jinja2 import Environment
+
+    return Environment(autoescape=True).from_string(_text("page.html.jinja"))
+
+
+def inside_of(panel: Panel) -> Markup:
+    """Return what stands in the section of a panel."""
+    head = Markup("<h2>{}</h2>").format(panel.title) if panel.title else Markup("")
+    note = Markup('<p class="note">{}</p>').format(panel.note) if panel.note else Markup("")
+    return head + panel.body + note
+
+
+def page_of(title: str, found: Sequence[Panel], *, live: bool = False) -> str:
+    """Return a page with some panels.
+
+    Args:
+        title: Its title.
+        found: The panels.
+        live: Whether it asks its server for what is new.
+    """
+    page: str = _template().render(
+        title=title,
+        panels=[(panel, inside_of(panel)) for panel in found],
+        live=live,
+        style=Markup(_text("style.css")),
+        script=Markup(_text("page.js") + (_text("live.js") if live else "")),
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )
+    return page
+
+
+def report_of(record: RunRecord) -> str:
+    """Return the report of a run, as the text of an HTML file."""
+    return page_of(title_of(record), panels(record))
+
+
+def write_report(path: str | os.PathLike[str], record: RunRecord) -> Path:
+    """Write the report of a run into a file, which is replaced as a whole.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    path = Path(path)
+    try:
+        write_file(path, report_of(record).encode())
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written to {path}: {error.strerror}") from error
+    return path
+
+
+class ReportFile:
+    """Writes the report of a run when it has ended, however it did. An `Observer`.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Know of nothing yet."""
+        self._path = Path(path)
+        self._record = RunRecord()
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event; write the report after the last one."""
+        self._record(event)
+        if isinstance(event, Ended) and self._record.begun is not None:
+            write_report(self._path, self._record)

@@ -1,0 +1,227 @@
+"""What is known of a run, from its events, in a size that does not grow with its length."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observers.events import (
+    Begun,
+    Ended,
+    Evaluated,
+    Event,
+    Recovered,
+    Saved,
+    Stepped,
+    Warned,
+)
+from pipedream_rt.schedules import Plan
+
+MOST = 600
+"""The number of buckets up to which each mini-batch has one of its own; more blur in a picture."""
+
+_MOST_EVENTS = 1000
+"""The number of the last events of each other kind that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Neighbouring mini-batches, summed up.
+
+    Attributes:
+        last: The last of them.
+        count: Their number.
+        loss: The mean of their losses.
+        low: The least loss.
+        high: The largest loss.
+        staleness: The largest staleness.
+        samples: The samples in all of them.
+        micro_batches: The micro-batches in all of them.
+    """
+
+    last: Stepped
+    count: int
+    loss: float
+    low: float
+    high: float
+    staleness: int
+    samples: int
+    micro_batches: int
+
+    @staticmethod
+    def of(step: Stepped) -> Bucket:
+        """Return the bucket of one mini-batch."""
+        return Bucket(
+            last=step,
+            count=1,
+            loss=step.loss,
+            low=step.loss,
+            high=step.loss,
+            staleness=step.staleness,
+            samples=step.samples,
+            micro_batches=step.micro_batches,
+        )
+
+    def and_then(self, later: Bucket) -> Bucket:
+        """Return the bucket of the mini-batches of this one and of the next."""
+        count = self.count + later.count
+        return Bucket(
+            last=later.last,
+            count=count,
+            loss=(self.loss * self.count + later.loss * later.count) / count,
+            low=_outermost(min, self.low, later.low),
+            high=_outermost(max, self.high, later.high),
+            staleness=max(self.staleness, later.staleness),
+            samples=self.samples + later.samples,
+            micro_batches=self.micro_batches + later.micro_batches,
+        )
+
+
+def _outermost(pick: Callable[[float, float], float], one: float, other: float) -> float:
+    """Return the least or the largest of two numbers of which one may be none."""
+    if math.isnan(one) or math.isnan(other):
+        return other if math.isnan(one) else one
+    return pick(one, other)
+
+
+class Buckets:
+    """Mini-batches in buckets of one width, which doubles whenever there are too many.
+
+    Args:
+        most: The number of buckets of which there are never twice as many.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        """Begin empty."""
+        self._most = most
+        self._width = 1
+        self._full: list[Bucket] = []
+        self._open: Bucket | None = None
+
+    def add(self, step: Stepped) -> None:
+        """Add the next mini-batch."""
+        one = Bucket.of(step)
+        self._open = one if self._open is None else self._open.and_then(one)
+        if self._open.count < self._width:
+            return
+        self._full.append(self._open)
+        self._open = None
+        if len(self._full) >= 2 * self._most:
+            pairs = zip(self._full[::2], self._full[1::2], strict=True)
+            self._full = [one.and_then(other) for one, other in pairs]
+            self._width *= 2
+
+    def forget_from(self, step: int) -> None:
+        """Forget the mini-batches from a number on, as a script does that goes on before them.
+
+        A bucket in which that number lies is forgotten as a whole.
+        """
+        if self._open is not None and self._open.last.step >= step:
+            self._open = None
+        while self._full and self._full[-1].last.step >= step:
+            self._full.pop()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Yield the buckets, oldest first."""
+        yield from self._full
+        if self._open is not None:
+            yield self._open
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """A run as its events tell it. An `Observer`.
+
+    Attributes:
+        begun: The beginning of the last script; None before it.
+        ended: The end of the last script; None while it runs, and if it was killed.
+        first: When the first script has begun, in seconds since the epoch.
+        steps: The mini-batches.
+        evaluations: The last evaluations.
+        saved: The last checkpoints.
+        recovered: The last recoveries.
+        warned: The last warnings.
+        scripts: The number of scripts so far that have trained in this run.
+        trace: What every stage did when; None if that is not known.
+    """
+
+    begun: Begun | None = None
+    ended: Ended | None = None
+    first: float = 0.0
+    steps: Buckets = field(default_factory=Buckets)
+    evaluations: list[Evaluated] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    recovered: list[Recovered] = field(default_factory=list)
+    warned: list[Warned] = field(default_factory=list)
+    scripts: int = 0
+    trace: Trace | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event."""
+        match event:
+            case Begun():
+                self._begin(event)
+            case Stepped():
+                self.steps.add(event)
+            case Evaluated():
+                _append(self.evaluations, event)
+            case Saved():
+                _append(self.saved, event)
+            case Recovered():
+                _append(self.recovered, event)
+            case Warned():
+                _append(self.warned, event)
+            case Ended():
+                self.trace = event.trace
+                self.ended = replace(event, trace=None)
+
+    def _begin(self, event: Begun) -> None:
+        """Begin a run, or go on in one at a mini-batch, from which on the others are forgotten."""
+        if not event.step:
+            self.first, self.scripts = event.time, 0
+            self.recovered, self.warned = [], []
+        self.scripts += 1
+        self.begun, self.ended, self.trace = event, None, None
+        self.steps.forget_from(event.step)
+        self.evaluations = [each for each in self.evaluations if 0 < each.step <= event.step]
+        self.saved = [each for each in self.saved if 0 < each.step <= event.step]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the beginning. Of a schedule that a user wrote it has the name."""
+        return None if self.begun is None else Plan.unpacked(self.begun.plan)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the script may still run: not if its process, on this machine, is gone."""
+        if self.begun is None or self.ended is not None:
+            return False
+        if self.begun.host != socket.gethostname():
+            return True
+        try:
+            os.kill(self.begun.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    @property
+    def last_time(self) -> float:
+        """When the last event came, in seconds since the epoch."""
+        times = [bucket.last.time for bucket in [*self.steps][-1:]]
+        for events in (self.evaluations, self.saved, self.recovered, self.warned):
+            times += [each.time for each in events[-1:]]
+        times += [each.time for each in (self.begun, self.ended) if each is not None]
+        return max(times, default=0.0)
+
+
+def _append(events: list, event: Event) -> None:  # type: ignore[type-arg]
+    """Add an event; forget the oldest if there are too many."""
+    events.append(event)
+    if len(events) > _MOST_EVENTS:
+        del events[0]

@@ -1,0 +1,107 @@
+"""Observers that write files which other programs read: CSV, and JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.observers.events import Ended, Event, Stepped, packed
+
+
+class _Lines:
+    """A file to which lines are added, which is open while a run goes on.
+
+    Args:
+        path: The file; what is in it stays.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Try whether it can be written."""
+        self._path = Path(path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._open()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cannot write to {path}: {reason}") from error
+        self.close()
+
+    def _open(self) -> TextIO:
+        """Open the file; each line is written at once."""
+        return self._path.open("a", buffering=1, newline="")
+
+    def write(self, text: str) -> None:
+        """Write a line."""
+        if self._file.closed:
+            self._file = self._open()
+        self._file.write(text)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self._path.exists() or not self._path.stat().st_size
+
+    def close(self) -> None:
+        """Close the file until the next line."""
+        self._file.close()
+
+
+class JSONLines:
+    """Writes every event as a line of JSON. An `Observer`.
+
+    Args:
+        path: The file; what is in it stays, and lines are added.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Try whether the file can be written."""
+        self._lines = _Lines(path)
+
+    def __call__(self, event: Event) -> None:
+        """Write an event."""
+        self._lines.write(json.dumps(packed(event)) + "\n")
+        if isinstance(event, Ended):
+            self._lines.close()
+
+
+class CSV:
+    """Writes a row for each mini-batch: time, step, loss, learning rate, staleness and samples.
+
+    An `Observer`. The learning rate is that of the first parameter group.
+
+    Args:
+        path: The file; what is in it stays, and rows are added.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+
+    COLUMNS = ("time", "step", "loss", "rate", "staleness", "samples", "micro_batches")
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Try whether the file can be written, and name the columns if it is new."""
+        self._lines = _Lines(path)
+        self._rows = csv.writer(self._lines, lineterminator="\n")
+        if self._lines.is_new:
+            self._rows.writerow(self.COLUMNS)
+
+    def __call__(self, event: Event) -> None:
+        """Write the row of a mini-batch."""
+        if isinstance(event, Stepped):
+            rate = event.rates[0] if event.rates else ""
+            self._rows.writerow(
+                (event.time, event.step, event.loss, rate, event.staleness, event.samples,
+                 event.micro_batches)
+            )  # fmt: skip
+        if isinstance(event, Ended):
+            self._lines.close()

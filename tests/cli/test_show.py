@@ -1,0 +1,94 @@
+"""The commands ``report`` and ``watch``, and ``status --json``, as a user types them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import closing
+
+import pytest
+from support.recorded import stepped, whole_run
+
+from pipedream_rt.observers.folder import Following, RunFolder
+from pipedream_rt.observers.live import LivePage
+
+
+def recorded(folder, events):
+    run = RunFolder(folder)
+    for event in events:
+        run(event)
+    run.close()
+    return folder
+
+
+def test_a_report_is_written(call, tmp_path):
+    run = recorded(tmp_path / "run", whole_run())
+    output = call("report", run, "-o", tmp_path / "r.html")
+    assert "open it in a browser" in output
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_is_no_run(call, tmp_path):
+    assert "no run was recorded" in call("report", tmp_path, code=1)
+    assert "does not exist" in call("report", tmp_path / "none", code=2)
+    assert "no run was recorded" in call("watch", tmp_path, code=1)
+    assert "neither the folder of a run" in call("watch", "nonsense", code=1)
+    assert "give --token" in call("watch", "localhost:80", code=1)
+    assert "cannot be reached" in call("watch", "127.0.0.1:9", "--token", "x", code=1)
+    assert "served already" in call("watch", "127.0.0.1:9", "--token", "x", "--web", code=2)
+
+
+def test_a_report_that_cannot_be_written(call, tmp_path):
+    run = recorded(tmp_path / "run", whole_run())
+    assert "cannot be written" in call("report", run, "-o", tmp_path / "none" / "r.html", code=1)
+
+
+def test_a_run_that_has_ended_is_shown_once(call, tmp_path):
+    run = recorded(tmp_path / "run", whole_run(20))
+    output = call("watch", run)
+    assert "async-1f1b" in output
+    assert "ended" in output
+    assert "recovered in 120 ms" in output
+    assert "warning of two lines" in output
+
+
+def test_a_run_elsewhere_is_watched_over_its_page(call, tmp_path):
+    run = recorded(tmp_path / "run", whole_run(20))
+    with closing(LivePage(Following(run))) as page:
+        assert "ended" in call("watch", page.address)
+        where, _, token = page.address.removeprefix("http://").partition("/?token=")
+        assert "ended" in call("watch", where, "--token", token)
+        assert "its token is another one" in call("watch", where, "--token", "x", code=1)
+
+
+@pytest.mark.processes
+def test_a_page_is_served_until_ctrl_c(tmp_path):
+    run = recorded(tmp_path / "run", [*whole_run(5)[:-1], stepped(5)])
+    command = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
+    process = subprocess.Popen(
+        [*command, "watch", str(run), "--web"], stdout=subprocess.PIPE, text=True
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        address = process.stdout.readline().strip()
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert answer.status == 200
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_status_as_json(call, monkeypatch):
+    record = {"pid": 1, "workers": []}
+    monkeypatch.setattr("pipedream_rt.cli.status.running", lambda: iter([("path", record)] * 2))
+    output = call("status", "--json")
+    assert [json.loads(line) for line in output.splitlines()] == [record] * 2

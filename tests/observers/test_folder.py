@@ -1,0 +1,120 @@
+"""The folder of a run: written as it goes on, read whole, cut or from another process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.recorded import begun, stepped, whole_run
+
+from pipedream_rt import ConfigError, TraceError
+from pipedream_rt.observers.folder import EVENTS, Following, RunFolder, read_run
+
+
+def written(folder, events):
+    observer = RunFolder(folder)
+    for event in events:
+        observer(event)
+    return observer
+
+
+def test_a_run_is_read_as_it_was_told(tmp_path):
+    written(tmp_path / "a" / "run", whole_run(12))
+    record = read_run(tmp_path / "a" / "run")
+    assert [b.last for b in record.steps] == [stepped(i) for i in range(12)]
+    assert record.trace is not None
+    assert record.ended is not None
+
+
+def test_what_comes_is_followed(tmp_path):
+    observer = written(tmp_path, [begun()])
+    following = Following(tmp_path)
+    assert [type(event).__name__ for event in following.new()] == ["Begun"]
+    assert list(following.new()) == []
+    observer(stepped(0))
+    assert list(following.new()) == [stepped(0)]
+    following.close()
+    observer.close()
+
+
+def test_a_line_that_is_written_in_two_pieces_is_read_once_it_is_whole(tmp_path):
+    observer = written(tmp_path, [begun()])
+    following = Following(tmp_path)
+    list(following.new())
+    observer(stepped(0))
+    observer.close()
+    data = (tmp_path / EVENTS).read_bytes()
+    (tmp_path / EVENTS).write_bytes(data[:-10])
+    assert list(following.new()) == []
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(data[-10:])
+    assert list(following.new()) == [stepped(0)]
+    following.close()
+
+
+def test_the_cut_line_of_a_killed_script_hides_none_after_it(tmp_path):
+    written(tmp_path, [begun(), stepped(0)]).close()
+    path = tmp_path / EVENTS
+    path.write_bytes(path.read_bytes()[:-5])
+    written(tmp_path, [begun(step=1), stepped(1)]).close()
+    record = read_run(tmp_path)
+    assert [b.last.step for b in record.steps] == [1]
+    assert record.scripts == 1 + 1
+
+
+def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path):
+    written(tmp_path, [begun()]).close()
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(b'not json\n[]\n{"event": "stepped"}\n\xff\xfe\n' + b"[" * 100_000 + b"\n\n")
+    following = Following(tmp_path)
+    assert len(list(following.new())) == 1
+    assert following.unreadable == 5
+    following.close()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    first = RunFolder(tmp_path)
+    with pytest.raises(ConfigError, match="another run is recorded"):
+        RunFolder(tmp_path)
+    first.close()
+    RunFolder(tmp_path).close()
+
+
+def test_the_lock_ends_with_a_killed_process(tmp_path):
+    script = (
+        "import os, sys; from pipedream_rt.observers.folder import RunFolder; "
+        "RunFolder(sys.argv[1]); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=60)
+    RunFolder(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        RunFolder(tmp_path / "file")
+    if os.geteuid():
+        tmp_path.chmod(0o500)
+        with pytest.raises(ConfigError, match="cannot be recorded"):
+            RunFolder(tmp_path / "new")
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "pipe"])
+def test_a_folder_without_a_run_is_refused(tmp_path, what):
+    if what == "pipe":
+        os.mkfifo(tmp_path / EVENTS)
+    folder = tmp_path / "nowhere" if what == "missing" else tmp_path
+    with pytest.raises(TraceError, match="no run was recorded"):
+        read_run(folder)
+
+
+def test_a_run_that_has_not_begun_is_refused(tmp_path):
+    RunFolder(tmp_path).close()
+    with pytest.raises(TraceError, match="has not begun"):
+        read_run(tmp_path)
+
+
+def test_a_damaged_trace_is_left_out(tmp_path):
+    written(tmp_path, whole_run(12))
+    (tmp_path / "trace").write_bytes(b"\x00" * 100)
+    assert read_run(tmp_path).trace is None

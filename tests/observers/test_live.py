@@ -1,0 +1,150 @@
+"""The server of the live page: who is answered, and what."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from contextlib import closing
+
+import pytest
+from support.recorded import stepped, whole_run
+
+from pipedream_rt import ConfigError
+from pipedream_rt.observers.events import unpacked
+from pipedream_rt.observers.folder import Following, RunFolder
+from pipedream_rt.observers.live import LivePage
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that goes on."""
+    observer = RunFolder(tmp_path)
+    for event in whole_run(10)[:-1]:
+        observer(event)
+    with closing(observer):
+        yield observer
+
+
+@pytest.fixture
+def page(run):
+    stop = threading.Event()
+    with closing(LivePage(Following(run.folder))) as found:
+        follower = threading.Thread(target=found.run, args=(stop,))
+        follower.start()
+        try:
+            yield found
+        finally:
+            stop.set()
+            follower.join()
+
+
+def got(address):
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_the_page_is_whole(page):
+    text = got(page.address)
+    assert text.startswith("<!doctype html>")
+    assert 'id="loss"' in text
+    assert "EventSource" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda address: address.partition("?")[0],
+        lambda address: address[:-1],
+        lambda address: address + "x",
+        lambda address: address.replace("token=", "tok="),
+        lambda address: address.replace("/?", "/events?")[:-1],
+        lambda address: address.replace("/?", "/record?")[:-1],
+        lambda address: address.partition("token=")[0] + "token=%00%ff",
+    ],
+)
+def test_without_the_token_nothing_is_told(page, change):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        got(change(page.address))
+    with closing(caught.value) as error:
+        assert error.code == 403
+        assert b"loss" not in error.read()
+
+
+def test_there_is_nothing_else(page):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        got(page.address.replace("/?", "/../../etc/passwd?"))
+    with closing(caught.value) as error:
+        assert error.code == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_changed(page, method):
+    request = urllib.request.Request(page.address, data=b"x", method=method)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    caught.value.close()
+    assert caught.value.code == 501
+
+
+def test_only_what_has_changed_is_sent(page, run):
+    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30) as stream:
+
+        def news():
+            while not (line := stream.readline()).startswith(b"data: "):
+                assert line
+            return json.loads(line[len(b"data: ") :])
+
+        first = news()
+        assert list(first["changed"]) == first["names"]
+        run(stepped(10))
+        second = news()
+        assert second["names"] == first["names"]
+        assert {"head", "loss"} <= second["changed"].keys()
+        assert not {"plan", "software", "warnings"} & second["changed"].keys()
+
+
+def test_the_record_is_sent_from_its_beginning(page, run):
+    told = whole_run(10)[:-1]
+    with urllib.request.urlopen(page.address.replace("/?", "/record?"), timeout=30) as stream:
+        found = [unpacked(json.loads(stream.readline())) for _ in told]
+        assert [type(event) for event in found] == [type(event) for event in told]
+        run(stepped(10))
+        while not (line := stream.readline()).strip():
+            pass
+        assert unpacked(json.loads(line)) == stepped(10)
+
+
+def test_not_too_many_look_at_once(page):
+    streams = []
+    try:
+        for _ in range(32):
+            address = page.address.replace("/?", "/events?")
+            streams.append(urllib.request.urlopen(address, timeout=30))
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            got(page.address.replace("/?", "/events?"))
+        with closing(caught.value) as error:
+            assert error.code == 503
+        assert got(page.address)  # what stands is seen all the same
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def test_a_port_that_is_taken_is_refused(page, run):
+    port = int(page.address.rsplit(":", 1)[1].partition("/")[0])
+    with closing(Following(run.folder)) as following, pytest.raises(ConfigError, match="cannot be"):
+        LivePage(following, port=port)
+
+
+def test_a_token_of_ones_own(run):
+    with closing(LivePage(Following(run.folder), token="of-mine")) as page:
+        assert page.address.endswith("?token=of-mine")
+        assert got(page.address)
+
+
+def test_a_client_that_reads_nothing_does_not_keep_the_page_open(run):
+    with closing(LivePage(Following(run.folder))) as page:
+        stream = urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30)
+    stream.close()

@@ -1,0 +1,186 @@
+"""The page of a run as HTML: what stands in it, and that nothing in a run can write markup."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from support.recorded import begun, stepped, traced, whole_run
+
+from pipedream_rt import ConfigError
+from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text
+from pipedream_rt.observers.page.panels import panels, where_time_goes, workers_panel
+from pipedream_rt.observers.page.render import page_of, report_of, write_report
+from pipedream_rt.observers.record import RunRecord
+
+_VOID = {"meta", "link", "br", "line", "path", "polygon", "rect"}
+
+
+class Parsed(HTMLParser):
+    """Checks that tags are closed in their order; collects texts and tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.texts.append(data)
+
+
+def record_of(events):
+    record = RunRecord()
+    for event in events:
+        record(event)
+    return record
+
+
+def test_a_whole_run_has_all_panels():
+    names = [panel.name for panel in panels(record_of(whole_run()))]
+    assert names == [
+        "head", "warnings", "loss", "loss-time", "rate", "throughput", "staleness", "busy",
+        "stages", "time", "bubble", "hops", "timeline", "plan", "recoveries", "checkpoints",
+        "evaluations", "settings", "software",
+    ]  # fmt: skip
+
+
+def test_a_live_page_leaves_out_what_takes_long():
+    names = {panel.name for panel in panels(record_of(whole_run()), live=True)}
+    assert names.isdisjoint({"time", "bubble", "timeline"})
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [begun()],
+        [begun(), stepped(0)],
+        [begun(), stepped(0, loss=math.nan), stepped(1, loss=math.inf), stepped(2)],
+        [begun(), *(stepped(i, loss=1.0, at=1000.0) for i in range(5))],
+        [begun(), *(stepped(i, samples=0) for i in range(5))],
+        [begun(stages=1), *(stepped(i, stages=1) for i in range(3000))],
+        [begun(replicas=2), stepped(0)],
+        whole_run(),
+        whole_run()[:-1],
+    ],
+    ids=lambda events: f"{len(events)} events",
+)
+def test_any_run_is_shown(events):
+    page = Parsed(report_of(record_of(events)))
+    assert any(tag == "main" for tag, _ in page.tags)
+    assert "nan" not in [a.get("d", "") for _, a in page.tags]
+
+
+def test_a_page_asks_the_network_for_nothing():
+    text = report_of(record_of(whole_run()))
+    page = Parsed(text)
+    for tag, attributes in page.tags:
+        assert tag not in {"img", "iframe", "object", "base", "form"}
+        for name in ("src", "href", "action"):
+            assert attributes.get(name, "data:,") == "data:,"
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://", text)
+    assert len(text) < 2 << 20
+
+
+def test_texts_of_a_run_are_no_markup():
+    page = Parsed(report_of(record_of(whole_run())))
+    assert not any(tag == "b" and not a for tag, a in page.tags if tag == "b" and a)
+    assert any("a <b>bold</b> warning" in text for text in page.texts)
+
+
+def test_markup_in_names_stays_text():
+    evil = "</script><script>alert(1)</script>"
+    event = begun()
+    event.plan["layers"] = [[evil], [evil], [evil]]
+    text = report_of(record_of([event, stepped(0)]))
+    assert evil not in text
+    Parsed(text)
+
+
+def test_the_parts_of_the_time_make_up_the_whole():
+    trace = traced()
+    for address in trace.plan.addresses:
+        parts = where_time_goes(trace, address)
+        assert sum(part.share for part in parts) == pytest.approx(1.0, abs=0.01)
+        shares = {part.kind: part.share for part in parts}
+        assert shares["backward"] == pytest.approx(2 * shares["forward"], rel=0.01)
+
+
+def test_workers_are_shown_as_they_are():
+    panel = workers_panel(
+        [{"name": "<w>", "stages": "1", "process": "pid 5", "silent_s": 0.25, "rss": 1 << 20,
+          "doing": "waits for <F3>; since ever"}]
+    )  # fmt: skip
+    assert "&lt;w&gt;" in panel.body
+    assert "waits for &lt;F3&gt;<" in panel.body
+
+
+def test_a_report_is_written_or_refused(tmp_path):
+    path = write_report(tmp_path / "report.html", record_of(whole_run()))
+    assert path.read_text().startswith("<!doctype html>")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report(tmp_path / "missing" / "report.html", record_of(whole_run()))
+
+
+def test_a_live_page_may_ask_its_server_alone():
+    assert "connect-src 'self'" in page_of("x", [], live=True)
+    assert "connect-src 'none'" in page_of("x", [])
+
+
+# -- charts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.0], [0.0, 0.0], [-5.0, -5.0], [1e-30, 1e30], [0.0, 1e-300], [-1.0, 1e9], [5.0, math.nan]],
+    ids=str,
+)
+def test_a_chart_lies_within_its_frame(values):
+    points = [(float(i), value) for i, value in enumerate(values)]
+    chart = str(line_chart("t", [Line("a", points)], "x"))
+    for x, y in re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", chart):
+        assert 0 <= float(x) <= 520
+        assert 0 <= float(y) <= 250
+    assert chart.count("<text") <= 2 + 6 + 7
+
+
+def test_a_gap_is_a_gap():
+    points = [(0.0, 1.0), (1.0, 2.0), (2.0, math.nan), (3.0, 2.0), (4.0, 1.0)]
+    chart = str(line_chart("t", [Line("a", points)], "x"))
+    (path,) = re.findall(r'<path class="line l0" d="([^"]+)"', chart)
+    assert path.count("M") == 2
+
+
+def test_a_chart_without_points_says_so():
+    assert "Nothing to draw" in line_chart("t", [Line("a", [(0.0, math.nan)])], "x")
+
+
+def test_marks_beyond_the_axis_are_left_out():
+    marks = [Mark(1.0, "saved", "in"), Mark(9.0, "recovered", "out")]
+    chart = line_chart("t", [Line("a", [(0.0, 1.0), (2.0, 2.0)])], "x", marks)
+    assert "in</title>" in chart
+    assert "out</title>" not in chart
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1.0, "1"), (0.25, "0.25"), (1234.0, "1.23k"), (2.5e6, "2.5M"), (3e-5, "3e-5"),
+     (-0.5, "-0.5"), (999_999.6, "1M"), (1e12, "1e+03G"), (math.nan, "nan")],
+)  # fmt: skip
+def test_numbers_are_short(value, text):
+    assert number_text(value) == text

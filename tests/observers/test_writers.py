@@ -1,0 +1,108 @@
+"""Observers that others read: CSV, JSON lines, TensorBoard, Prometheus."""
+
+import csv
+import json
+import urllib.request
+
+import pytest
+from support.recorded import stepped, whole_run
+
+from pipedream_rt import ConfigError
+from pipedream_rt.observers import CSV, JSONLines, Prometheus, TensorBoard
+from pipedream_rt.observers.events import unpacked
+
+
+def told(observer, events):
+    for event in events:
+        observer(event)
+
+
+def test_csv_has_a_row_for_each_mini_batch(tmp_path):
+    told(CSV(tmp_path / "of" / "run.csv"), whole_run(5))
+    with (tmp_path / "of" / "run.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(5))
+    assert [float(row["loss"]) for row in rows] == [stepped(i).loss for i in range(5)]
+    assert {row["rate"] for row in rows} == {"0.1"}
+
+
+def test_a_second_run_adds_rows_and_no_second_head(tmp_path):
+    observer = CSV(tmp_path / "run.csv")
+    told(observer, whole_run(3))
+    told(observer, whole_run(3))  # the same observer, given to another pipeline
+    told(CSV(tmp_path / "run.csv"), whole_run(3))
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 1 + 3 * 3
+
+
+def test_json_lines_have_every_event(tmp_path):
+    events = whole_run(5)
+    told(JSONLines(tmp_path / "run.jsonl"), events)
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    kinds = [type(unpacked(json.loads(line))) for line in lines]
+    assert kinds == [type(event) for event in events]
+
+
+@pytest.mark.parametrize("kind", [CSV, JSONLines])
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path, kind):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write to"):
+        kind(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="cannot write to"):
+        kind(tmp_path)
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told(TensorBoard(tmp_path), whole_run(5))
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    tags = set(found.Tags()["scalars"])
+    assert {"train/loss", "train/rate", "train/staleness", "train/samples_per_s", "stage/busy/2",
+            "eval/accuracy"} <= tags  # fmt: skip
+    losses = found.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(5))
+    assert losses[2].value == pytest.approx(stepped(2).loss)
+
+
+def test_prometheus_is_scraped(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
+    *events, ended = whole_run(5)
+    observer = Prometheus()
+    try:
+        told(observer, events)
+        address = f"http://127.0.0.1:{observer.port}/metrics"
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        observer(ended)
+    values = {name: float(v) for name, v in (li.rsplit(" ", 1) for li in lines if li[0] != "#")}
+    assert values["pipedream_rt_mini_batches_total"] == 5
+    assert values["pipedream_rt_samples_total"] == 40
+    assert values["pipedream_rt_recoveries_total"] == 1
+    assert values['pipedream_rt_weight_version{stage="2"}'] == 4
+    assert values['pipedream_rt_busy_seconds_total{stage="0"}'] == pytest.approx(0.25)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=30)
+
+
+def test_a_port_that_is_taken_is_refused():
+    pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
+    *_, ended = whole_run(1)
+    first = Prometheus()
+    try:
+        with pytest.raises(ConfigError, match="cannot be served"):
+            Prometheus(first.port)
+    finally:
+        first(ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"), [(TensorBoard, "tensorboard"), (Prometheus, "prometheus")]
+)
+def test_a_missing_package_is_named(monkeypatch, kind, package):
+    for name in ("torch.utils.tensorboard", "prometheus_client"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
+        kind()
