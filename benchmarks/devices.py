@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import pipedream_rt
 from pipedream_rt.devices import choice
+from pipedream_rt.models.tensors import accelerator_here
 
 UNAVAILABLE = 3
 MICRO_BATCHES = 8
@@ -419,7 +420,9 @@ def sanitizer(size: Size) -> dict[str, Any]:
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
     command = [sys.executable, __file__, "bits", "--tiny"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    return {"found": "" if done.returncode == 0 else done.stderr[-2000:]}
+    lines = done.stdout.splitlines()
+    told: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
+    return {"found": told.get("error", "")}
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -440,7 +443,7 @@ def main(case: str, arguments: tuple[str, ...], tiny: bool) -> None:
         found = CASES[case](Size(tiny), *given)
     except Exception as error:  # an error on a device that nobody has tried is what it has found
         found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-    name = torch.accelerator.current_accelerator()
+    name = accelerator_here()
     module = torch.get_device_module(name) if name is not None else None
     device = getattr(module, "get_device_name", lambda: str(name))()
     click.echo(json.dumps({**found, "device": device}))

@@ -109,7 +109,9 @@ def _spoils_children() -> bool:
     """
     import torch
 
-    kind = torch.accelerator.current_accelerator()
+    from pipedream_rt.models.tensors import accelerator_here
+
+    kind = accelerator_here()
     if kind is None:
         return False
     module = torch.get_device_module(kind)

@@ -26,6 +26,7 @@ from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import OwnDevice
+from pipedream_rt.devices.choice import device_there
 from pipedream_rt.dynamo import spare_dynamo
 from pipedream_rt.errors import (
     ConfigError,
@@ -108,7 +109,10 @@ def host_stage(
         hosts=tuple(welcome["hosts"]),
         key=group_key(key, welcome["nonce"]),
     )
+    name, number = own_device()  # a worker that the coordinator has started has what that says
     try:
+        if name is not None and not control.is_local:
+            device_there(name, number)
         make_room(len(group.others), welcome["rpc"])
         transport = SocketTransport(group)
         endpoint = Endpoint(group, transport.tunnel, timeout) if welcome["rpc"] else NoEndpoint()
@@ -119,7 +123,6 @@ def host_stage(
             control.send({"type": "failed", "text": str(error)})
         return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
     generation = welcome["generation"]
-    name, number = own_device()  # a worker that the coordinator has started has what that says
     hosts = [
         StageHost(
             worker,

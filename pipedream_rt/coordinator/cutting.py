@@ -119,7 +119,7 @@ class Cutter:
         weights = [part.weight if part else 0 for part in parts]
         if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
             return CutBatch(batch, parts, shares_of(weights, sizes))
-        total = {TOTAL: torch.tensor(sum(weights))}
+        total = {TOTAL: torch.tensor(sum(weights), device="cpu")}
         batch = Batch(batch.args, batch.kwargs | total, batch.target)
         parts = self._parts(batch, sizes, training)
         return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)

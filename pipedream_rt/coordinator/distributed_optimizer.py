@@ -116,7 +116,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         super().__init__(
             [
-                {**group, "params": [_Placeholder(torch.empty(1, 1)) for _ in group["params"]]}
+                {
+                    **group,
+                    "params": [
+                        _Placeholder(torch.empty(1, 1, device="cpu")) for _ in group["params"]
+                    ],
+                }
                 for group in prototype.param_groups
             ],
             prototype.defaults,

@@ -27,10 +27,10 @@ from pipedream_rt.job.weighing import WeighedMean, Weighing, samples_of
 from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.models.settings import (
+    Settings,
     refuse_contexts,
     refuse_no_grad,
     refuse_other_settings,
-    settings_now,
 )
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
@@ -65,6 +65,7 @@ class Feeder:
         credits: Number of mini-batches on their way at a time.
         forwards: What the forwards of the model do.
         has_loss: Whether the last stage computes a loss.
+        settings: The settings of torch that the workers have.
         weighing: What micro-batches weigh in their mini-batch.
         check_loss: In how many of the first mini-batches the loss of the whole is compared with
             those of the micro-batches.
@@ -93,6 +94,7 @@ class Feeder:
         forwards: Forwards,
         credits: int,
         has_loss: bool,
+        settings: Settings,
         weighing: Weighing,
         check_loss: int,
         recorder: Recorder | None,
@@ -108,7 +110,7 @@ class Feeder:
         self._watch = watch
         self._fingerprint_every = fingerprint_every
         self._refuse = refuse
-        self._settings = settings_now()
+        self._settings = settings
         self.forwards = forwards
         self._lease = lease
         self._group = lease.group

@@ -180,6 +180,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         forwards=job.forwards,
         credits=job.credits,
         has_loss=job.loss_fn is not None,
+        settings=job.settings,
         weighing=job.weighing,
         check_loss=options.training.check_loss,
         recorder=recorder,

@@ -35,7 +35,7 @@ from pipedream_rt.devices.marks import Marks
 from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
 from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own
-from pipedream_rt.models.program import on_device
+from pipedream_rt.models.program import on_device, replaced
 from pipedream_rt.models.tensors import in_place_of, named_tensors
 from pipedream_rt.schedules import EdgeKind
 
@@ -72,7 +72,11 @@ class Accelerator:
         torch.empty(0, device=device)  # else a seed would wait until something else does this
         self._streams = _streams_on(device)
         self.stream, self._in, self._out = self._streams
-        self._leaving = ByThread(f"{name}-out") if threaded else AtOnce()
+        self._leaving = ByThread(f"{name}-out", self.settle_in) if threaded else AtOnce()
+
+    def settle_in(self) -> None:
+        """See `Device.settle_in`; else the thread would begin to use the first device as well."""
+        torch.accelerator.set_device_index(self._device.index)
 
     def entered(self) -> AbstractContextManager[object]:
         """See `Device.entered`."""
@@ -80,17 +84,9 @@ class Accelerator:
 
     # -- layers and what they draw --------------------------------------------------------------
 
-    @torch.no_grad()
     def place(self, module: nn.Module) -> None:
         """See `Device.place`."""
-        moved: dict[int, Tensor] = {}
-        for name, tensor in list(named_tensors(module)):
-            if id(tensor) not in moved:
-                there = tensor.detach().to(self._device)
-                moved[id(tensor)] = _in_memory_of(tensor, there)
-            if moved[id(tensor)] is not tensor:
-                path, _, short = name.rpartition(".")
-                setattr(module.get_submodule(path), short, moved[id(tensor)])
+        moved(module, self._device)
 
     def placed(self, value: Any) -> Any:
         """See `Device.placed`."""
@@ -109,7 +105,21 @@ class Accelerator:
 
     def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
         """See `Device.number`; it is known when the message with it leaves."""
-        return Late(value.detach(), check)
+        return Late(value.detach().to(self._device), check)
+
+    def brings_back(self) -> bool:
+        """See `Device.brings_back`."""
+        return True
+
+    def brought_back(self, value: Any) -> Any:
+        """See `Device.brought_back`; what needs no gradient may stay on the host."""
+
+        def back(tensor: Tensor) -> Tensor:
+            if tensor.device == self._device or (tensor.is_cpu and not tensor.requires_grad):
+                return tensor
+            return tensor.to(self._device)
+
+        return replaced(value, (Tensor,), back)
 
     def taken(self, message: Message) -> Message:
         """See `Device.taken`."""
@@ -202,7 +212,13 @@ class Accelerator:
 
     def settle(self) -> Callable[[], None]:
         """See `Device.settle`."""
-        return self.stream.record_event().synchronize
+        event = self.stream.record_event()
+
+        def wait() -> None:
+            self.settle_in()
+            event.synchronize()
+
+        return wait
 
     def marks(self, capacity: int) -> Marks | None:
         """See `Device.marks`."""
@@ -234,6 +250,18 @@ def _streams_on(device: torch.device) -> tuple[torch.Stream, ...]:
     with suppress(IndexError):
         return _FREE[device].pop()
     return tuple(torch.Stream(device) for _ in range(3))
+
+
+@torch.no_grad()
+def moved(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module; those that are shared stay shared."""
+    there: dict[int, Tensor] = {}
+    for name, tensor in list(named_tensors(module)):
+        if id(tensor) not in there:
+            there[id(tensor)] = _in_memory_of(tensor, tensor.detach().to(device))
+        if there[id(tensor)] is not tensor:
+            path, _, short = name.rpartition(".")
+            setattr(module.get_submodule(path), short, there[id(tensor)])
 
 
 def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:

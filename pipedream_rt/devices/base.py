@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from pipedream_rt.devices.marks import Marks
 from pipedream_rt.messages.message import Message, Send, Sender
+from pipedream_rt.models.program import replaced
+from pipedream_rt.models.tensors import accelerator_here, is_away, named_tensors
 
 
 class Late(NamedTuple):
@@ -40,6 +42,9 @@ class Device(Protocol):
 
     name: str
 
+    def settle_in(self) -> None:
+        """Make it the device of the calling thread, which does nothing on any other one."""
+
     def entered(self) -> AbstractContextManager[object]:
         """Return the context in which the stages of the worker do everything."""
 
@@ -64,6 +69,16 @@ class Device(Protocol):
 
         Raises:
             BaseException: What ``check`` raises, where the number is known at once.
+        """
+
+    def brings_back(self) -> bool:
+        """Whether what layers return may be on another device, so that `brought_back` is needed."""
+
+    def brought_back(self, value: Any) -> Any:
+        """Return what layers have returned with its tensors on this device.
+
+        A layer may put them on another one, whose streams this one knows nothing of; gradients then
+        go the same way back.
         """
 
     def taken(self, message: Message) -> Message:
@@ -102,12 +117,19 @@ class Host:
 
     name = "cpu"
 
+    def settle_in(self) -> None:
+        """See `Device.settle_in`."""
+
     def entered(self) -> AbstractContextManager[object]:
         """See `Device.entered`."""
         return nullcontext()
 
     def place(self, module: nn.Module) -> None:
-        """See `Device.place`; workers unpickle layers in the memory of the host."""
+        """See `Device.place`; what was shipped with its attributes may be elsewhere."""
+        if any(is_away(tensor) for _, tensor in named_tensors(module)):
+            from pipedream_rt.devices.accelerator import moved  # of no use to a job on CPUs
+
+            moved(module, torch.device("cpu"))
 
     def placed(self, value: Any) -> Any:
         """See `Device.placed`."""
@@ -126,6 +148,14 @@ class Host:
         found = float(value.item())
         check(found)
         return found
+
+    def brings_back(self) -> bool:
+        """See `Device.brings_back`."""
+        return accelerator_here() is not None
+
+    def brought_back(self, value: Any) -> Any:
+        """See `Device.brought_back`."""
+        return replaced(value, (Tensor,), lambda t: t.cpu() if is_away(t) else t)
 
     def taken(self, message: Message) -> Message:
         """See `Device.taken`."""

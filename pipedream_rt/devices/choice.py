@@ -9,6 +9,7 @@ import torch
 
 from pipedream_rt.devices.base import HOST, Device
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.tensors import accelerator_here
 
 
 class OwnDevice(NamedTuple):
@@ -53,6 +54,10 @@ def device_there(name: str, number: int = 0) -> torch.device:
     device = device_named(name)
     if device.type == "cpu":
         return torch.device("cpu")
+    if not hasattr(torch.Stream, "__enter__"):
+        raise ConfigError(
+            f"devices: an accelerator needs torch 2.7 or newer, and this is {torch.__version__}"
+        )
     kind = _kind()
     count = torch.accelerator.device_count()
     if kind != device.type or not count:
@@ -72,7 +77,7 @@ def accelerators() -> list[str]:
 
 def _kind() -> str | None:
     """Return the kind of the accelerator that there is; None for none."""
-    found: torch.device | None = torch.accelerator.current_accelerator()
+    found = accelerator_here()
     return None if found is None else found.type
 
 
@@ -89,7 +94,7 @@ def module_in_use(unknown: bool) -> Any:
     Args:
         unknown: What counts for a kind whose module cannot say so.
     """
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator_here()
     if kind is None:
         return None
     module = torch.get_device_module(kind)

@@ -79,10 +79,12 @@ class ByThread:
 
     Args:
         name: The name of the thread.
+        begin: Called by it at first.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Callable[[], object] = lambda: None) -> None:
         """Start the thread."""
+        self._begin = begin
         self._leaving: queue.SimpleQueue[Leaving | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -98,6 +100,7 @@ class ByThread:
         make a checkpoint of it.
         """
         name_this_thread(self._thread.name)
+        self._begin()
         while (leaving := self._leaving.get()) is not None:
             try:
                 leaving.leave()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.devices.choice import module_in_use
+from pipedream_rt.models.tensors import accelerator_here
 
 
 def states_there() -> list[Tensor]:
@@ -22,12 +23,15 @@ def states_there() -> list[Tensor]:
 def set_states_there(states: Sequence[Tensor]) -> None:
     """Set the generators of accelerators to states that `states_there` has returned.
 
-    States of another number of accelerators, as a checkpoint of another machine has them, are left.
+    States of another number of accelerators, or of another kind, as a checkpoint of another machine
+    has them, are left.
     """
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator_here()
     if not states or kind is None or len(states) != torch.accelerator.device_count():
         return
     module = torch.get_device_module(kind)
+    if any(state.shape != module.get_rng_state(i).shape for i, state in enumerate(states)):
+        return
     for number, state in enumerate(states):
         module.set_rng_state(state, number)
 

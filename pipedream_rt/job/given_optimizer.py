@@ -16,7 +16,7 @@ from pipedream_rt.stage.optimizer import Hyper, own_attributes, pack_group
 
 def placeholder() -> Tensor:
     """Return a placeholder, of two dimensions, since Muon accepts no others."""
-    return nn.Parameter(torch.empty(1, 1))
+    return nn.Parameter(torch.empty(1, 1, device="cpu"))
 
 
 def build_prototype(

@@ -32,6 +32,7 @@ from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
 from pipedream_rt.job.weighing import Weighing
 from pipedream_rt.models import ties_of
+from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.seats import Crew, crew_for
@@ -58,6 +59,7 @@ class Job:
         brought: The state that it already has, by name of its parameter.
         names: The names of the trainable parameters, stage by stage.
         changes_modes: Whether a layer does something when its mode is set.
+        settings: The settings of torch that the workers have.
         notices: What is said at the start.
     """
 
@@ -75,6 +77,7 @@ class Job:
     brought: Mapping[str, dict[str, Any]]
     names: Sequence[str]
     changes_modes: bool
+    settings: Settings
     notices: Sequence[str]
 
     @property
@@ -126,6 +129,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     plan, facts = _proved(plan, model, parts, options, bool(recompute))
     corrections = correcting(options.corrections, plan, optimizer)
     refuse_conflicts(replace(facts, corrections=corrections))
+    # Workers elsewhere may have devices that nobody knows of here.
+    settings = settings_now(of_devices=bool(devices) or not starts_here)
     common = StageSpec(
         stage=0,
         layers=nn.Module(),
@@ -141,6 +146,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         trace_spans=SPANS_KEPT if options.observe.trace else 0,
         modes=split.modes,
         devices=devices,
+        settings=settings,
     )
     specs = pickled_specs(
         model,
@@ -170,6 +176,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         brought=state_by_name(options.optimizer, model.names),
         names=parameter_names(model, parts),
         changes_modes=any(map(changes_modes, parts)),
+        settings=settings,
         notices=about_plan(plan, corrections, left_out) if trains else [],
     )
 

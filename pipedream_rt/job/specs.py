@@ -120,7 +120,7 @@ def _pieces(
 
 def _copied(data: Any) -> Tensor:
     """Return a tensor of bytes with a copy of some."""
-    made = torch.empty(len(data), dtype=torch.uint8)
+    made = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     made.numpy().data[:] = data
     return made
 

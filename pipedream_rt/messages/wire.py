@@ -156,7 +156,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
         return tensor.numpy().data.cast("B")
     size = _span(tensor.shape, tensor.stride()) * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
-    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        tensor.untyped_storage(), start, (size,), (1,)
+    )
     return raw.numpy().data
 
 
@@ -171,7 +173,7 @@ def place_for(description: Sequence[Any]) -> Place:
     if len(shape) != len(stride) or min((0, *shape, *stride)) < 0:
         raise ValueError(f"no tensor has the shape {shape} and the strides {stride}")
     dtype = _DTYPES[name]
-    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     room = bytes_of(tensor)
     if room.nbytes >= LARGE:
         want_large_pages(tensor.data_ptr(), room.nbytes)

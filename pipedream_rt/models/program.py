@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -302,16 +303,19 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
 def on_device(value: Any, device: torch.device) -> Any:
     """Return a value, as a program, whose tensors, devices and contexts are those of a device."""
 
-    def meant(each: Tensor | torch.device | Around) -> Any:
+    def meant(each: Tensor | torch.device | Around | str) -> Any:
         if isinstance(each, Tensor):
             return each.to(device)
+        if isinstance(each, str):  # "cuda:1"; "cuda" means the device that is current
+            return str(device) if numbered.fullmatch(each) else each
         if isinstance(each, torch.device):
             return each if each.type == "meta" else device
         if each.autocast is None:
             return each
         return each._replace(autocast=(device.type, *each.autocast[1:]))
 
-    return replaced(value, (Tensor, torch.device, Around), meant)
+    numbered = re.compile(rf"{re.escape(device.type)}:\d+")
+    return replaced(value, (Tensor, torch.device, Around, str), meant)
 
 
 _PLAIN = {type(None), bool, int, float, str, bytes, complex}

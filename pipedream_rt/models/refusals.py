@@ -52,7 +52,7 @@ def _refuse_overlaps(layers: Layers) -> None:
             start, end = range_of(tensor)
             if end:
                 ranges[id(tensor)] = (start, end, key, tensor)
-    last_end, last, last_tensor = 0, "", torch.empty(0)
+    last_end, last, last_tensor = 0, "", torch.empty(0, device="cpu")
     for start, end, name, tensor in sorted(ranges.values(), key=lambda r: r[:2]):
         if start < last_end and _overlap(tensor, last_tensor):
             raise ConfigError(

@@ -15,6 +15,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.tensors import accelerator_here
 
 Settings: TypeAlias = dict[str, Any]
 """The value of each setting, by the expression that reads it."""
@@ -118,47 +119,107 @@ _SETTINGS: dict[str, _Setting] = {
     ),
 }
 
-# The new names of torch 2.9 for the precision of float32, by kernel, which tell of what was set by
-# the old ones too; and what kernels of CUDA go by.
-_PRECISIONS = (
-    "mkldnn.matmul",
-    "mkldnn.conv",
-    "mkldnn.rnn",
-    "cuda.matmul",
-    "cudnn.conv",
-    "cudnn.rnn",
-)
-_OF_CUDA = {
-    "cudnn": ("enabled", "benchmark", "benchmark_limit", "deterministic"),
-    "cuda.matmul": (
-        "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_accumulation",
-    ),
-}  # fmt: skip
-for _place, _names in [(each, ("fp32_precision",)) for each in _PRECISIONS] + [*_OF_CUDA.items()]:
-    _owner: Any = torch.backends
-    for _part in _place.split("."):
-        _owner = getattr(_owner, _part, None)
-    for _name in _names:
-        if hasattr(_owner, _name):
-            _SETTINGS[f"torch.backends.{_place}.{_name}"] = _attribute(_owner, _name)
+_OF_DEVICES: dict[str, _Setting] = {}
+"""The settings that kernels of CUDA go by. A job on CPUs alone does not carry them."""
+
+
+def _owner_of(place: str) -> Any:
+    """Return a module of `torch.backends`; None if this version has none of that name."""
+    found: Any = torch.backends
+    for part in place.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _if_told(read: Callable[[], Any]) -> Any:
+    """Return what a setting is; None where torch refuses to tell by this name.
+
+    To read by the old name what was set by a new one is an error, and the other way round.
+    """
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def _set_unless_none(change: Callable[[Any], object], value: Any) -> None:
+    """Set a setting to a value, unless it has gone by another name."""
+    if value is not None:
+        change(value)
+
+
+def _by_old_name(old: _Setting) -> _Setting:
+    """Return a setting as it was, where its old name can be used."""
+    return _Setting(
+        functools.partial(_if_told, old.read), functools.partial(_set_unless_none, old.set)
+    )
+
+
+def _by_new_name(old: _Setting, new: _Setting) -> _Setting:
+    """Return a setting by its new name, which tells only where the old one cannot."""
+
+    def read() -> Any:
+        return None if _if_told(old.read) is not None else _if_told(new.read)
+
+    return _Setting(read, functools.partial(_set_unless_none, new.set))
+
+
+def _reduction(name: str) -> _Setting:
+    """Return the setting of reductions in half precision, with what it says of split-K."""
+    read = getattr(torch._C, f"_get_cublas_{name}")
+
+    def plain() -> Any:
+        found = read()
+        return list(found) if isinstance(found, tuple) else found
+
+    return _Setting(plain, functools.partial(setattr, torch.backends.cuda.matmul, name))
+
+
+# The new names of torch 2.9 for the precision of float32, by kernel.
+for _place in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"):
+    if hasattr(_owner_of(_place), "fp32_precision"):
+        _SETTINGS[f"torch.backends.{_place}.fp32_precision"] = _attribute(
+            _owner_of(_place), "fp32_precision"
+        )
+for _place, _news in (("cuda.matmul", ("cuda.matmul",)), ("cudnn", ("cudnn.conv", "cudnn.rnn"))):
+    _old = _attribute(_owner_of(_place), "allow_tf32")
+    _OF_DEVICES[f"torch.backends.{_place}.allow_tf32"] = _by_old_name(_old)
+    for _each in _news:
+        if hasattr(_owner_of(_each), "fp32_precision"):
+            _new = _attribute(_owner_of(_each), "fp32_precision")
+            _OF_DEVICES[f"torch.backends.{_each}.fp32_precision"] = _by_new_name(_old, _new)
+for _name in ("enabled", "benchmark", "benchmark_limit", "deterministic"):
+    if hasattr(torch.backends.cudnn, _name):
+        _OF_DEVICES[f"torch.backends.cudnn.{_name}"] = _attribute(torch.backends.cudnn, _name)
+for _name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+    if hasattr(torch._C, f"_get_cublas_{_name}"):
+        _OF_DEVICES[f"torch.backends.cuda.matmul.{_name}"] = _reduction(_name)
+if hasattr(torch._C, "_get_cublas_allow_fp16_accumulation"):
+    _OF_DEVICES["torch.backends.cuda.matmul.allow_fp16_accumulation"] = _attribute(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation"
+    )
+_ALL = {**_SETTINGS, **_OF_DEVICES}
 
 
 def autocasts() -> bool:
     """Whether autocast is on in this thread, for whatever device."""
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator_here()
     kinds = ("cpu", "cuda" if kind is None else kind.type)
     return any(map(torch.is_autocast_enabled, kinds))
 
 
-def settings_now() -> Settings:
-    """Return the settings of this process and thread."""
-    return {name: setting.read() for name, setting in _SETTINGS.items()}
+def settings_now(of_devices: bool = False) -> Settings:
+    """Return the settings of this process and thread.
+
+    Args:
+        of_devices: Whether to return those too that accelerators alone go by.
+    """
+    return {name: s.read() for name, s in (_ALL if of_devices else _SETTINGS).items()}
 
 
 def settings_in_forward() -> Settings:
     """Return the settings that can be read while a forward is recorded: they compute nothing."""
-    return {name: s.read() for name, s in _SETTINGS.items() if s.read is not _flushes_denormals}
+    return {name: s.read() for name, s in _ALL.items() if s.read is not _flushes_denormals}
 
 
 def apply_settings(settings: Settings) -> None:
@@ -166,7 +227,7 @@ def apply_settings(settings: Settings) -> None:
 
     To set some of them again would cost time: torch imports its compiler for one.
     """
-    for name, setting in _SETTINGS.items():
+    for name, setting in _ALL.items():
         # Read one after another, since an old name and a new one may mean the same setting.
         if name in settings and settings[name] != setting.read():
             setting.set(settings[name])
@@ -178,7 +239,7 @@ def refuse_other_settings(settings: Settings) -> None:
     Raises:
         ConfigError: A setting differs; the message names it with both values.
     """
-    now = settings_now()
+    now = settings_now(len(settings) > len(_SETTINGS))
     if now == settings:
         return
     for name, value in settings.items():
@@ -211,6 +272,8 @@ def refuse_contexts() -> None:
         functions = torch.overrides._get_current_function_mode_stack()
         # The default device is such a mode, and carried.
         modes = [*modes, *(m for m in functions if not isinstance(m, DeviceContext))]
+    # It only looks on, at what is computed in this thread.
+    modes = [mode for mode in modes if type(mode).__name__ != "CUDASanitizerDispatchMode"]
     if modes:
         name = type(modes[-1]).__name__
         raise ConfigError(

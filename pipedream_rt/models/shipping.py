@@ -106,7 +106,7 @@ def _tensor_over(
     """Return a tensor over memory, or over a copy of it where it cannot be changed."""
     view = memoryview(memory)
     if not view.nbytes:
-        return torch.empty(0, dtype=dtype).as_strided(tuple(shape), tuple(stride))
+        return torch.empty(0, dtype=dtype, device="cpu").as_strided(tuple(shape), tuple(stride))
     raw = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()

@@ -20,6 +20,18 @@ def is_away(tensor: Tensor) -> bool:
     return not (tensor.is_cpu or tensor.is_meta)
 
 
+def accelerator_here() -> torch.device | None:
+    """Return the kind of accelerator that this machine has; None for none. It begins to use none.
+
+    torch 2.6 raises where there is none.
+    """
+    try:
+        found: torch.device | None = torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+    return found
+
+
 def home_of(module: nn.Module) -> torch.device:
     """Return the device that a module is on: that of its first tensor with values."""
     tensors = (tensor for _, tensor in named_tensors(module) if not tensor.is_meta)

@@ -112,7 +112,7 @@ class AdamWBeside(torch.optim.Optimizer):
         """Return the state of a parameter, which begins with moments of zeros."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state

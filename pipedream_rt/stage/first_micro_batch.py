@@ -73,6 +73,11 @@ class FirstMicroBatch:
         kept = self._asked and self._in_flight.get(micro_batch) == self._kept
         return self._saying(False) if kept else nullcontext()
 
+    def forget(self) -> None:
+        """Forget what the modules keep: their weights were changed, and nothing is in flight."""
+        self._kept = None
+        self._in_flight.clear()
+
     def end(self, micro_batch: int) -> None:
         """Note that a micro-batch is not in flight any more."""
         self._in_flight.pop(micro_batch, None)

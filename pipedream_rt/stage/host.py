@@ -190,6 +190,10 @@ class StageHost:
             apply_settings(spec.settings)
             if not self._stages:
                 self._device = self._device_of(spec)
+                if self._own_process:
+                    self._device.settle_in()
+                    if torch.get_default_device().type != "cpu":
+                        torch.set_default_device(self._device.name)
             with self._device.entered():
                 spec.build(self._device)
                 if spec.recompute and self._own_process:

@@ -279,7 +279,8 @@ class StageOptimizer:
         # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
         # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
         given = by_name(state, OPTIMIZER, self._parameters)
-        # A count of steps lies on the host, but for kernels that read it on the device.
+        # A count of steps, and the product of NAdam, lie on the host, but for kernels that read
+        # them on the device.
         counted_there = {
             id(p)
             for group in self._groups
@@ -289,7 +290,7 @@ class StageOptimizer:
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
             if given[name]:
-                on_host = () if id(parameter) in counted_there else ("step",)
+                on_host = () if id(parameter) in counted_there else ("step", "mu_product")
                 self.torch_optimizer.state[parameter] = {
                     path[0]: _loaded(value, None if path[0] in on_host else parameter)
                     for path, value in given[name].items()

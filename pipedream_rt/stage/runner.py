@@ -72,6 +72,7 @@ class Runner:
     def __init__(self, spec: StageSpec, device: Device = HOST) -> None:
         """Take the programs of the specification."""
         self.device = device
+        self._brings_back = device.brings_back()
         self._module = spec.layers
         self._seed, self._autocast = spec.seed, spec.autocast
         self._recomputes = spec.recompute
@@ -156,8 +157,11 @@ class Runner:
         self.at = None
         ours = self.programs[program]
         if not self._targets:
-            return [filled(ours.output, values, {n: held_by(self._module, n) for n in ours.held})]
-        return [_pack(ours.gives.get(target, ()), values) for target in self._targets]
+            held = {name: held_by(self._module, name) for name in ours.held}
+            made = [filled(ours.output, values, held)]
+        else:
+            made = [_pack(ours.gives.get(target, ()), values) for target in self._targets]
+        return [self.device.brought_back(each) for each in made] if self._brings_back else made
 
     def train(self, program: int, values: dict[int, Any], number: int) -> list[Any]:
         """Do the steps of a program for a backward to follow.

@@ -482,6 +482,7 @@ class Stage:
         self.steps = step
         self.ended = self.plan.next_own(self.address, step * self.plan.per_update)
         self.weights.next_forward = self.ended
+        self._first.forget()
         if self._shards is not None:
             self._shards.taken = step
 

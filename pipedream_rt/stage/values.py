@@ -168,7 +168,7 @@ def _packed_shares(plan: Plan, edge: Edge, shares: Mapping[str, Tensor | None]) 
 
 
 def _packed_norms(plan: Plan, edge: Edge, norms: Mapping[int, Tensor]) -> Packed:
-    tensor = torch.stack(list(norms.values())) if norms else torch.empty(0)
+    tensor = torch.stack(list(norms.values())) if norms else torch.empty(0, device="cpu")
     return Norm(numbers=list(norms)), (tensor,)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.casts import Cast, Plain, train
+from support.casts import MEMORY, Cast, Plain, train
 from support.deadlines import LATEST_S
 from support.device import standin
 from support.models import NoisyEverywhere
@@ -36,6 +36,7 @@ from pipedream_rt import (
     Training,
     profile,
 )
+from pipedream_rt.devices.randomness import has_drawn, random_state, set_states_there
 from pipedream_rt.observe.timeline import perfetto
 from pipedream_rt.observe.trace import COMPUTES
 
@@ -606,3 +607,198 @@ def test_a_case_of_the_benchmark(case, told):
     found = json.loads(done.stdout.splitlines()[-1])
     assert {key: found.get(key) for key in told} == told
     assert found["device"] == "stand-in 0"
+
+
+# -- layers that put tensors elsewhere ------------------------------------------------------------
+
+
+class Elsewhere(nn.Module):
+    """A layer that hands its input on to a device."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def forward(self, x):
+        return x.to(self.device)
+
+
+class ByHand(nn.Module):
+    """A model that is split by hand, as scripts do it."""
+
+    def __init__(self, first, second, hand_over):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(6, 8).to(first)
+        self.b = nn.Linear(8, 4).to(second)
+        self.hand_over = hand_over
+
+    def forward(self, x):
+        return self.b(self.hand_over(torch.relu(self.a(x))))
+
+
+def plain_losses(model, data, first, second):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x.to(first)), y.to(second))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+@pytest.mark.parametrize(
+    ("first", "second", "hand_over"),
+    [
+        ("standin:0", "standin:1", lambda x: x.to("standin:1")),
+        ("standin:0", "standin:1", lambda x: x.to(torch.device("standin", 1))),
+        ("standin:1", "cpu", lambda x: x.cpu()),
+        ("standin:1", "cpu", lambda x: x.to("cpu")),
+        ("cpu", "standin:1", lambda x: x.to("standin:1")),
+    ],
+    ids=["text", "device", "cpu()", "to cpu", "from cpu"],
+)
+def test_a_model_that_is_split_by_hand_trains_as_it_does_by_itself(
+    first, second, hand_over, workers
+):
+    data = data_of(4)
+    expected = plain_losses(ByHand(first, second, hand_over), data, first, second)
+    model = ByHand(first, second, hand_over)
+    options = {"stages": ["b"], "schedule": "1f1b", "micro_batches": 1, "example": data[0]}
+    assert outcome(None, data, model=model, workers=workers, **options)[0] == expected
+    assert standin.violations() == []
+
+
+def test_what_a_layer_or_loss_leaves_on_another_device_is_brought_back():
+    options = {"stages": [2], "schedule": "1f1b", "micro_batches": 1}
+    expected = outcome("cpu", model=nn.Sequential(net()[0], net()[-1]), **{**options, "stages": 2})
+    for there, devices in (
+        ("standin:1", ["standin:0", "standin:1"]),
+        ("standin:1", ["cpu", "standin:1"]),
+        ("cpu", ["standin:0", "standin:0"]),
+    ):
+        model = nn.Sequential(net()[0], Elsewhere(there), net()[-1])
+        assert outcome(devices, model=model, **options)[0] == expected[0]
+    loss_fn = lambda out, y: F.cross_entropy(out.to("standin:1"), y.to("standin:1"))  # noqa: E731
+    assert outcome("standin:0", loss_fn=loss_fn)[0] == outcome("cpu")[0]
+    assert standin.violations() == []
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_a_default_device_is_that_of_the_stage(workers):
+    expected = outcome("cpu")
+    torch.set_default_device("standin:0")
+    try:
+        data = [(x.cpu(), y.cpu()) for x, y in data_of(6)]
+        model = net()
+        with torch.no_grad():  # the same numbers, which another generator has drawn
+            torch.set_default_device("cpu")
+            for there, here in zip(model.parameters(), net().parameters(), strict=True):
+                there.copy_(here)
+        torch.set_default_device("standin:0")
+        with opened(
+            ["standin:0", "standin:1", "standin:1", "standin:0"], model, workers=workers
+        ) as pipe:
+            losses = [result.loss for result in pipe.train_epoch([(x, y) for x, y in data])]
+        assert len(losses) == len(expected[0])
+        assert all(map(math.isfinite, losses))
+    finally:
+        torch.set_default_device("cpu")
+    assert standin.violations() == []
+
+
+def test_a_buffer_with_attributes_is_moved_to_the_host():
+    model = net()
+    model.register_buffer("table", torch.ones(4, device="standin:0"))
+    model.table.tag = "kept"
+    with opened("cpu", nn.Sequential(*model, Adds(model.table))) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data_of(2))]
+    assert all(map(math.isfinite, losses))
+
+
+class Adds(nn.Module):
+    """A layer that adds a buffer."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x):
+        return x + self.table
+
+
+def test_weights_that_were_loaded_are_cast_anew(tmp_path):
+    """A run that goes back to a checkpoint has the same mini-batches, and other weights."""
+    ends = []
+    for kind in (Plain, Cast):
+        MEMORY.clear()
+        torch.manual_seed(1)
+        layers = [kind(number) for number in range(2)]
+        data = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(4)]
+        sgd = (torch.optim.SGD, {"lr": 0.5})
+        with Pipeline(
+            layers, stages=2, loss_fn=F.mse_loss, optimizer=sgd, schedule="1f1b", micro_batches=2,
+            workers="serial",
+        ) as pipe:  # fmt: skip
+            pipe.submit(*data[0]).result()
+            pipe.save(tmp_path / kind.__name__)
+            pipe.submit(*data[1]).result()
+            pipe.load(tmp_path / kind.__name__)
+            ends.append([pipe.submit(*each).result().loss for each in data[1:]])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adam])
+def test_a_resumed_optimizer_waits_for_the_device_no_more_than_a_new_one(kind, tmp_path):
+    options = {"optimizer": (kind, {"lr": 0.01}), "schedule": "1f1b", "micro_batches": 1}
+    waited = []
+    with opened("standin:0", **options) as pipe:
+        pipe.submit(*data_of(1)[0]).result()
+        pipe.save(tmp_path)
+        before = standin.waits()["item"]
+        pipe.submit(*data_of(1)[0]).result()
+        waited.append(standin.waits()["item"] - before)
+    with opened("standin:0", **options) as pipe:
+        pipe.load(tmp_path)
+        before = standin.waits()["item"]
+        pipe.submit(*data_of(1)[0]).result()
+        waited.append(standin.waits()["item"] - before)
+    assert waited[0] == waited[1]
+
+
+@pytest.mark.processes
+def test_threads_of_a_worker_are_on_its_device(tmp_path):
+    """A thread on another device than its worker's would begin to use that one too."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import threading, torch, torch.nn as nn\n"
+        "from pipedream_rt.devices import accelerator, outgoing\n"
+        "seen = []\n"
+        "leave = outgoing.Leaving.leave\n"
+        "def noted(self):\n"
+        "    seen.append(torch.accelerator.current_device_index())\n"
+        "    leave(self)\n"
+        "outgoing.Leaving.leave = noted\n"
+        "device = accelerator.Accelerator(torch.device('standin', 1), (), True, 'w')\n"
+        "device._leaving.put(outgoing.Leaving(lambda *a: None, print, 0, 0, None, (), None))\n"
+        "settled = device.settle()\n"
+        "def writer():\n"
+        "    settled()\n"
+        "    seen.append(torch.accelerator.current_device_index())\n"
+        "thread = threading.Thread(target=writer); thread.start(); thread.join()\n"
+        "device.close()\n"
+        "print(seen)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=LATEST_S
+    )
+    assert done.stdout.strip() == "[1, 1]", done.stdout + done.stderr
+
+
+def test_generator_states_of_another_kind_of_device_are_left():
+    before = random_state()
+    set_states_there([torch.zeros(16, dtype=torch.uint8)] * 2)
+    assert not has_drawn(before)

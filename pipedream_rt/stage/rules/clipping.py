@@ -107,5 +107,6 @@ class Clipping(UpdateRule):
             )
         else:
             assert found[0].grad is not None
-            total = torch.as_tensor(known, dtype=found[0].grad.real.dtype)
+            where = known.device if isinstance(known, Tensor) else "cpu"
+            total = torch.as_tensor(known, dtype=found[0].grad.real.dtype, device=where)
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)

@@ -106,7 +106,7 @@ class Scaling(UpdateRule, MicroBatchRule):
 
     def loss(self, update: int, loss: Tensor) -> Tensor:
         """Return a loss times the scale."""
-        return loss * torch.full((), self.of_update(update))
+        return loss * torch.full((), self.of_update(update), device="cpu")
 
     def _measure(self, update: Update) -> Norms:
         """Divide the gradients by the scale; return a number that is not 0 if one is not finite."""
@@ -179,4 +179,4 @@ class Scaling(UpdateRule, MicroBatchRule):
 
 def _single(scale: float) -> float:
     """Return a scale as float32 has it."""
-    return float(torch.tensor(scale, dtype=torch.float32))
+    return float(torch.tensor(scale, dtype=torch.float32, device="cpu"))
