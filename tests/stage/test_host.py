@@ -281,8 +281,9 @@ for change in (old, new, half):
         apply_settings(settings)
         assert settings_now(of_devices=True) == settings
         if change is old:
-            with torch.backends.cudnn.flags(enabled=False):  # reads by the old name
-                assert not torch.backends.cudnn.allow_tf32
+            with torch.backends.cudnn.flags(enabled=False):  # it reads by the old name
+                pass
+            assert not torch.backends.cudnn.allow_tf32
         if change is new:
             assert torch.backends.cudnn.conv.fp32_precision == "ieee"
         os._exit(0)
