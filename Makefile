@@ -13,7 +13,7 @@ test: lint types docs unit
 
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev,docs,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev,docs,hf,tensorboard,prometheus]'
 	touch $@
 
 lint: $(VENV)/installed

@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 GOES_ON = "# goes on\n"
-NEEDED = {"docs/guide/any-model.md": ("transformers", "needs the extra hf")}
+NEEDED = {
+    "docs/guide/any-model.md": ("transformers", "needs the extra hf"),
+    "docs/guide/trainer.md": ("accelerate", "needs the extra hf"),
+}
 ELSEWHERE = "docs/guide/several-machines.md"
 
 

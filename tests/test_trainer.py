@@ -1,0 +1,326 @@
+"""`PipelineTrainer`: what a Trainer does, done by a pipeline."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.deadlines import LATEST_S
+from support.faults import kill
+from torch import nn
+
+from pipedream_rt import ConfigError, Recovery
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="needs the extra hf")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from pipedream_rt.hf import PipelineTrainer  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_tqdm(monkeypatch):
+    """It would watch over bars, and outlive the test."""
+    import tqdm
+
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+
+
+def gpt2(layers=3):
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=16,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, vocab_size=32, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+
+
+def data_of(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(32, (12,), generator=generator) for _ in range(count)]
+    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+
+
+DATA = data_of(24)
+
+
+def arguments(folder, **options):
+    given = {
+        "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 3, "eval_strategy": "epoch", "save_strategy": "no", "report_to": [],
+        "use_cpu": True, "disable_tqdm": True, "warmup_steps": 2, "max_grad_norm": 0.0,
+        "seed": 3,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **{**given, **options})
+
+
+def trained(cls, folder, resume=None, model=None, callbacks=(), pipeline=None, **options):
+    extra = {} if cls is Trainer else {"pipeline": pipeline or SYNCHRONOUS}
+    trainer = cls(
+        model=model or gpt2(), args=arguments(folder, **options), train_dataset=DATA,
+        eval_dataset=data_of(6, seed=2), callbacks=list(callbacks), **extra,
+    )  # fmt: skip
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        logs = [
+            {k: v for k, v in entry.items() if "second" not in k and "runtime" not in k}
+            for entry in trainer.state.log_history
+        ]
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        return weights, logs, trainer.state
+    finally:
+        if cls is not Trainer:
+            trainer.close()
+
+
+SYNCHRONOUS = {"stages": 2, "schedule": "1f1b", "micro_batches": 1, "workers": "serial"}
+ASYNCHRONOUS = {"stages": 2, "workers": "serial"}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def without_norms(logs):
+    dropped = ("grad_norm", "total_flos", "eval_model_preparation_time")
+    return [{k: v for k, v in entry.items() if k not in dropped} for entry in logs]
+
+
+def test_a_schedule_that_flushes_gives_the_bits_and_the_logs_of_the_trainer(tmp_path):
+    plain, ours = (trained(cls, tmp_path / cls.__name__) for cls in (Trainer, PipelineTrainer))
+    assert_equal(plain[0], ours[0])
+    assert without_norms(plain[1]) == without_norms(ours[1])
+    assert plain[2].global_step == ours[2].global_step == 12
+
+
+def test_accumulated_batches_are_one_mini_batch(tmp_path):
+    """The gradient of the sum is rounded otherwise; the labels that count are those of all."""
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    plain = trained(Trainer, tmp_path / "plain", model=llama(), **options)
+    given = {**SYNCHRONOUS, "micro_batches": 2}
+    ours = trained(PipelineTrainer, tmp_path / "ours", model=llama(), pipeline=given, **options)
+    for name, value in plain[0].items():
+        torch.testing.assert_close(value, ours[0][name], rtol=1e-3, atol=1e-4)
+    assert plain[2].global_step == ours[2].global_step == 12
+    for one, other in zip(without_norms(plain[1]), without_norms(ours[1]), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], rel=1e-3), key
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "pipeline": ASYNCHRONOUS}
+    whole = trained(PipelineTrainer, tmp_path / "run", **options)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoint-12", "checkpoint-4", "checkpoint-8",
+    ]  # fmt: skip
+    again = trained(
+        PipelineTrainer,
+        tmp_path / "again",
+        resume=str(tmp_path / "run" / "checkpoint-8"),
+        **options,
+    )
+    assert_equal(whole[0], again[0])
+    assert whole[2].global_step == again[2].global_step
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "checkpoint-12")
+    assert_equal(whole[0], loaded.state_dict())
+
+
+@pytest.mark.processes
+def test_a_killed_worker_changes_no_bit(tmp_path):
+    class Kills(TrainerCallback):
+        """Kills a worker once."""
+
+        trainer = None
+        done = False
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5 and self.trainer is not None and not self.done:
+                self.done = True
+                kill(self.trainer.pipe, "worker-1")
+
+    ends = []
+    for disturbed in (False, True):
+        killer = Kills()
+        trainer = PipelineTrainer(
+            model=gpt2(), args=arguments(tmp_path / str(disturbed)), train_dataset=DATA,
+            eval_dataset=DATA[:4], callbacks=[killer],
+            pipeline={"stages": 2, "recovery": Recovery(max_restarts=1)},
+        )  # fmt: skip
+        killer.trainer = trainer if disturbed else None
+        trainer.train()
+        assert len(trainer.pipe.restarts) == disturbed
+        trainer.close()
+        ends.append(trainer.model.state_dict())
+    assert_equal(*ends)
+
+
+def test_evaluation_prediction_and_metrics(tmp_path):
+    def metrics(found):
+        logits, labels = found
+        return {"accuracy": float((logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean())}
+
+    found = []
+    for cls, extra in ((Trainer, {}), (PipelineTrainer, {"pipeline": SYNCHRONOUS})):
+        trainer = cls(
+            model=gpt2().eval(), args=arguments(tmp_path / cls.__name__), train_dataset=DATA,
+            eval_dataset=DATA[:7], compute_metrics=metrics, **extra,
+        )  # fmt: skip
+        values = trainer.evaluate()
+        predicted = trainer.predict(DATA[:3])
+        found.append((values["eval_loss"], values["eval_accuracy"], predicted.predictions))
+        if extra:
+            trainer.close()
+    assert found[0][:2] == found[1][:2]
+    assert (found[0][2] == found[1][2]).all()
+
+
+def test_callbacks_may_stop_a_run_and_the_best_model_is_loaded(tmp_path):
+    class Stops(TrainerCallback):
+        """Stops a run after some steps."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step >= 7
+
+    options = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "load_best_model_at_end": True, "pipeline": ASYNCHRONOUS,
+    }  # fmt: skip
+    weights, logs, state = trained(PipelineTrainer, tmp_path, callbacks=[Stops()], **options)
+    assert 7 <= state.global_step < 12
+    best = json.loads(
+        (tmp_path / f"checkpoint-{state.best_global_step}/trainer_state.json").read_text()
+    )
+    assert best["best_metric"] == min(e["eval_loss"] for e in logs if "eval_loss" in e)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(state.best_model_checkpoint)
+    assert_equal(weights, saved.state_dict())
+
+
+def test_adapters_are_trained_and_saved_alone(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs the extra hf")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
+    ends = []
+    for cls, extra in ((Trainer, {}), (PipelineTrainer, {"pipeline": SYNCHRONOUS})):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(gpt2(), config)
+        base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+        trainer = cls(model=model, args=arguments(tmp_path / cls.__name__), train_dataset=DATA,
+                      eval_dataset=DATA[:4], **extra)  # fmt: skip
+        trainer.train()
+        trainer.save_model(tmp_path / f"adapter-{cls.__name__}")
+        assert_equal(base, {n: p for n, p in model.named_parameters() if not p.requires_grad})
+        ends.append(peft.get_peft_model_state_dict(model))
+        if extra:
+            trainer.close()
+    assert_equal(*ends)
+    names = {path.name for path in (tmp_path / "adapter-PipelineTrainer").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
+
+
+def test_a_dataset_of_datasets_and_a_collator(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the extra hf")
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in DATA]
+    data = datasets.Dataset.from_list(rows)
+
+    def collate(items):
+        ids = torch.tensor([item["input_ids"] for item in items])
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    ends = []
+    for cls, extra in ((Trainer, {}), (PipelineTrainer, {"pipeline": SYNCHRONOUS})):
+        trainer = cls(model=gpt2(), args=arguments(tmp_path / cls.__name__, eval_strategy="no"),
+                      train_dataset=data, data_collator=collate, **extra)  # fmt: skip
+        trainer.train()
+        ends.append(trainer.model.state_dict())
+        if extra:
+            trainer.close()
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({}, {}, "give PipelineTrainer the number of stages"),
+        ({}, {"stages": 2, "optimizer": 1}, "optimizer of the pipeline is what the Trainer makes"),
+        ({"label_smoothing_factor": 0.1}, {"stages": 2}, "cannot do label_smoothing_factor"),
+        ({"neftune_noise_alpha": 1.0}, {"stages": 2}, "cannot do neftune_noise_alpha"),
+        ({"auto_find_batch_size": True}, {"stages": 2}, "cannot do auto_find_batch_size"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_by_name(tmp_path, options, given, message):
+    with pytest.raises(ConfigError, match=message):
+        PipelineTrainer(
+            model=gpt2(),
+            args=arguments(tmp_path, eval_strategy="no", **options),
+            train_dataset=DATA,
+            pipeline=given,
+        )
+
+
+def test_methods_that_a_pipeline_does_not_call_are_refused(tmp_path):
+    class Own(PipelineTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    with pytest.raises(ConfigError, match="cannot do an own compute_loss"):
+        Own(
+            model=gpt2(),
+            args=arguments(tmp_path, eval_strategy="no"),
+            train_dataset=DATA,
+            pipeline={"stages": 2},
+        )
+    with pytest.raises(ConfigError, match="cannot do compute_loss_func"):
+        PipelineTrainer(
+            model=gpt2(), args=arguments(tmp_path, eval_strategy="no"), train_dataset=DATA,
+            pipeline={"stages": 2}, compute_loss_func=lambda *a, **k: nn.MSELoss(),
+        )  # fmt: skip
+
+
+def test_a_checkpoint_of_a_plain_trainer_gives_its_weights(tmp_path, caplog):
+    options = {"save_strategy": "steps", "save_steps": 6}
+    trained(Trainer, tmp_path / "plain", **options)
+    checkpoint = tmp_path / "plain" / "checkpoint-6"
+    found = trained(PipelineTrainer, tmp_path / "ours", resume=str(checkpoint), **options)
+    assert found[2].global_step == 12
+    assert "has no state of a pipeline" in caplog.text
+    shutil.rmtree(tmp_path / "plain")
+
+
+@pytest.mark.processes
+def test_the_example_saves_adapters_and_a_report(tmp_path):
+    for package in ("peft", "datasets"):
+        pytest.importorskip(package, reason="needs the extra hf")
+    script = Path(__file__).parent.parent / "examples" / "trainer_lora.py"
+    options = ["--stages=2", "--workers=serial", "--steps=4", "--out", tmp_path / "out"]
+    command = [sys.executable, script, *options, "--report", tmp_path / "report.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
+    assert done.returncode == 0, done.stderr
+    assert "evaluated: " in done.stdout
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert "Where the time goes" in (tmp_path / "report.html").read_text()
