@@ -89,15 +89,15 @@ class CSV:
     COLUMNS = ("time", "step", "loss", "rate", "staleness", "samples", "micro_batches")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Try whether the file can be written, and name the columns if it is new."""
+        """Try whether the file can be written."""
         self._lines = _Lines(path)
         self._rows = csv.writer(self._lines, lineterminator="\n")
-        if self._lines.is_new:
-            self._rows.writerow(self.COLUMNS)
 
     def __call__(self, event: Event) -> None:
-        """Write the row of a mini-batch."""
+        """Write the row of a mini-batch; before the first one of a file, the names of columns."""
         if isinstance(event, Stepped):
+            if self._lines.is_new:
+                self._rows.writerow(self.COLUMNS)
             rate = event.rates[0] if event.rates else ""
             self._rows.writerow(
                 (event.time, event.step, event.loss, rate, event.staleness, event.samples,
