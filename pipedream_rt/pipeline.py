@@ -56,6 +56,8 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
+from pipedream_rt.notebook import calm_call, calmly, close_earlier, remember
+from pipedream_rt.observe.summary import Lines
 from pipedream_rt.observe.trace import Trace
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
@@ -159,6 +161,7 @@ class Pipeline:
         observe: Observe = Observe(),  # noqa: B008
     ) -> None:
         """Check everything, then start the workers."""
+        close_earlier()
         given = Options(
             stages=stages,
             example=example,
@@ -199,6 +202,7 @@ class Pipeline:
             self._run_state = run.run_state
             self._trace = run.trace
             self.stages = run.references.handles()
+        remember(self)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class Pipeline:
                 from pipedream_rt.observers.progress import count_of, loss_words, with_bar
 
                 results = with_bar(results, f"epoch {self.epoch}", count_of(loader), loss_words)
-            yield from results
+            yield from calmly(results)
 
     def submit(self, *item: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -362,12 +366,12 @@ class Pipeline:
             require_loader(loader, "evaluate")
             loader = Barred(loader, "evaluate")
         with shorter_tracebacks():
-            found = self._feeder.evaluate(
+            number = self._number_of(version)
+            found = calm_call(
+                lambda drawn: self._feeder.evaluate(
+                    drawn, prepare, number, metrics=metrics, keep_buffers=keep_buffers
+                ),
                 loader,
-                prepare,
-                self._number_of(version),
-                metrics=metrics,
-                keep_buffers=keep_buffers,
             )
         if self._telling is not None:
             self._telling.evaluated(self.step, found)
@@ -399,7 +403,7 @@ class Pipeline:
                 from pipedream_rt.observers.progress import count_of, with_bar
 
                 outputs = with_bar(outputs, "predict", count_of(loader))
-            yield from outputs
+            yield from calmly(outputs)
 
     def generate(
         self,
@@ -747,7 +751,7 @@ class Pipeline:
             forwards.how + (f"\n{self._why}" if self._why else ""),
             self._job.corrections,
         )
-        return f"{text}\n{forwards.program()}" if program else text
+        return Lines(f"{text}\n{forwards.program()}" if program else text)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of the run so far: HTML to be seen in a browser. Flushes the pipe.
@@ -799,6 +803,10 @@ class Pipeline:
         """Return what runs, how far it has come, and whether it is open."""
         plan = self.plan
         return f"<Pipeline {plan.name}, {plan.in_words}, step {self.step}, {self.state.value}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the split, the versions and the memory."""
+        return Lines(self.explain() if self._group.life.is_open else repr(self))._repr_html_()
 
     def __getattr__(self, name: str) -> Any:
         """Say what to do instead, for what people look for on a module.

@@ -21,7 +21,6 @@ take turns at Python's lock all the same, and a process has one generator for ea
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -33,10 +32,10 @@ from torch import Tensor, nn
 from pipedream_rt.devices.base import Late, accept
 from pipedream_rt.devices.marks import Marks
 from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
+from pipedream_rt.devices.placing import moved
 from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own
 from pipedream_rt.models.program import on_device, replaced
-from pipedream_rt.models.tensors import in_place_of, named_tensors
 from pipedream_rt.schedules import EdgeKind
 
 _COMPUTED = {
@@ -250,34 +249,6 @@ def _streams_on(device: torch.device) -> tuple[torch.Stream, ...]:
     with suppress(IndexError):
         return _FREE[device].pop()
     return tuple(torch.Stream(device) for _ in range(3))
-
-
-@torch.no_grad()
-def moved(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of a module; those that are shared stay shared."""
-    there: dict[int, Tensor] = {}
-    for name, tensor in list(named_tensors(module)):
-        if id(tensor) not in there:
-            there[id(tensor)] = _in_memory_of(tensor, tensor.detach().to(device))
-        if there[id(tensor)] is not tensor:
-            path, _, short = name.rpartition(".")
-            setattr(module.get_submodule(path), short, there[id(tensor)])
-
-
-def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:
-    """Return a parameter or buffer that has other memory now; the object itself where that can be.
-
-    Not every backend lets memory of its own be assigned to a tensor of the host, and what is
-    referred to weakly, as the weights of an LSTM are, cannot be exchanged either.
-    """
-    if torch._has_compatible_shallow_copy_type(tensor, there):
-        tensor.data = there
-        return tensor
-    made = in_place_of(tensor, there, tensor.requires_grad)
-    if weakref.getweakrefcount(tensor):
-        return made
-    torch.utils.swap_tensors(tensor, made)
-    return tensor
 
 
 class _Entered:

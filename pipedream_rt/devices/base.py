@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.devices.marks import Marks
+from pipedream_rt.devices.placing import moved
 from pipedream_rt.messages.message import Message, Send, Sender
 from pipedream_rt.models.program import replaced
 from pipedream_rt.models.tensors import accelerator_here, is_away, named_tensors
@@ -127,8 +128,6 @@ class Host:
     def place(self, module: nn.Module) -> None:
         """See `Device.place`; what was shipped with its attributes may be elsewhere."""
         if any(is_away(tensor) for _, tensor in named_tensors(module)):
-            from pipedream_rt.devices.accelerator import moved  # of no use to a job on CPUs
-
             moved(module, torch.device("cpu"))
 
     def placed(self, value: Any) -> Any:

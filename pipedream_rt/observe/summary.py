@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,16 @@ def bytes_text(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} B"
+
+
+class Lines(str):
+    """A text of lines, which a notebook shows as they are."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return f"<pre>{escape(self)}</pre>"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -1,0 +1,38 @@
+"""The parameters and buffers of a module, moved to a device."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.models.tensors import in_place_of, named_tensors
+
+
+@torch.no_grad()
+def moved(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module; those that are shared stay shared."""
+    there: dict[int, Tensor] = {}
+    for name, tensor in list(named_tensors(module)):
+        if id(tensor) not in there:
+            there[id(tensor)] = _in_memory_of(tensor, tensor.detach().to(device))
+        if there[id(tensor)] is not tensor:
+            path, _, short = name.rpartition(".")
+            setattr(module.get_submodule(path), short, there[id(tensor)])
+
+
+def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:
+    """Return a parameter or buffer that has other memory now; the object itself where that can be.
+
+    Not every backend lets memory of its own be assigned to a tensor of the host, and what is
+    referred to weakly, as the weights of an LSTM are, cannot be exchanged either.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, there):
+        tensor.data = there
+        return tensor
+    made = in_place_of(tensor, there, tensor.requires_grad)
+    if weakref.getweakrefcount(tensor):
+        return made
+    torch.utils.swap_tensors(tensor, made)
+    return tensor

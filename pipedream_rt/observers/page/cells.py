@@ -1,0 +1,110 @@
+"""Objects as HTML, for the cells of a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from markupsafe import Markup
+
+from pipedream_rt.errors import PipelineError
+from pipedream_rt.observe.timeline import svg, window
+from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observers.page.charts import number_text
+from pipedream_rt.planning.explanation import partition_text
+from pipedream_rt.planning.partition import Partition
+from pipedream_rt.schedules import Plan
+
+_STYLE = (
+    "<style>.pdrt td,.pdrt th{text-align:left!important;padding:2px 14px 2px 0!important}"
+    ".pdrt svg{max-width:100%;height:auto}</style>"
+)
+
+
+class Result(Protocol):
+    """The result of a mini-batch, as far as it is shown."""
+
+    step: int
+    loss: float
+    staleness: int
+    versions: Sequence[int]
+    losses: Sequence[float]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> Markup:
+    """Return a table with a sentence above it."""
+    cells = Markup("").join(Markup("<th>{}</th>").format(text) for text in head)
+    body = Markup("").join(
+        Markup("<tr>{}</tr>").format(
+            Markup("").join(Markup("<td>{}</td>").format(text) for text in row)
+        )
+        for row in rows
+    )
+    return Markup(_STYLE) + Markup(
+        '<div class="pdrt"><p>{}</p><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>'
+        "</div>"
+    ).format(caption, cells, body)
+
+
+def text_html(text: str) -> Markup:
+    """Return a text with its columns."""
+    return Markup("<pre>{}</pre>").format(text)
+
+
+def plan_html(plan: Plan) -> Markup:
+    """Return a plan as a table of its stages."""
+    rows = []
+    for address in plan.addresses:
+        stage = plan.stage_of(address)
+        layers = plan.layers[stage] if stage < len(plan.layers) else ()
+        names = (
+            "" if not layers else layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}"
+        )
+        rows.append(
+            (
+                plan.label_of(address),
+                str(plan.worker_of(address)),
+                names,
+                _known(plan.in_flight, stage),
+                _known(plan.staleness, stage),
+                _known(plan.kept, stage),
+            )
+        )
+    head = ("stage", "worker", "layers", "in flight", "staleness", "versions")
+    caption = f"{plan.name}, {plan.in_words}, {plan.per_update} micro-batches per update"
+    return _table(head, rows, caption)
+
+
+def _known(ask: Any, stage: int) -> str:
+    """Return what a plan says of a stage at most; of a user's schedule it may not know."""
+    try:
+        return f"<= {ask(stage)}"
+    except (PipelineError, AttributeError, AssertionError, TypeError):
+        return "?"
+
+
+def result_html(result: Result) -> Markup:
+    """Return the result of a mini-batch as a table."""
+    row = (
+        str(result.step),
+        number_text(result.loss),
+        str(result.staleness),
+        ", ".join(map(str, result.versions)),
+        ", ".join(map(number_text, result.losses)),
+    )
+    head = ("mini-batch", "loss", "staleness", "versions read, by stage", "losses of micro-batches")
+    return _table(head, [row], "")
+
+
+def trace_html(trace: Trace) -> Markup:
+    """Return the beginning of a trace, drawn."""
+    try:
+        drawn = svg(trace, window(trace), 1200)
+    except PipelineError as error:
+        return text_html(str(error))
+    return Markup(_STYLE) + Markup('<div class="pdrt">{}</div>').format(Markup(drawn))
+
+
+def partition_html(partition: Partition) -> Markup:
+    """Return a planned partition as a table of its stages."""
+    return text_html(partition_text(partition))
