@@ -8,6 +8,7 @@ from pipedream_rt import __version__
 from pipedream_rt.cli.certificate import certificate
 from pipedream_rt.cli.checkpoint import checkpoint
 from pipedream_rt.cli.doctor import doctor
+from pipedream_rt.cli.init import init
 from pipedream_rt.cli.plan import plan
 from pipedream_rt.cli.profile import profile
 from pipedream_rt.cli.run import run, worker
@@ -44,6 +45,7 @@ for _command in (
     certificate,
     checkpoint,
     doctor,
+    init,
     plan,
     profile,
     report,
