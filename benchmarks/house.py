@@ -42,10 +42,12 @@ MAP = (
     (("devices", "what it runs on"),),
     (("stage", "one stage"), ("stage/rules", "what features do")),
     (("job", "before anything runs"),),
+    (("observers", "who looks on"), ("observers/page", "in a browser")),
     (("transport", "to the next inbox"), ("transport/rpc", "references")),
     (("cluster", "where stages run"),),
     (("coordinator", "one job each"),),
     (("planning", "which layers where"), ("pipeline.py", "the face")),
+    (("hf", "the Trainer"),),
     (("cli", "the command"),),
 )
 """The rooms of the library: a file imports only from its own row and from rows above it."""

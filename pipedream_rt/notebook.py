@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
@@ -158,31 +159,33 @@ class _Drawn:
 # -- what is shown ------------------------------------------------------------------------------
 
 
+_CELLS = "pipedream_rt.observers.page.cells"
 _SHOWN = {
-    ("pipedream_rt.schedules.plan", "Plan"): "plan_html",
-    ("pipedream_rt.observe.trace", "Trace"): "trace_html",
-    ("pipedream_rt.coordinator.results", "StepResult"): "result_html",
-    ("pipedream_rt.planning.partition", "Partition"): "partition_html",
+    ("pipedream_rt.schedules.plan", "Plan"): (_CELLS, "plan_html"),
+    ("pipedream_rt.observe.trace", "Trace"): (_CELLS, "trace_html"),
+    ("pipedream_rt.coordinator.results", "StepResult"): (_CELLS, "result_html"),
+    ("pipedream_rt.planning.partition", "Partition"): (
+        "pipedream_rt.planning.explanation",
+        "partition_html",
+    ),
 }
-"""By module and class, the function of `observers.page.cells` that shows an object."""
+"""By module and class, the module and the function that shows an object."""
 
 
 def register(found: Any) -> None:
     """Let a shell of IPython show plans, results and traces as HTML."""
     formatter = found.display_formatter.formatters["text/html"]
     for (module, name), function in _SHOWN.items():
-        formatter.for_type_by_name(module, name, _Shows(function))
+        formatter.for_type_by_name(module, name, _Shows(*function))
 
 
 class _Shows:
     """Shows an object by a function that is imported when it is first needed."""
 
-    def __init__(self, function: str) -> None:
-        """Remember its name."""
-        self._function = function
+    def __init__(self, module: str, function: str) -> None:
+        """Remember where it is."""
+        self._module, self._function = module, function
 
     def __call__(self, shown: Any) -> str:
         """Return the object as HTML."""
-        from pipedream_rt.observers.page import cells
-
-        return str(getattr(cells, self._function)(shown))
+        return str(getattr(import_module(self._module), self._function)(shown))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import bytes_text, seconds_text, table
+from pipedream_rt.observe.summary import Lines, bytes_text, seconds_text, table
 from pipedream_rt.planning.cuts import Cuts
 from pipedream_rt.planning.machines import MOST_WORKERS, Machines, Worker
 from pipedream_rt.planning.partition import Partition, PlannedStage
@@ -67,6 +67,11 @@ def partition_text(partition: Partition) -> str:
         f"{partition.throughput:.4g} micro-batches/s on {partition.workers} workers"
     )
     return "\n".join([head, table(rows)])
+
+
+def partition_html(partition: Partition) -> str:
+    """Return a partition as a notebook shows it."""
+    return Lines(partition_text(partition))._repr_html_()
 
 
 def _layers_text(stage: PlannedStage) -> str:

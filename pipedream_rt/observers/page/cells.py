@@ -11,8 +11,6 @@ from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.timeline import svg, window
 from pipedream_rt.observe.trace import Trace
 from pipedream_rt.observers.page.charts import number_text
-from pipedream_rt.planning.explanation import partition_text
-from pipedream_rt.planning.partition import Partition
 from pipedream_rt.schedules import Plan
 
 _STYLE = (
@@ -103,8 +101,3 @@ def trace_html(trace: Trace) -> Markup:
     except PipelineError as error:
         return text_html(str(error))
     return Markup(_STYLE) + Markup('<div class="pdrt">{}</div>').format(Markup(drawn))
-
-
-def partition_html(partition: Partition) -> Markup:
-    """Return a planned partition as a table of its stages."""
-    return text_html(partition_text(partition))
