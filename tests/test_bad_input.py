@@ -1,6 +1,8 @@
 """Every wrong input is a clear error, before anything is lost; every failure ends everything."""
 
 import dataclasses
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -455,3 +457,29 @@ def test_a_setting_that_would_reach_stages_is_refused_and_ends_nothing(workers, 
             return [each.result().loss for each in pending]
 
     assert losses(disturb=True) == losses(disturb=False)
+
+
+def test_a_model_that_is_spread_over_processes_is_refused(tmp_path):
+    """In a process of its own, which has a group of one."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module\n"
+        "from pipedream_rt import ConfigError, Pipeline\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/group',\n"
+        "                        rank=0, world_size=1)\n"
+        "model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n"
+        "parallelize_module(model, init_device_mesh('cpu', (1,)), {'0': ColwiseParallel()})\n"
+        "try:\n"
+        "    Pipeline(model, stages=2)\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=120
+    )
+    assert "0.weight is a DTensor" in done.stdout, done.stdout + done.stderr
+    assert "before parallelize_module" in done.stdout

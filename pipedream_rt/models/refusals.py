@@ -25,6 +25,12 @@ def refuse_unfit_layers(layers: Layers) -> None:
     """
     for name, layer in layers.items():
         for key, tensor in tensors_of(layer, name):
+            if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):
+                raise ConfigError(
+                    f"{key} is a DTensor, of which other processes have parts, and each stage is "
+                    "computed by one process: give Pipeline the model before parallelize_module "
+                    "or fully_shard; Layout(replicas=...) is data parallelism beside the pipeline"
+                )
             if tensor.layout is not torch.strided:
                 raise ConfigError(
                     f"{key} is a tensor of layout {tensor.layout}, which cannot be saved "
