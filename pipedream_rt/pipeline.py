@@ -754,7 +754,7 @@ class Pipeline:
         return Lines(f"{text}\n{forwards.program()}" if program else text)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a report of the run so far: HTML to be seen in a browser. Flushes the pipe.
+        """Write a report of the run so far: HTML to be seen in a browser. Flushes an open pipe.
 
         It is one file, which asks the network for nothing. The pipeline must have been asked to
         keep what goes into it: by ``report``, ``Observe(record=...)`` or ``Observe(to=...)``.
@@ -775,6 +775,8 @@ class Pipeline:
             )
         from pipedream_rt.observers.page.render import write_report
 
+        if not self._group.life.is_open:
+            return write_report(path, self._telling.record)
         return write_report(path, self._telling.so_far(self.statistics(), self._traced()))
 
     def _traced(self) -> Trace | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import urllib.error
@@ -71,7 +72,8 @@ def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
 
 
 def _serve(following: Following, host: str, port: int, token: str | None) -> None:
-    """Serve the page of a run until Ctrl-C."""
+    """Serve the page of a run until Ctrl-C; the run goes before, where both want a core."""
+    os.nice(10)
     with closing(LivePage(following, host, port, workers_now, token)) as page:
         click.echo(f"{page.address}\nopen it in a browser; Ctrl-C ends it, and not the run")
         try:
@@ -133,8 +135,6 @@ def _events_at(address: str) -> Iterator[Event | None]:
                     yield unpacked(json.loads(line)) if line.strip() else None
                 except (ValueError, TraceError):
                     continue
-                if not answer.peek(1):
-                    yield None
     except urllib.error.HTTPError as error:
         error.close()
         reason = "its token is another one" if error.code == 403 else error.reason

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.trace import Trace
+from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import Check, anything, list_of, mapping, problem_of, text, truth, whole
 
 
@@ -258,9 +259,28 @@ def unpacked(record: Mapping[str, Any]) -> Event:
     }
     try:
         event: Event = kind(**values)
-    except TypeError as error:
+        if isinstance(event, Begun):
+            _check_plan(event)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise TraceError(f"it is no event of a run: {error}") from error
     return event
+
+
+def _check_plan(event: Begun) -> None:
+    """Refuse a plan that is none, or counters that are not those of its stages.
+
+    Raises:
+        TypeError: They are not.
+        KeyError: They are not.
+        ValueError: They are not.
+    """
+    plan = Plan.unpacked(event.plan)
+    if len(event.stages) != len(plan.addresses) or len(event.workers) != plan.workers:
+        raise ValueError(f"its counters or workers are not those of {plan.in_words}")
+    for counters in event.stages:
+        for name in ("versions_kept_most", "parameters", "weight_bytes", "peak_memory_bytes"):
+            if type(counters[name]) is not int:
+                raise TypeError(f"its {name!r} is {counters[name]!r}")
 
 
 def _read(name: str, value: Any) -> Any:

@@ -215,17 +215,18 @@ class LivePage:
                     self.wfile.write(b"event: panels\ndata: %s\n\n" % json.dumps(data).encode())
 
             def _send_record(self) -> None:
-                """Send the events of the run, a line of JSON each, from the first on."""
+                """Send the events of the run, a line of JSON each, from the first on.
+
+                An empty line follows those that are there.
+                """
                 following, seen = Following(live._following.folder), -1
                 try:
                     while True:
                         for event in following.new():
                             self.wfile.write(json.dumps(packed(event)).encode() + b"\n")
-                        self.wfile.flush()
+                        self.wfile.write(b"\n")  # that is all for now
                         if (news := live.wait_for_news(seen)) is None:
                             return
-                        if news[0] == seen:
-                            self.wfile.write(b"\n")
                         seen = news[0]
                 finally:
                     following.close()

@@ -121,13 +121,13 @@ def test_a_death_and_a_checkpoint_are_told(tmp_path):
     assert "worker-1" in recovered.reason
     assert recovered.replayed == pipe.restarts[0].replayed
     saved = [event.step for event in of(Saved, events)]
-    assert saved[0] == 4  # the death may fall into the second one
-    assert saved[-1] == 12
+    assert saved[0] == 4
+    assert set(saved) <= {4, 8, 12}  # one that is due while another is written is left out
     assert any("recovered in" in event.text for event in of(Warned, events))
     assert [event.step for event in of(Stepped, events)] == list(range(12))
     text = (tmp_path / "report.html").read_text()
     assert "Recoveries" in text
-    assert "step-00000008" in text
+    assert "step-00000004" in text
 
 
 @pytest.mark.processes
@@ -216,6 +216,7 @@ def test_a_report_of_a_run_that_goes_on(tmp_path):
         assert not (tmp_path / "end.html").exists()
         list(pipe.train_epoch(DATA[4:]))
     assert (tmp_path / "end.html").exists()
+    assert "Timeline" in pipe.report(tmp_path / "after.html").read_text()
 
 
 def test_without_a_record_there_is_no_report(tmp_path):
@@ -233,7 +234,7 @@ def test_without_a_record_there_is_no_report(tmp_path):
         (lambda: {"observe": Observe(to=["run.csv"])}, "to must be a list of observers"),
         (lambda: {"observe": Observe(record="/dev/null/run")}, "cannot be recorded"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "given",
 )
 def test_bad_observers_are_refused_before_anything_starts(options, message):
     with pytest.raises(ConfigError, match=message):

@@ -47,6 +47,24 @@ def test_what_is_no_event_is_refused(change):
         unpacked({**packed(stepped(1)), **change})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": {}},
+        {"plan": {**begun().plan, "hosts": "many"}},
+        {"plan": {**begun().plan, "workers": 2}},
+        {"stages": []},
+        {"stages": [{}, {}, {}]},
+        {"stages": [{**begun().stages[0], "parameters": "few"}] * 3},
+        {"workers": ["alone"]},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_beginning_whose_parts_do_not_fit_is_refused(change):
+    with pytest.raises(TraceError, match="no event"):
+        unpacked({**packed(begun()), **change})
+
+
 def test_a_missing_field_is_refused_and_an_unknown_one_passed_over():
     """A later version may tell more."""
     record = packed(stepped(1))
