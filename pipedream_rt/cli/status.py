@@ -9,8 +9,7 @@ import click
 
 from pipedream_rt.coordinator.status import Status, ask, running
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import bytes_text, table
-from pipedream_rt.schema import printable
+from pipedream_rt.observe.summary import WORKER_HEAD, table, worker_rows
 
 
 @click.command()
@@ -54,16 +53,5 @@ def _described(before: Status, now: Status) -> str:
         f"{now['restarts']} restarts; micro-batch {now['losses']} done, {now['fed']} fed, "
         f"{rate:.3g} micro-batches/s"
     )
-    rows = [("worker", "stages", "process", "heard", "memory", "doing")]
-    rows += [
-        (
-            str(worker["name"]),
-            str(worker["stages"]),
-            str(worker["process"]),
-            f"{worker['silent_s']:.1f} s ago",
-            bytes_text(worker["rss"]) if worker["rss"] else "-",
-            printable(worker["doing"].partition(";")[0], 60) or "-",
-        )
-        for worker in now["workers"]
-    ]
+    rows = [WORKER_HEAD, *worker_rows(now["workers"])]
     return f"{head}\n{table(rows)}"

@@ -50,7 +50,8 @@ def telling_of(options: Options) -> Telling:
     Raises:
         ConfigError: The folder of the record cannot be written.
     """
-    observers = list(options.observe.to)
+    record = RunRecord()
+    observers: list[Observer] = [record, *options.observe.to]
     if options.observe.record is not None:
         from pipedream_rt.observers.folder import RunFolder
 
@@ -58,8 +59,8 @@ def telling_of(options: Options) -> Telling:
     if options.report is not None:
         from pipedream_rt.observers.page.render import ReportFile
 
-        observers.append(ReportFile(options.report))
-    return Telling(observers)
+        observers.append(ReportFile(options.report, record))
+    return Telling(record, observers)
 
 
 class _Fed(NamedTuple):
@@ -76,16 +77,17 @@ class Telling:
     The thread of the script tells; only `end` may come from another one, when nothing else does.
 
     Args:
-        observers: The observers.
+        record: What was told so far, for reports meanwhile; the first of the observers.
+        observers: The observers, in the order in which they are told.
 
     Attributes:
-        record: What was told so far.
+        record: See above.
     """
 
-    def __init__(self, observers: Iterable[Observer]) -> None:
+    def __init__(self, record: RunRecord, observers: Iterable[Observer]) -> None:
         """Listen to warnings from now on."""
-        self.record = RunRecord()
-        self._observers: list[Observer] = [self.record, *observers]
+        self.record = record
+        self._observers = list(observers)
         self._fed: deque[_Fed] = deque()
         self._heard: deque[Warned] = deque()
         self._group: WorkerGroup | None = None

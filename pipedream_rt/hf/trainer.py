@@ -205,8 +205,7 @@ class PipelineTrainer(Trainer):
             if self.control.should_training_stop:
                 break
         self._weights_back()
-        output = self._finalize_training(trial, samples, start)
-        return output
+        return self._finalize_training(trial, samples, start)
 
     def _begin_training(self, loader: Any, most: int, resume: str | None) -> None:
         """Start the pipeline and the schedule of the learning rate, or go on from a checkpoint."""
@@ -245,13 +244,6 @@ class PipelineTrainer(Trainer):
         """Run the stages on a batch of an evaluation or prediction."""
         del model  # the copy of this process, whose weights are old
         return super().prediction_step(self.pipe, inputs, prediction_loss_only, ignore_keys)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict: what the Trainer does, on the stages."""
-        pipe = self.pipe
-        output = super().evaluation_loop(*args, **kwargs)
-        del pipe
-        return output
 
     # -- checkpoints ----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -14,6 +14,7 @@ from pipedream_rt.errors import TraceError
 from pipedream_rt.observe.spans import NOBODY, Spans
 from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, PASS, Trace
 from pipedream_rt.schedules import Edge, EdgeKind, Kind, Plan
+from pipedream_rt.schema import printable
 
 _COMPUTES = (*COMPUTES, PASS)
 _FORWARD, _STEP = CODES[Kind.FORWARD], CODES[Kind.STEP]
@@ -246,6 +247,30 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+WORKER_HEAD = ("worker", "stages", "process", "heard", "memory", "doing")
+"""The head of a table of `worker_rows`."""
+
+
+def worker_rows(workers: Sequence[Mapping[str, Any]], most: int = 60) -> list[tuple[str, ...]]:
+    """Return what workers do at the moment, a row for each.
+
+    Args:
+        workers: Those of a status record; see `pipedream-rt status`.
+        most: The letters of what a worker does.
+    """
+    return [
+        (
+            str(each["name"]),
+            str(each["stages"]),
+            str(each["process"]),
+            f"{each['silent_s']:.1f} s ago",
+            bytes_text(each["rss"]) if each["rss"] else "-",
+            printable(each["doing"].partition(";")[0], most) or "-",
+        )
+        for each in workers
+    ]
 
 
 def describe(trace: Trace) -> str:

@@ -112,7 +112,7 @@ class Following:
         self.unreadable = 0
 
     def new(self) -> Iterator[Event]:
-        """Yield the events that have come since the last call, with the trace of an ended run."""
+        """Yield the events that have come since the last call, without any trace."""
         while block := self._file.read(1 << 20):
             *lines, self._rest = (self._rest + block).split(b"\n")
             if len(self._rest) > _LONGEST:

@@ -74,7 +74,7 @@ class LivePage:
             raise ConfigError(
                 f"the page cannot be served at {host}:{port}: {error.strerror or error}"
             ) from error
-        self._host, port = host, self._server.server_port
+        port = self._server.server_port
         name = f"[{host}]" if ":" in host else host
         self.address = f"http://{name}:{port}/?token={self._token}"
         self._look()

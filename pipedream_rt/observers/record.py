@@ -138,6 +138,7 @@ class RunRecord:
 
     Attributes:
         begun: The beginning of the last script; None before it.
+        plan: Its plan; of a schedule that a user wrote it has the name.
         ended: The end of the last script; None while it runs, and if it was killed.
         first: When the first script has begun, in seconds since the epoch.
         steps: The mini-batches.
@@ -150,6 +151,7 @@ class RunRecord:
     """
 
     begun: Begun | None = None
+    plan: Plan | None = None
     ended: Ended | None = None
     first: float = 0.0
     steps: Buckets = field(default_factory=Buckets)
@@ -186,14 +188,10 @@ class RunRecord:
             self.recovered, self.warned = [], []
         self.scripts += 1
         self.begun, self.ended, self.trace = event, None, None
+        self.plan = Plan.unpacked(event.plan)
         self.steps.forget_from(event.step)
         self.evaluations = [each for each in self.evaluations if 0 < each.step <= event.step]
         self.saved = [each for each in self.saved if 0 < each.step <= event.step]
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan; None before the beginning. Of a schedule that a user wrote it has the name."""
-        return None if self.begun is None else Plan.unpacked(self.begun.plan)
 
     @property
     def may_run(self) -> bool:

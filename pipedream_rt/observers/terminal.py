@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipedream_rt.observe.summary import bytes_text, seconds_text
+from pipedream_rt.observe.summary import WORKER_HEAD, seconds_text, worker_rows
 from pipedream_rt.observers.page.charts import number_text
 from pipedream_rt.observers.page.panels import head_figures, title_of
 from pipedream_rt.observers.record import Bucket, RunRecord
@@ -98,14 +98,8 @@ def _busy(buckets: Sequence[Bucket]) -> list[float]:
 def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of what the workers do at the moment."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("worker", "process", "heard", "memory", "doing"):
+    for name in (WORKER_HEAD[0], *WORKER_HEAD[2:]):  # the stages have a table of their own
         table.add_column(name)
-    for each in workers:
-        table.add_row(
-            printable(str(each["name"]), 40),
-            printable(str(each["process"]), 40),
-            f"{each['silent_s']:.1f} s ago",
-            bytes_text(each["rss"]) if each["rss"] else "-",
-            printable(str(each["doing"]).partition(";")[0], 50) or "-",
-        )
+    for name, _, *others in worker_rows(workers, 50):
+        table.add_row(printable(name, 40), *map(printable, others))
     return table

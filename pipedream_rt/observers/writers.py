@@ -92,12 +92,14 @@ class CSV:
         """Try whether the file can be written."""
         self._lines = _Lines(path)
         self._rows = csv.writer(self._lines, lineterminator="\n")
+        self._has_looked = False  # whether the file has names of columns already
 
     def __call__(self, event: Event) -> None:
         """Write the row of a mini-batch; before the first one of a file, the names of columns."""
         if isinstance(event, Stepped):
-            if self._lines.is_new:
+            if not self._has_looked and self._lines.is_new:
                 self._rows.writerow(self.COLUMNS)
+            self._has_looked = True
             rate = event.rates[0] if event.rates else ""
             self._rows.writerow(
                 (event.time, event.step, event.loss, rate, event.staleness, event.samples,

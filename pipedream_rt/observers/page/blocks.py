@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
+
+from pipedream_rt.errors import PipelineError
 
 _NARROW = 0.09
 """The share of a bar from which on a part has its number written in it."""
@@ -37,6 +39,14 @@ class Box(NamedTuple):
 
     title: str
     lines: Sequence[str]
+
+
+def known(ask: Callable[[int], int], stage: int) -> str:
+    """Return what a plan says of a stage; of a schedule that a user wrote it may not know."""
+    try:
+        return str(ask(stage))
+    except (PipelineError, AttributeError, AssertionError, TypeError):
+        return "?"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from markupsafe import Markup
 
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.observe.timeline import svg, window
 from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observers.page.blocks import known, table
 from pipedream_rt.observers.page.charts import number_text
 from pipedream_rt.schedules import Plan
 
@@ -31,17 +32,9 @@ class Result(Protocol):
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> Markup:
     """Return a table with a sentence above it."""
-    cells = Markup("").join(Markup("<th>{}</th>").format(text) for text in head)
-    body = Markup("").join(
-        Markup("<tr>{}</tr>").format(
-            Markup("").join(Markup("<td>{}</td>").format(text) for text in row)
-        )
-        for row in rows
+    return Markup(_STYLE) + Markup('<div class="pdrt"><p>{}</p>{}</div>').format(
+        caption, table(head, rows)
     )
-    return Markup(_STYLE) + Markup(
-        '<div class="pdrt"><p>{}</p><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>'
-        "</div>"
-    ).format(caption, cells, body)
 
 
 def text_html(text: str) -> Markup:
@@ -63,22 +56,14 @@ def plan_html(plan: Plan) -> Markup:
                 plan.label_of(address),
                 str(plan.worker_of(address)),
                 names,
-                _known(plan.in_flight, stage),
-                _known(plan.staleness, stage),
-                _known(plan.kept, stage),
+                f"<= {known(plan.in_flight, stage)}",
+                f"<= {known(plan.staleness, stage)}",
+                f"<= {known(plan.kept, stage)}",
             )
         )
     head = ("stage", "worker", "layers", "in flight", "staleness", "versions")
     caption = f"{plan.name}, {plan.in_words}, {plan.per_update} micro-batches per update"
     return _table(head, rows, caption)
-
-
-def _known(ask: Any, stage: int) -> str:
-    """Return what a plan says of a stage at most; of a user's schedule it may not know."""
-    try:
-        return f"<= {ask(stage)}"
-    except (PipelineError, AttributeError, AssertionError, TypeError):
-        return "?"
 
 
 def result_html(result: Result) -> Markup:

@@ -14,10 +14,18 @@ from markupsafe import Markup
 from pipedream_rt.errors import PipelineError, TraceError
 from pipedream_rt.observe.balance import about_balance
 from pipedream_rt.observe.spans import NOBODY
-from pipedream_rt.observe.summary import PERCENTILES, bytes_text, seconds_text, summarize
+from pipedream_rt.observe.summary import (
+    PERCENTILES,
+    WORKER_HEAD,
+    bytes_text,
+    seconds_text,
+    summarize,
+    worker_rows,
+)
 from pipedream_rt.observe.trace import CODES, COMPUTES, PASS, Trace
 from pipedream_rt.observers.events import Begun
 from pipedream_rt.observers.page import blocks
+from pipedream_rt.observers.page.blocks import known
 from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text
 from pipedream_rt.observers.page.timeline import timelines
 from pipedream_rt.observers.record import Bucket, RunRecord
@@ -96,19 +104,8 @@ def workers_panel(workers: Sequence[Mapping[str, Any]]) -> Panel:
     Args:
         workers: Those of a status record; see `pipedream-rt status`.
     """
-    rows = [
-        (
-            str(each["name"]),
-            str(each["stages"]),
-            str(each["process"]),
-            f"{each['silent_s']:.1f} s ago",
-            bytes_text(each["rss"]) if each["rss"] else "-",
-            str(each["doing"]).partition(";")[0][:80] or "-",
-        )
-        for each in workers
-    ]
-    head = ("worker", "stages", "process", "heard", "memory", "doing")
-    return Panel("workers", "Workers now", blocks.table(head, rows), True)
+    table = blocks.table(WORKER_HEAD, worker_rows(workers, 80))
+    return Panel("workers", "Workers now", table, True)
 
 
 # -- what is above ------------------------------------------------------------------------------
@@ -392,8 +389,8 @@ def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
                 _name_of(begun, plan.worker_of(address)),
                 str(counters.get("device", "cpu")),
                 str(versions[stage]) if stage < len(versions) else "-",
-                f"{counters['versions_kept_most']} of {_known(plan.kept, stage)}",
-                f"at most {_known(plan.staleness, stage)}",
+                f"{counters['versions_kept_most']} of {known(plan.kept, stage)}",
+                f"at most {known(plan.staleness, stage)}",
                 f"{counters['parameters']:,}",
                 _weights(plan, stage, counters),
                 bytes_text(counters["peak_memory_bytes"]),
@@ -414,17 +411,9 @@ def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
     )
 
 
-def _known(ask: Any, stage: int) -> str:
-    """Return what a plan says of a stage; of a schedule that a user wrote it may not know."""
-    try:
-        return str(ask(stage))
-    except (PipelineError, AttributeError, AssertionError, TypeError):
-        return "?"
-
-
 def _weights(plan: Plan, stage: int, counters: Mapping[str, Any]) -> str:
     """Return the bytes of the versions of a stage, of those that there may be."""
-    size, kept = counters["weight_bytes"], _known(plan.kept, stage)
+    size, kept = counters["weight_bytes"], known(plan.kept, stage)
     most = bytes_text(int(kept) * size) if kept.isdecimal() else "?"
     return f"{bytes_text(counters['versions_kept_most'] * size)} of {most}"
 

@@ -85,15 +85,14 @@ class ReportFile:
 
     Args:
         path: The file.
+        record: What is known of the run; it is told of an event before this is.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Know of nothing yet."""
-        self._path = Path(path)
-        self._record = RunRecord()
+    def __init__(self, path: str | os.PathLike[str], record: RunRecord) -> None:
+        """Remember both."""
+        self._path, self._record = Path(path), record
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event; write the report after the last one."""
-        self._record(event)
+        """Write the report after the last event."""
         if isinstance(event, Ended) and self._record.begun is not None:
             write_report(self._path, self._record)
