@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -161,10 +162,22 @@ def dumps(value: object, take: Take | None = None) -> tuple[bytes, dict[int, Ran
     Returns:
         The bytes, which `cloudpickle.loads` reads; and where every tensor in it lies, by ``id``.
     """
+    _have_the_script_travel()
     with io.BytesIO() as file:
         pickler = _Pickler(file, take)
         pickler.dump(value)
         return file.getvalue(), pickler.tensors
+
+
+def _have_the_script_travel() -> None:
+    """Have classes of the script pickled with their code where multiprocessing has spawned it.
+
+    The script is called ``__mp_main__`` there, which no worker can import; cloudpickle knows only
+    ``__main__``.
+    """
+    script = sys.modules.get("__mp_main__")
+    if script is not None:
+        cloudpickle.register_pickle_by_value(script)
 
 
 def why_unpicklable(value: object, error: Exception) -> str:
