@@ -172,7 +172,8 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
     """
     options = job.options
     kept, traced = options.kept, bool(options.observe.trace)
-    recorder = Recorder(SPANS_KEPT) if traced else None
+    shown = options.observe.shown and options.observe.shown.open("script")
+    recorder = Recorder(SPANS_KEPT, shown) if traced else None
     lease = Lease(group)
     balance = Balance(job.plan, functools.partial(_log.warning, "%s"))
     feeder = Feeder(

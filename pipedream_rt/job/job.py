@@ -144,6 +144,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         rules=rule_options(training, corrections),
         compile=compiling(training.compile, model.modules.values()),
         trace_spans=SPANS_KEPT if options.observe.trace else 0,
+        trace_shown=options.observe.shown,
         modes=split.modes,
         devices=devices,
         settings=settings,

@@ -34,6 +34,7 @@ from pipedream_rt.job.requirements import (
 from pipedream_rt.job.splitting import Stages
 from pipedream_rt.job.weighing import Weigh
 from pipedream_rt.models import refuse_loss
+from pipedream_rt.observe.spans import Shown
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.rules.clipping import Clip
@@ -249,6 +250,11 @@ class Observe:
             raise ConfigError(
                 f"to must be a list of observers, which are functions of an event, not {self.to!r}"
             )
+
+    @property
+    def shown(self) -> Shown | None:
+        """Where workers show their newest spans while a run is recorded; None for nowhere."""
+        return Shown.in_folder(self.record) if self.record and self.trace else None
 
 
 @option_group

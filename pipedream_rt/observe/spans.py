@@ -6,8 +6,12 @@ the same records, so that everything that reads a measured trace reads a simulat
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import struct
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,20 +57,67 @@ Spans = npt.NDArray[Any]
 _RECORD = struct.Struct("<HHiiiIiqqqqq")
 
 
+_SHOWN = 1 << 11
+"""The number of spans of a recorder that other processes can look at."""
+
+
+class Shown(NamedTuple):
+    """Where recorders write their newest spans for other processes of the machine to look at.
+
+    Attributes:
+        folder: A folder, with a file for each recorder.
+        host: The machine. On others the clock is another one, so nothing is written there.
+    """
+
+    folder: str
+    host: str
+
+    @staticmethod
+    def in_folder(run: str | os.PathLike[str]) -> Shown:
+        """Return the place in the folder of a run, seen from this machine."""
+        return Shown(str(Path(run).absolute() / "spans"), socket.gethostname())
+
+    def open(self, name: str) -> int | None:
+        """Return the descriptor of a new file; None if there can be none."""
+        if self.host != socket.gethostname():
+            return None
+        with contextlib.suppress(OSError):
+            return os.open(
+                Path(self.folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+            )
+        return None
+
+
+def newest_spans(file: Path) -> Spans:
+    """Return the newest spans that a recorder shows, oldest first; it may write at the same time.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    data = file.read_bytes()
+    spans = np.frombuffer(data, SPAN, len(data) // SPAN.itemsize)
+    spans = spans[(spans["start"] > 0) & (spans["end"] >= spans["start"])]
+    ordered: Spans = spans[np.argsort(spans["end"], kind="stable")]
+    return ordered
+
+
 class Recorder:
     """A ring of spans, in which new spans overwrite the oldest.
 
     Args:
         capacity: The number of spans that it holds.
+        shown: The descriptor of a file that has the newest of them too, which the recorder closes
+            when it goes; None for none.
 
     Attributes:
         capacity: The number of spans that it holds.
         count: The number of spans that were written.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, shown: int | None = None) -> None:
         """Allocate the ring."""
         self.capacity = capacity
+        self._shown = shown
         self._data = bytearray(capacity * SPAN.itemsize)
         self.count = 0
 
@@ -86,12 +137,34 @@ class Recorder:
         size: int,
     ) -> None:
         """Write one span; `SPAN` has the meaning of the values, and ``size`` is its ``bytes``."""
+        at = self.count % self.capacity * _RECORD.size
         _RECORD.pack_into(
-            self._data, self.count % self.capacity * _RECORD.size,
+            self._data, at,
             kind, kept, stage, index, version, in_flight, waited_for,
             ready, arrived, start, end, size,
         )  # fmt: skip
+        if self._shown is not None:
+            self._show(at)
         self.count += 1
+
+    def _show(self, at: int) -> None:
+        """Write the span at a place of the ring into the file; none any more after an error."""
+        span = memoryview(self._data)[at : at + _RECORD.size]
+        assert self._shown is not None
+        try:
+            os.pwrite(self._shown, span, self.count % _SHOWN * _RECORD.size)
+        except OSError:  # the disk is full, for example
+            self._close()
+
+    def _close(self) -> None:
+        """Close the file, if there is one."""
+        if self._shown is not None:
+            os.close(self._shown)
+            self._shown = None
+
+    def __del__(self) -> None:
+        """Close the file."""
+        self._close()
 
     @property
     def dropped(self) -> int:

@@ -6,17 +6,23 @@ another process can follow it: `pipedream-rt watch` and `pipedream-rt report` do
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.lifecycle import close_in_forked_children
-from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observe.spans import Shown, newest_spans
+from pipedream_rt.observe.trace import Trace, WorkerFacts
 from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import open_file
 
 EVENTS, TRACE = "events.jsonl", "trace"
@@ -43,11 +49,14 @@ class RunFolder:
         path = self.folder / EVENTS
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._shown = Path(Shown.in_folder(self.folder).folder)
             self._file = path.open("ab", buffering=0)
             close_in_forked_children(self._file)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_cut(path):
                 self._file.write(b"\n")
+            self._forget_what_was_shown()
+            self._shown.mkdir()
         except BlockingIOError:
             self._file.close()
             raise ConfigError(
@@ -66,7 +75,13 @@ class RunFolder:
             event.trace.save(self.folder / TRACE)
         self._file.write(json.dumps(packed(event)).encode() + b"\n")
         if isinstance(event, Ended):
+            if event.trace is not None:
+                self._forget_what_was_shown()
             self.close()
+
+    def _forget_what_was_shown(self) -> None:
+        """Remove the spans that workers have shown, of which a trace has all."""
+        shutil.rmtree(self._shown, ignore_errors=True)
 
     def close(self) -> None:
         """Close the file, which another run may then write. Idempotent."""
@@ -148,7 +163,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         following.close()
     if record.begun is None:
         raise TraceError(f"the run in {folder} has not begun")
-    record.trace = trace_in(folder)
+    record.trace = trace_in(folder) or newest_trace_in(folder, record.begun)
     return record
 
 
@@ -159,3 +174,28 @@ def trace_in(folder: str | os.PathLike[str]) -> Trace | None:
         return Trace.load(path) if path.exists() else None
     except TraceError:
         return None
+
+
+def newest_trace_in(folder: str | os.PathLike[str], begun: Begun) -> Trace | None:
+    """Return the last moments of a run, as far as the workers of its machine show them.
+
+    It goes back as far as all of them do. None where nothing is shown.
+    """
+    plan = Plan.unpacked(begun.plan)
+    shown = Path(Shown.in_folder(folder).folder)
+    parts = []
+    for name in ("script", *(f"worker-{worker}" for worker in range(plan.workers))):
+        with contextlib.suppress(OSError):
+            spans = newest_spans(shown / name)
+            if len(spans):
+                parts.append(spans[spans["stage"] < len(plan.addresses)])
+    if not parts:
+        return None
+    since = max(int(spans["start"].min()) for spans in parts)
+    return Trace(
+        plan=plan,
+        credits=begun.credits,
+        simulated=False,
+        workers=tuple(WorkerFacts(name=name, dropped=1) for name in begun.workers),
+        spans=np.concatenate([spans[spans["start"] >= since] for spans in parts]),
+    )

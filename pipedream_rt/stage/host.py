@@ -200,9 +200,10 @@ class StageHost:
                     give_memory_back_at_once()
                 self._stages[index] = _begun(Stage(spec, index, self._device), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
+        shown = spec.trace_shown and spec.trace_shown.open(f"worker-{self.worker}")
         options = LoopOptions(
             timeout=self._timeout,
-            recorder=Recorder(spec.trace_spans) if spec.trace_spans else None,
+            recorder=Recorder(spec.trace_spans, shown) if spec.trace_spans else None,
             announce=self._announce,
             announced=start.announced,
         )

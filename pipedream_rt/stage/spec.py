@@ -16,6 +16,7 @@ from pipedream_rt.models.layer_spec import Blueprint
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.pretrained import Pretrained
 from pipedream_rt.models.settings import Settings, settings_now
+from pipedream_rt.observe.spans import Shown
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.parameters import GradientHook
@@ -67,6 +68,7 @@ class StageSpec:
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
+        trace_shown: Where it shows the newest of them; None for nowhere.
         hooks: The hooks on parameters of the stage.
         shared: The names of the buffers that other stages have too, which must not change.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
@@ -93,6 +95,7 @@ class StageSpec:
     compile: dict[str, Any] | None = None
     recompute: bool = False
     trace_spans: int = 0
+    trace_shown: Shown | None = None
     hooks: tuple[GradientHook, ...] = ()
     shared: tuple[str, ...] = ()
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -5,10 +5,23 @@ import subprocess
 import sys
 
 import pytest
-from support.recorded import begun, stepped, whole_run
+from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError, TraceError
-from pipedream_rt.observers.folder import EVENTS, Following, RunFolder, read_run
+from pipedream_rt.observe.spans import Recorder, Shown
+from pipedream_rt.observers.folder import (
+    EVENTS,
+    Following,
+    RunFolder,
+    newest_trace_in,
+    read_run,
+)
+
+ORDER = (
+    "kind", "stage", "index", "version", "kept", "in_flight", "waited_for", "ready", "arrived",
+    "start", "end", "bytes",
+)  # fmt: skip
+"""The fields of a span in the order in which a recorder takes them."""
 
 
 def written(folder, events):
@@ -35,6 +48,38 @@ def test_what_comes_is_followed(tmp_path):
     assert list(following.new()) == [stepped(0)]
     following.close()
     observer.close()
+
+
+def shown(folder, plan, spans):
+    """Write the spans of a trace as its workers show them."""
+    place = Shown.in_folder(folder)
+    for stage, name in enumerate(["script", *(f"worker-{w}" for w in range(plan.workers))], -1):
+        recorder = Recorder(1, place.open(name))
+        for span in spans[spans["stage"] == stage]:
+            recorder.record(*(int(span[field]) for field in ORDER))
+
+
+def test_the_last_moments_of_a_run_that_goes_on_are_read(tmp_path):
+    trace = traced(micro_batches=2000)
+    observer = written(tmp_path, [first := begun()])
+    assert newest_trace_in(tmp_path, first) is None
+    shown(tmp_path, trace.plan, trace.spans)
+    found = newest_trace_in(tmp_path, first)
+    assert found.dropped
+    since = found.spans["start"].min()
+    last, those = (spans[spans["start"] > since] for spans in (trace.spans, found.spans))
+    assert sorted(those.tolist()) == sorted(last.tolist())
+    assert len(found.spans) > 3 * 1000
+    observer.close()
+    assert len(read_run(tmp_path).trace.spans) == len(found.spans)  # its script was killed
+
+
+def test_what_was_shown_goes_when_there_is_a_trace(tmp_path):
+    observer = written(tmp_path, whole_run()[:-1])
+    trace = traced()
+    shown(tmp_path, trace.plan, trace.spans)
+    observer(whole_run()[-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "trace"]
 
 
 def test_a_line_that_is_written_in_two_pieces_is_read_once_it_is_whole(tmp_path):

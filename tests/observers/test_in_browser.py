@@ -128,7 +128,6 @@ def test_a_live_page_shows_what_comes(browser, tmp_path):
             assert browser.evaluate(OVERLAPS) == []
             order = browser.evaluate("[...document.querySelectorAll('section')].map((s) => s.id)")
             assert order.index("warnings") < order.index("loss") < order.index("timeline")
-            # What one has zoomed stays while nothing new comes.
             browser.open("about:blank")
         finally:
             stop.set()
@@ -156,6 +155,11 @@ def test_a_worker_is_killed_while_somebody_looks(browser, tmp_path):
             data = regression(10)
             for _ in pipe.train_epoch(data):
                 pass
+            browser.wait_for("document.querySelector('#timeline') !== null")
+            drawn = "document.querySelector('#timeline').textContent"
+            assert "The last moments" in browser.evaluate(drawn)
+            browser.evaluate("document.querySelector('[data-zoom=\"2\"]').click()")
+            zoomed = browser.evaluate(drawn)
             kill(pipe, "worker-1")
             for _ in pipe.train_epoch(data):
                 pass
@@ -164,6 +168,9 @@ def test_a_worker_is_killed_while_somebody_looks(browser, tmp_path):
             assert "worker-1" in text
             browser.wait_for("document.querySelector('.mark.recovered') !== null")
             browser.wait_for("document.querySelector('#checkpoints') !== null")
+            assert browser.evaluate(drawn) == zoomed  # it stays while somebody looks closer
+            browser.evaluate("document.querySelector('[data-zoom=\"0\"]').click()")
+            browser.wait_for(f"{drawn} !== {json.dumps(zoomed)}")
             assert browser.evaluate(OVERLAPS) == []
             browser.open("about:blank")
         finally:

@@ -10,6 +10,7 @@ import pytest
 from support.recorded import stepped, whole_run
 
 from pipedream_rt import ConfigError
+from pipedream_rt.observers import live
 from pipedream_rt.observers.events import unpacked
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
@@ -103,6 +104,15 @@ def test_only_what_has_changed_is_sent(page, run):
         assert second["names"] == first["names"]
         assert {"head", "loss"} <= second["changed"].keys()
         assert not {"plan", "software", "warnings"} & second["changed"].keys()
+
+
+def test_nothing_is_made_while_nobody_looks(page, run, monkeypatch):
+    monkeypatch.setattr(live, "panels", lambda *arguments, **options: pytest.fail("made"))
+    run(stepped(10))
+    stop = threading.Event()
+    stop.wait = lambda seconds: next(looks)
+    looks = iter([False, False, True])
+    page.run(stop)
 
 
 def test_the_record_is_sent_from_its_beginning(page, run):

@@ -1,5 +1,6 @@
 """The page of a run as HTML: what stands in it, and that nothing in a run can write markup."""
 
+import dataclasses
 import math
 import re
 from html.parser import HTMLParser
@@ -8,7 +9,8 @@ import pytest
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError
-from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text
+from pipedream_rt.observers.page import panels as page_panels
+from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text, tick_texts
 from pipedream_rt.observers.page.panels import panels, where_time_goes, workers_panel
 from pipedream_rt.observers.page.render import page_of, report_of, write_report
 from pipedream_rt.observers.record import RunRecord
@@ -58,9 +60,33 @@ def test_a_whole_run_has_all_panels():
     ]  # fmt: skip
 
 
-def test_a_live_page_leaves_out_what_takes_long():
+def test_a_live_page_leaves_out_what_is_simulated(monkeypatch):
+    def simulate(*arguments):
+        raise AssertionError("something was simulated")
+
+    monkeypatch.setattr(page_panels, "predict", simulate)
+    monkeypatch.setattr(page_panels, "what_if", simulate)
     names = {panel.name for panel in panels(record_of(whole_run()), live=True)}
-    assert names.isdisjoint({"time", "bubble", "timeline"})
+    assert names > {"time", "bubble", "timeline"}
+
+
+def test_of_a_trace_that_has_lost_its_beginning_the_end_is_drawn():
+    record = record_of(whole_run())
+    (drawn,) = [str(p.body) for p in panels(record) if p.name == "timeline"]
+    assert "All of it" in drawn
+    lost = [dataclasses.replace(worker, dropped=1) for worker in record.trace.workers]
+    record.trace = dataclasses.replace(record.trace, workers=tuple(lost))
+    found = {panel.name: panel for panel in panels(record)}
+    assert "The last moments" in str(found["timeline"].body)
+    assert found["time"].note.startswith("Of the last ")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.38, 1.385, 1.39, 1.395, 1.4], [0.0, 0.5], [1e-4, 1.5e-4], [1000.0, 1000.5], [], [3]],
+)
+def test_no_two_ticks_are_called_alike(values):
+    assert len(set(tick_texts(values))) == len(values)
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,26 @@ def _round_step(least: float) -> float:
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
 
 
-def number_text(value: float) -> str:
-    """Return a number in few characters, as a tick has it."""
+def number_text(value: float, digits: int = 3) -> str:
+    """Return a number in few characters, with so many significant digits at most."""
     if not math.isfinite(value):
         return str(value)
     for unit, suffix in _SUFFIXES:
         if abs(value) >= unit * 0.9999995:
-            return f"{value / unit:.3g}{suffix}"
+            return f"{value / unit:.{digits}g}{suffix}"
     if value and abs(value) < 1e-3:
-        return f"{value:.0e}".replace("e-0", "e-")
-    return f"{value:.3g}"
+        return f"{value:.{digits - 3}e}".replace("e-0", "e-")
+    return f"{value:.{digits}g}"
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """Return the texts of ticks, no two of them alike."""
+    texts: list[str] = []
+    for digits in range(3, 7):
+        texts = [number_text(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
 def line_chart(
@@ -164,15 +174,17 @@ def _axis(
 def _grid(x: _Axis, y: _Axis, x_words: str) -> Iterator[str]:
     """Yield the ticks of both axes, and the words below."""
     bottom = _HEIGHT - _BOTTOM
-    for value in y.ticks(5):
+    values = y.ticks(5)
+    for value, text in zip(values, tick_texts(values), strict=True):
         at = y.at(value)
         yield (
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number_text(value)}</text>'
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
         )
     free = 0.0  # where the last text ended
-    for value in x.ticks(6):
-        text, at = number_text(value), x.at(value)
+    values = x.ticks(6)
+    for value, text in zip(values, tick_texts(values), strict=True):
+        at = x.at(value)
         half = len(text) * _LETTER / 2
         yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>'
         if at - half > free and at + half < _WIDTH:

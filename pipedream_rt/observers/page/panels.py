@@ -69,20 +69,20 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
 
     Args:
         record: What is known of it.
-        live: Whether the page is seen while it runs, and so made anew all the time: what takes
-            long is then left out.
+        live: Whether the page is seen while it runs, and so made anew all the time: what is
+            simulated is then left out.
     """
     begun, plan = record.begun, record.plan
     if begun is None or plan is None:
         return [Panel("head", "No run", Markup("<p>The run has not begun.</p>"), True)]
-    trace = None if live else record.trace
+    trace = record.trace
     found = [Panel("head", "", _head(record, begun, plan), True)]
-    if texts := [*_warnings(record), *_advice(record, plan, trace)]:
+    if texts := [*_warnings(record), *_advice(record, plan, trace, live)]:
         found.append(Panel("warnings", "What to look at", _list(texts), True))
     found += _curves(record, begun)
     found += _stages(record, begun, plan)
     if trace is not None:
-        found += _of_trace(trace)
+        found += _of_trace(trace, live)
     found += [
         Panel("plan", "Plan", _plan(begun, plan), True, begun.how),
         *_events(record, begun),
@@ -189,7 +189,7 @@ def _warnings(record: RunRecord) -> Iterator[str]:
     yield from list(dict.fromkeys(each.text for each in record.warned))[-20:]
 
 
-def _advice(record: RunRecord, plan: Plan, trace: Trace | None) -> Iterator[str]:
+def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> Iterator[str]:
     """Yield what the times of the stages suggest, unless the runtime has said so."""
     buckets = list(record.steps)
     said = " ".join(each.text for each in record.warned)
@@ -212,7 +212,8 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None) -> Iterator[str]
                 "the loader or the body of the loop holds the pipe up. Load ahead, as with "
                 "DataLoader(num_workers=...), or do less in the loop"
             )
-    yield from _slack_advice(trace)
+    if not live:
+        yield from _slack_advice(trace)
 
 
 def _slack_advice(trace: Trace) -> Iterator[str]:
@@ -439,7 +440,7 @@ _KINDS = (
 """The parts of the time in which a stage computes: class, name, kinds of spans."""
 
 
-def _of_trace(trace: Trace) -> Iterator[Panel]:
+def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
     """Yield what a trace tells."""
     try:
         summary = summarize(trace)
@@ -452,13 +453,14 @@ def _of_trace(trace: Trace) -> Iterator[Panel]:
         "Where the time goes",
         blocks.bars([(plan.label_of(a), where_time_goes(trace, a)) for a in plan.addresses]),
         True,
-        "Forward and backward include sending. Held up: a message had come, and the worker did not "
-        "begin yet. Waits of a stage that shares its worker are those of the worker.",
+        f"{_window_text(trace)}Forward and backward include sending. Held up: a message had come, "
+        "and the worker did not begin yet. Waits of a stage that shares its worker are those of "
+        "the worker.",
     )
     yield Panel(
         "bubble",
         "Bubble",
-        _bubble(trace, summary.bubble),
+        _bubble(trace, summary.bubble, live),
         note="The share of the time, from the first action to the last, in which a worker did not "
         "compute. Predicted: the same schedule, simulated with the measured costs.",
     )
@@ -504,10 +506,19 @@ def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
     return [part for part in parts if part.share > 0.0005]
 
 
-def _bubble(trace: Trace, measured: Sequence[float]) -> Markup:
+def _window_text(trace: Trace) -> str:
+    """Return how much of a run a trace has, if it has not all of it."""
+    spans = trace.spans
+    if not trace.dropped or not len(spans):
+        return ""
+    seconds = (int(spans["end"].max()) - int(spans["start"].min())) / 1e9
+    return f"Of the last {seconds_text(seconds)} that were recorded. "
+
+
+def _bubble(trace: Trace, measured: Sequence[float], live: bool) -> Markup:
     """Return the bubble of each worker, as measured and as predicted."""
     predicted: Sequence[float] = ()
-    if not trace.simulated and len(trace.spans) <= _MOST_SIMULATED:
+    if not (live or trace.simulated) and len(trace.spans) <= _MOST_SIMULATED:
         try:
             predicted = summarize(predict(trace).trace).bubble
         except (PipelineError, ValueError, ZeroDivisionError, IndexError):

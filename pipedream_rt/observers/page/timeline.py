@@ -16,7 +16,7 @@ _TICKS = 5
 
 
 def timelines(trace: Trace) -> Markup:
-    """Return the beginning of a run and its middle, or all of a short one.
+    """Return all of a short run, else its beginning and middle, or its end if that is all.
 
     Raises:
         TraceError: There is no action in the trace.
@@ -26,6 +26,9 @@ def timelines(trace: Trace) -> Markup:
     if not len(acting):
         raise TraceError("there is no action in the trace")
     ends = sorted((acting["end"] - spans["start"].min()).tolist())
+    if trace.dropped:
+        begin = ends[-ACTIONS - 1] / 1e9 if len(ends) > ACTIONS else 0.0
+        return _drawn(trace, window(trace, begin, ends[-1] / 1e9), "The last moments")
     if len(ends) <= 2 * ACTIONS:
         return _drawn(trace, window(trace), "All of it")
     first = window(trace, end=ends[ACTIONS - 1] / 1e9)

@@ -1,0 +1,123 @@
+"""The server of the live page: what a request is answered."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+PATIENCE_S = 15.0
+"""Seconds without news after which a client is sent a sign of life."""
+
+
+class Answers(Protocol):
+    """What requests are answered from. Its methods are called by a thread for each request."""
+
+    def page(self) -> bytes:
+        """Return the whole page."""
+
+    def news(self) -> Iterator[dict[str, Any] | None]:
+        """Yield what has changed, until the page is closed; None as a sign of life."""
+
+    def record(self) -> Iterator[dict[str, Any] | None]:
+        """Yield the events of the run, until the page is closed; None where that is all for now."""
+
+    def enter(self) -> bool:
+        """Count a client that stays; return whether there may be another one."""
+
+    def leave(self) -> None:
+        """Count a client that has gone."""
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each request in a thread, which `server_close` joins.
+
+    Args:
+        address: Where to listen.
+        token: What an address must have to be answered.
+        answers: What requests are answered from.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+
+    daemon_threads = False
+    block_on_close = True
+
+    def __init__(self, address: tuple[str, int], token: str, answers: Answers) -> None:
+        """Listen."""
+        self.token = token.encode()
+        self.answers = answers
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    timeout = 2 * PATIENCE_S
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer; what has no token is told nothing."""
+        parts = urlsplit(self.path)
+        given = parse_qs(parts.query).get("token", [""])[0]
+        if not secrets.compare_digest(given.encode(), self.server.token):
+            self._answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
+        elif parts.path == "/":
+            self._answer(HTTPStatus.OK, self.server.answers.page(), "text/html; charset=utf-8")
+        elif parts.path == "/events":
+            self._stream(self._send_news)
+        elif parts.path == "/record":
+            self._stream(self._send_record)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"there is no such page\n")
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8"
+    ) -> None:
+        """Send an answer as a whole."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self, send: Callable[[], None]) -> None:
+        """Send what comes, until the client or the page goes."""
+        if not self.server.answers.enter():
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too many are looking\n")
+            return
+        try:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            with suppress(OSError):
+                send()
+        finally:
+            self.server.answers.leave()
+
+    def _send_news(self) -> None:
+        """Send what has changed on the page, as server-sent events."""
+        for news in self.server.answers.news():
+            if news is None:
+                self.wfile.write(b": nothing new\n\n")
+            else:
+                self.wfile.write(b"event: panels\ndata: %s\n\n" % json.dumps(news).encode())
+
+    def _send_record(self) -> None:
+        """Send the events of the run, a line of JSON each, and an empty line after the last."""
+        for event in self.server.answers.record():
+            line = b"" if event is None else json.dumps(event).encode()
+            self.wfile.write(line + b"\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of requests, whose addresses have the token."""
