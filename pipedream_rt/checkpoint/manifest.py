@@ -131,8 +131,9 @@ _GENERATORS = schema.fields(
         ),
         "loader": schema.list_of(_generator),
         "devices": schema.list_of(_generator_there),
+        "counted": schema.list_of(schema.mapping(_NAME, schema.whole(0, (1 << 63) - 1))),
     },
-    optional=("devices",),
+    optional=("devices", "counted"),
 )
 _BETWEEN_EPOCHS = schema.fields(
     {
@@ -152,7 +153,9 @@ _WITHIN_AN_EPOCH = schema.fields(
         "after": schema.maybe(_GENERATORS),
         "loader": schema.anything,
         "warm": schema.truth,
-    }
+        "first": schema.maybe(schema.line(32)),
+    },
+    optional=("first",),
 )
 
 

@@ -8,7 +8,9 @@ every iterable that yields the same items from the same generators, as a
 `torch.utils.data.DataLoader` does, whether it shuffles by torch's generator or by its own.
 
 A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the right number from
-``for epoch in range(pipe.epoch, epochs)``.
+``for epoch in range(pipe.epoch, epochs)``. Those that count epochs by themselves, as accelerate's
+do, are set to the number and the seed that they had. Whatever else a loader goes by, the first item
+that is drawn again shows whether it is the same: if not, that is logged.
 
 Some loaders, such as ``torchdata``'s StatefulDataLoader, know their place: they have
 ``state_dict()``, which returns numbers, texts, lists and dicts, and ``load_state_dict(state)``,
@@ -19,10 +21,13 @@ iteration may be the next epoch, and only the length tells.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import random
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -35,8 +40,10 @@ from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.devices.randomness import set_states_there, states_there
 from pipedream_rt.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 Generators = dict[str, Any]
-"""The states of the random generators of this process and of a loader."""
+"""The states of the random generators of this process and of a loader, and what it counts."""
 
 
 def generators(loader: object = None) -> Generators:
@@ -48,6 +55,7 @@ def generators(loader: object = None) -> Generators:
         "python": random.getstate(),
         "numpy": numpy_random.get_state(legacy=True),
         "loader": [own.get_state() for own in _own_generators(loader)],
+        "counted": [dict(counted) for _, counted in _counters(loader)],
     }
 
 
@@ -67,18 +75,73 @@ def set_generators(state: Generators, loader: object = None) -> None:
     numpy_random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
     for own, kept in zip(_own_generators(loader), state["loader"]):
         own.set_state(kept)
+    for (part, counted), values in zip(_counters(loader), state.get("counted", ())):
+        for name in counted.keys() & values.keys():
+            setattr(part, name, values[name])
 
 
 def _own_generators(loader: object) -> list[torch.Generator]:
     """Return the generators that a `torch.utils.data.DataLoader` or its samplers were given."""
-    samplers = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    inner = getattr(samplers[1], "sampler", None)
     found = {}
-    for part in (loader, *samplers, inner):
+    for part in _parts_of(loader):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
             found[id(generator)] = generator
     return list(found.values())
+
+
+def _counters(loader: object) -> Iterator[tuple[object, dict[str, int]]]:
+    """Yield a loader and its samplers with the numbers of epochs and the seeds that they keep."""
+    for part in _parts_of(loader):
+        kept = getattr(part, "__dict__", {})
+        yield part, {name: value for name, value in kept.items() if _is_counter(name, value)}
+
+
+def _is_counter(name: str, value: object) -> bool:
+    """Whether an attribute of a sampler is a number of epochs or a seed."""
+    is_number = type(value) is int and 0 <= value < 1 << 63
+    return is_number and (name == "iteration" or "epoch" in name or "seed" in name)
+
+
+def _parts_of(loader: object) -> list[object]:
+    """Return a loader, its samplers, and those that they go by."""
+    found = [loader] if loader is not None else []
+    for part in found:
+        for name in ("sampler", "batch_sampler", "base_dataloader"):
+            inner = getattr(part, name, None)
+            if inner is not None and not any(inner is each for each in found):
+                found.append(inner)
+    return found
+
+
+def _fingerprint(item: object) -> str:
+    """Return a short text that two items share if they have the same numbers and texts."""
+    digest = blake2b(digest_size=16)
+    _add(digest, item)
+    return digest.hexdigest()
+
+
+def _add(digest: blake2b, value: Any) -> None:
+    """Add a value; of what is none of these kinds, only its type."""
+    if isinstance(value, torch.Tensor):
+        with contextlib.suppress(RuntimeError):  # a nested or sparse tensor, for example
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            if value.device.type == "cpu":
+                plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+                digest.update(plain.view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _add(digest, key)
+            _add(digest, inner)
+    elif isinstance(value, list | tuple):
+        digest.update(b"(")
+        for inner in value:
+            _add(digest, inner)
+    elif isinstance(value, int | float | str | bytes | None):
+        digest.update(repr(value).encode())
+    digest.update(type(value).__name__.encode())
 
 
 def between_epochs(epoch: int, loader: object) -> dict[str, Any]:
@@ -120,10 +183,17 @@ def _is_warm(loader: object) -> bool:
 
 
 def _state_of(loader: object) -> Any:
-    """Return a copy of the state of a loader that knows its place; None for other loaders."""
+    """Return a copy of the state of a loader that knows its place; None for other loaders.
+
+    Some have the methods and not the state, as accelerate's without ``use_stateful_dataloader``.
+    """
     ask = getattr(loader, "state_dict", None)
-    known = ask is not None and hasattr(loader, "load_state_dict")
-    return copy.deepcopy(ask()) if known else None  # type: ignore[misc]
+    if ask is None or not hasattr(loader, "load_state_dict"):
+        return None
+    try:
+        return copy.deepcopy(ask())
+    except AttributeError:
+        return None
 
 
 class Loading:
@@ -171,6 +241,7 @@ class Loading:
         ended = place is not None and length is not None and place["drawn"] >= length
         self._items = iter(()) if ended else iter(loader)
         self._drawn = 0
+        self._first: str | None = None if place is None else place.get("first")
         self._before: Generators = self._start
         self._state: Any = None
         if place is not None:
@@ -191,13 +262,15 @@ class Loading:
         """
         for number in range(place["drawn"] if skip else 0):
             try:
-                next(self._items)
+                item = next(self._items)
             except StopIteration:
                 raise ConfigError(
                     f"the loader ended after {number} items; the checkpoint was made after "
                     f"{place['drawn']} items of epoch {self.epoch}. Give train_epoch the same "
                     "loader as then"
                 ) from None
+            if not number:
+                self._is_first(item)
         self._drawn = place["drawn"]
         set_generators(place["before"], self._loader)
 
@@ -207,11 +280,27 @@ class Loading:
         self._state = _state_of(self._loader)
         try:
             self.fetched.append(next(self._items))
+            if not self._drawn:
+                self._is_first(self.fetched[0])
             self._drawn += 1
         except StopIteration:
             pass
         except Exception as error:  # the user's code; raised again by `train_epoch`
             self.error = error
+
+    def _is_first(self, item: object) -> None:
+        """Note the first item of the epoch; say so if it is another one than before."""
+        found = _fingerprint(item)
+        if self._first not in (None, found):
+            _log.warning(
+                "the first item of epoch %d is another one than before the checkpoint: some items "
+                "may be trained on twice and others never, and the bits are not those of a run "
+                "that was not interrupted. A loader must yield the same items from the same random "
+                "generators; one that counts epochs needs set_epoch(epoch) in "
+                "for epoch in range(pipe.epoch, epochs)",
+                self.epoch,
+            )
+        self._first = found
 
     @property
     def is_empty(self) -> bool:
@@ -229,4 +318,5 @@ class Loading:
             "after": _saveable(now) if ahead else None,
             "loader": self._state if ahead else _state_of(self._loader),
             "warm": self._warm,
+            "first": self._first,
         }
