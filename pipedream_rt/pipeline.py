@@ -27,7 +27,11 @@ from pipedream_rt.coordinator.recovery import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
 from pipedream_rt.coordinator.surroundings import resolved, take_place
-from pipedream_rt.coordinator.tracebacks import shorten, shorter_tracebacks
+from pipedream_rt.coordinator.tracebacks import (
+    ShorterTracebacks,
+    shorten,
+    with_shorter_tracebacks,
+)
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
@@ -138,6 +142,7 @@ class Pipeline:
 
     @options_of("Pipeline")
     @dynamo_spared()
+    @with_shorter_tracebacks
     def __init__(
         self,
         model: nn.Module | Iterable[nn.Module],
@@ -239,7 +244,14 @@ class Pipeline:
             Exception: The loader raised it; the results of the mini-batches before came first.
         """
         self._group.life.check()
-        with shorter_tracebacks():
+        self._epochs.asked += 1
+        return self._results_of(loader, prepare, progress)
+
+    def _results_of(
+        self, loader: Iterable[Any], prepare: Prepare | None, progress: bool
+    ) -> Generator[StepResult, None, None]:
+        """Train, and yield the results; see `train_epoch`."""
+        with ShorterTracebacks():
             results = self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
             if progress:
                 from pipedream_rt.observers.progress import count_of, loss_words, with_bar
@@ -357,6 +369,7 @@ class Pipeline:
             ConfigError: No loss was given, the loader is empty, or a metric gave no number; the
                 pipeline goes on.
         """
+        self._epochs.check_drawn()
         if version is not None and keep_buffers:
             raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
         require_choice("keep_buffers", keep_buffers, (True, False))
@@ -365,7 +378,7 @@ class Pipeline:
 
             require_loader(loader, "evaluate")
             loader = Barred(loader, "evaluate")
-        with shorter_tracebacks():
+        with ShorterTracebacks():
             number = self._number_of(version)
             found = calm_call(
                 lambda drawn: self._feeder.evaluate(
@@ -397,7 +410,7 @@ class Pipeline:
         Yields:
             The output of the model for each item, in order. It is what ``pipe(...)`` returns.
         """
-        with shorter_tracebacks():
+        with ShorterTracebacks():
             outputs = self._feeder.predict(loader, prepare, self._number_of(version))
             if progress:
                 from pipedream_rt.observers.progress import count_of, with_bar
@@ -439,7 +452,7 @@ class Pipeline:
                 "while training goes on beside it, generate needs weights that stay: give "
                 "version=pipe.keep_version()"
             )
-        with shorter_tracebacks():
+        with ShorterTracebacks():
             number = self._number_of(version)
             return generate(self._feeder, self._job.model.whole, args, kwargs, number, drawn)
 
@@ -490,7 +503,7 @@ class Pipeline:
         Returns:
             The output of the model.
         """
-        with shorter_tracebacks():
+        with ShorterTracebacks():
             return self._feeder.infer(Batch(args, kwargs, None), training=training)
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -849,6 +862,7 @@ class Pipeline:
         # Not after a failure, and not where a signal interrupted a wait.
         healthy = self._group.is_idle
         try:
+            self._epochs.check_drawn()
             if life.begin_closing() and healthy:
                 if self._checkpointer.is_begun:
                     self.flush()
@@ -872,6 +886,8 @@ class Pipeline:
             self.close()
             return
         shorten(exception[0])
+        if issubclass(exception_type, KeyboardInterrupt):
+            self._checkpointer.interrupted(self.step)
         try:
             self._checkpointer.abandon()
             if issubclass(exception_type, Exception):

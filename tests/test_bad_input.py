@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -483,3 +484,20 @@ def test_a_model_that_is_spread_over_processes_is_refused(tmp_path):
     )
     assert "0.weight is a DTensor" in done.stdout, done.stdout + done.stderr
     assert "before parallelize_module" in done.stdout
+
+
+def test_an_optimizer_that_accelerate_prepared_is_refused():
+    accelerate = pytest.importorskip("accelerate")
+    model = mlp()
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"prepare\(\) returned.*or optimizer\.optimizer"):
+        make(model, optimizer=optimizer)
+
+
+def test_what_pipeline_refuses_has_a_short_traceback():
+    with pytest.raises(ConfigError) as caught:
+        make(stages=99)
+    names = [Path(str(entry.path)).name for entry in caught.traceback]
+    assert len(names) <= 7
+    assert not {"job.py", "split.py", "splitting.py"} & set(names)

@@ -29,6 +29,7 @@ from pipedream_rt.checkpoint import (
     put_aside_others,
     write_manifest,
 )
+from pipedream_rt.checkpoint.layout import step_of
 from pipedream_rt.coordinator.feed_log import Origin
 from pipedream_rt.coordinator.fingerprints import of_stages
 from pipedream_rt.coordinator.group import WorkerGroup
@@ -98,6 +99,18 @@ class Checkpointer:
         self.blocked_s = 0.0
         if options is not None and options.every is not None:
             self.hold(options.path)
+
+    def interrupted(self, step: int) -> None:
+        """Say, after Ctrl-C, how far the run had come and what it can go on from."""
+        saved = self._group.log.origins[-1].folder
+        if saved is not None:
+            _log.warning(
+                "interrupted after %d mini-batches; %s has those up to %d, and a script with "
+                "Checkpoints(resume=True), or under `pipedream-rt run --resume`, goes on from it",
+                step, saved, step_of(saved),
+            )  # fmt: skip
+        elif self._every is not None:
+            _log.warning("interrupted after %d mini-batches, before the first checkpoint", step)
 
     def hold(self, root: Path) -> None:
         """Keep other runs from writing checkpoints to a folder, until the pipeline ends.

@@ -71,6 +71,10 @@ class PendingStep:
         self.shares = shares
         self.outcome: StepResult | None = None
 
+    def __repr__(self) -> str:
+        """Return which mini-batch it is, and whether its losses have come."""
+        return f"<PendingStep {self.step}, {'on its way' if self.outcome is None else 'ended'}>"
+
     def result(self) -> StepResult:
         """Wait for the losses of the mini-batch.
 

@@ -27,6 +27,7 @@ from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.preemption import Preemption
 from pipedream_rt.coordinator.recovery import Failures
 from pipedream_rt.coordinator.references import References
+from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.surroundings import profile_option
 from pipedream_rt.coordinator.trace_collection import TraceCollection
@@ -175,7 +176,11 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
     shown = options.observe.shown and options.observe.shown.open("script")
     recorder = Recorder(SPANS_KEPT, shown) if traced else None
     lease = Lease(group)
-    balance = Balance(job.plan, functools.partial(_log.warning, "%s"))
+    watch: list[Callable[[StepResult], object]] = []
+    if options.workers != "serial":  # where no two stages ever compute at once
+        watch.append(Balance(job.plan, functools.partial(_log.warning, "%s")))
+    if telling is not None:
+        watch.append(telling.came)
     feeder = Feeder(
         lease,
         forwards=job.forwards,
@@ -188,7 +193,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         fingerprint_every=options.observe.fingerprint_every,
         refuse=job.given.refuse_changes,
         first=_first(job),
-        watch=[balance] if telling is None else [balance, telling.came],
+        watch=watch,
         injected=None if telling is None else telling.injected,
     )
     epochs = Epochs(feeder)

@@ -10,10 +10,13 @@ import copy
 import logging
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipedream_rt.checkpoint.layout import step_of
@@ -23,6 +26,7 @@ from pipedream_rt.coordinator.group import WorkerGroup
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.job.options import Options
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.observe.trace import Trace
 from pipedream_rt.observers.events import (
     Begun,
@@ -120,7 +124,11 @@ class Telling:
                 workers=tuple(group.cluster.names),
                 stages=tuple(group.command(CommandName.STATISTICS)),
                 settings=settings_of(options),
-                software={"versions": software(), "processor": processor()},
+                software={
+                    "script": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
+                    "versions": software(),
+                    "processor": processor(),
+                },
                 pid=os.getpid(),
                 host=socket.gethostname(),
             )
@@ -234,7 +242,11 @@ class Telling:
 
 
 class _Listening(logging.Handler):
-    """Keeps the warnings of this package until they are told."""
+    """Keeps the warnings of this package until they are told.
+
+    Python prints a warning for which it finds no handler. It finds this one, which so prints the
+    warnings that nobody else handles.
+    """
 
     def __init__(self, heard: deque[Warned]) -> None:
         """Keep them in a queue, since any thread may log."""
@@ -242,8 +254,20 @@ class _Listening(logging.Handler):
         self._heard = heard
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
+        """Keep a warning, and print it where nobody else would."""
         self._heard.append(Warned(time=record.created, text=record.getMessage()))
+        last = logging.lastResort
+        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
+            last.handle(record)
+
+    def _is_alone(self, name: str) -> bool:
+        """Whether this is the first handler of a logger, and all others are of this kind."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        found: list[logging.Handler] = []
+        while logger is not None:
+            found += logger.handlers
+            logger = logger.parent if logger.propagate else None
+        return found[:1] == [self] and all(isinstance(each, _Listening) for each in found)
 
 
 def settings_of(options: Options) -> dict[str, str]:
@@ -277,5 +301,11 @@ def _words(value: Any) -> str:
     if isinstance(value, tuple | list):
         inner = ", ".join(map(_words, value))
         return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    if isinstance(value, timedelta):
+        return seconds_text(value.total_seconds())
+    if is_dataclass(value) and not isinstance(value, type):
+        given = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr]
+        inner = ", ".join(f"{name}={_words(v)}" for name, v in given if v is not None)
+        return f"{type(value).__name__}({inner})"
     name = getattr(value, "__qualname__", None)
     return str(name) if isinstance(name, str) else " ".join(repr(value)[:300].split())

@@ -6,12 +6,16 @@ The frames of the package between the script and the wait say nothing about eith
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from pipedream_rt.errors import PipelineError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
@@ -44,11 +48,26 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     return following
 
 
-@contextmanager
-def shorter_tracebacks() -> Iterator[None]:
-    """Shorten the traceback of an error that leaves the body."""
-    try:
-        yield
-    except BaseException as error:
+class ShorterTracebacks:
+    """Shortens the traceback of an error that leaves the body.
+
+    No function under `contextlib.contextmanager`, which sets the traceback back as it was.
+    """
+
+    def __enter__(self) -> None:
+        """Do nothing yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Shorten the traceback."""
         shorten(error)
-        raise
+
+
+def with_shorter_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose errors have shorter tracebacks."""
+
+    @functools.wraps(call)
+    def shorter(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ShorterTracebacks():
+            return call(*args, **kwargs)
+
+    return shorter

@@ -104,6 +104,12 @@ def grouped_names(
             "unfreeze some, or pass optimizer=None for inference alone"
         )
     if isinstance(argument, torch.optim.Optimizer):
+        if "accelerator_state" in vars(argument):
+            raise ConfigError(
+                "this is the optimizer that accelerate's prepare() returned, which steps by rules "
+                "of its own: give Pipeline the optimizer as it was before, or optimizer.optimizer. "
+                "Of prepare(), a pipeline needs nothing but the loader"
+            )
         return _parts_of(argument, names)
     if not isinstance(argument, Sequence) or len(argument) not in (2, 3):
         raise ConfigError(

@@ -95,9 +95,9 @@ def split_model(
     batch = default_example(model.whole) if example is None else example_of(example)
     if batch is None:
         raise ConfigError(
-            f"the model is a {type(model.whole).__name__}, whose forward must be run once to find "
-            "out what passes between its layers: give example=, a mini-batch as the loader yields "
-            f"it, or the DataLoader. {MANUAL}"
+            f"the forward of {type(model.whole).__name__} must be run once to find out what passes "
+            "between its layers: give example=, a mini-batch as the loader yields it, or "
+            f"the DataLoader. {MANUAL}"
         )
     return _split_whole(model, stages, batch, options)
 
