@@ -45,13 +45,7 @@ class Bottleneck(nn.Module):
 
 
 def half(inputs: int, groups: tuple[tuple[int, int], ...], ends: bool) -> nn.Sequential:
-    """One half of a ResNet for small pictures.
-
-    Args:
-        inputs: Its channels; 3 for the first half.
-        groups: Width and stride of each group of two blocks.
-        ends: Whether it is the last half, with the classes.
-    """
+    """Half of a ResNet for small pictures: of each group, the width and the stride."""
     layers: list[nn.Module] = []
     if inputs == 3:
         inputs = groups[0][0]

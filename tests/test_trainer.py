@@ -12,7 +12,7 @@ from support.deadlines import LATEST_S
 from support.faults import kill
 from torch import nn
 
-from pipedream_rt import ConfigError, Recovery
+from pipedream_rt import ConfigError, Observe, Recovery
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="needs the extra hf")
@@ -20,6 +20,7 @@ pytest.importorskip("accelerate", reason="needs the extra hf")
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from pipedream_rt.hf import PipelineTrainer  # noqa: E402
+from pipedream_rt.observers import Evaluated  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -183,8 +184,9 @@ def test_evaluation_prediction_and_metrics(tmp_path):
         logits, labels = found
         return {"accuracy": float((logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean())}
 
-    found = []
-    for cls, extra in ((Trainer, {}), (PipelineTrainer, {"pipeline": SYNCHRONOUS})):
+    found, events = [], []
+    observed = {"pipeline": {**SYNCHRONOUS, "observe": Observe(to=[events.append])}}
+    for cls, extra in ((Trainer, {}), (PipelineTrainer, observed)):
         trainer = cls(
             model=gpt2().eval(), args=arguments(tmp_path / cls.__name__), train_dataset=DATA,
             eval_dataset=DATA[:7], compute_metrics=metrics, **extra,
@@ -194,6 +196,8 @@ def test_evaluation_prediction_and_metrics(tmp_path):
         found.append((values["eval_loss"], values["eval_accuracy"], predicted.predictions))
         if extra:
             trainer.close()
+    (told,) = [event for event in events if isinstance(event, Evaluated)]
+    assert (told.values["loss"], told.values["accuracy"]) == found[0][:2]
     assert found[0][:2] == found[1][:2]
     assert (found[0][2] == found[1][2]).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import sys
@@ -56,10 +57,9 @@ def main() -> None:
         report="report.html",
     ) as pipe:
         for _ in range(pipe.epoch, EPOCHS):
-            for result in pipe.train_epoch(loader(), progress=True):
-                if result.step % 100 == 0:
-                    print(result.step, result.loss, result.staleness)
-        print("evaluated:", pipe.evaluate(loader()))
+            for _result in pipe.train_epoch(loader(), progress=True):
+                pass  # it has .step, .loss and .staleness
+        print(f"loss {pipe.evaluate(loader()):.4f} on the mini-batches of loader()")
         net.load_state_dict(pipe.state_dict())
     torch.save(net.state_dict(), "weights.pt")
 
@@ -147,7 +147,8 @@ def init(model: str, output: str, stages: int, force: bool) -> None:
         path.write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}") from error
-    click.echo(f"{path}: fill in what its first lines name, then: python {path}")
+    what = f"the class {name}" if colon else f"{model} of Hugging Face"
+    click.echo(f"{path} trains {what}: fill in what its first lines name, then: python {path}")
 
 
 def _of_name(model: str, path: Path, stages: int) -> str:
@@ -158,8 +159,23 @@ def _of_name(model: str, path: Path, stages: int) -> str:
     """
     if not model or not model.isprintable() or any(c in model for c in "\"'\\{}$ "):
         raise ConfigError(f"{model!r} is neither module:Class nor a name of Hugging Face")
-    todo = "Fill in texts(). It needs: pip install 'pipedream-rt[hf]'."
+    module, _, name = model.rpartition(".")
+    if name == "py" or (module and not Path(model).is_dir() and _is_there(module)):
+        meant = f"{module}:{'Class' if name == 'py' else name}"
+        raise ConfigError(
+            f"{model} is no model of Hugging Face; for a class of yours, give {meant}"
+        )
+    todo = "Fill in texts(). It needs transformers and datasets, the extra hf of pipedream-rt."
     return _OF_NAME.substitute(name=model, stages=stages, script=path.name, todo=todo)
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be found, here or where packages are."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _of_class(module: str, name: str, path: Path, stages: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,17 +20,18 @@ import click
 from pipedream_rt.coordinator.status import running
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.observers.events import Begun, Ended, Event, unpacked
-from pipedream_rt.observers.folder import Following, read_run
+from pipedream_rt.observers.folder import EVENTS, Following, read_run
 from pipedream_rt.observers.live import EVERY_S, LivePage
 from pipedream_rt.observers.page.render import write_report
 from pipedream_rt.observers.record import RunRecord
 
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+_ADDRESS_LIKE = re.compile(r":\d|://")
 _PATIENCE_S = 60.0
 
 
 @click.command()
-@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.argument("run", type=click.Path())
 @click.option("-o", "--output", default="report.html", show_default=True,
               type=click.Path(dir_okay=False), help="The file to write.")  # fmt: skip
 def report(run: str, output: str) -> None:
@@ -57,8 +59,8 @@ def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
     It reads what the run writes, and changes nothing in it. With --web it serves a page; on another
     machine, RUN is then HOST:PORT with --token, or the whole address.
     """
-    if Path(run).is_dir():
-        following = Following(run)
+    if Path(run).is_dir() or not _ADDRESS_LIKE.search(run):
+        following = _wait_for(Path(run))
         if web:
             _serve(following, host, port, token)
         else:
@@ -69,6 +71,24 @@ def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
     if web:
         raise click.UsageError("the page is served already: open its address in a browser")
     _show(_events_at(address))
+
+
+def _wait_for(folder: Path) -> Following:
+    """Return the reader of a folder; wait until a run is recorded there, if none is.
+
+    Raises:
+        TraceError: It is a file, or cannot be read.
+    """
+    if folder.is_file() or (folder / EVENTS).exists():
+        return Following(folder)
+    click.echo(f"waiting for a run that is recorded in {folder}; Ctrl-C ends this", err=True)
+    wait = threading.Event()
+    try:
+        while not (folder / EVENTS).exists():
+            wait.wait(EVERY_S)
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(130) from None
+    return Following(folder)
 
 
 def _serve(following: Following, host: str, port: int, token: str | None) -> None:
@@ -110,6 +130,8 @@ def _address(run: str, token: str | None) -> str:
             "http://HOST:PORT/?token=..."
         )
     query = parts.query or (f"token={token}" if token else "")
+    if "token=" not in query:
+        raise ConfigError(f"{run} has no token: give the whole address of the page, or --token")
     return f"{parts.scheme}://{parts.netloc}/record?{query}"
 
 
@@ -152,6 +174,7 @@ def _show(events: Iterator[Event | None]) -> None:
     from pipedream_rt.observers.terminal import view_of
 
     record, console = RunRecord(), Console()
+    first = next(events)  # an error comes before anything is shown
 
     def view() -> Any:
         begun = record.begun
@@ -160,7 +183,7 @@ def _show(events: Iterator[Event | None]) -> None:
 
     with Live(view(), console=console, auto_refresh=False) as live:
         try:
-            for event in events:
+            for event in itertools.chain([first], events):
                 if event is not None:
                     record(event)
                     if not isinstance(event, Ended):

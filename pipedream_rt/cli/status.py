@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import threading
 
 import click
@@ -53,5 +55,7 @@ def _described(before: Status, now: Status) -> str:
         f"{now['restarts']} restarts; micro-batch {now['losses']} done, {now['fed']} fed, "
         f"{rate:.3g} micro-batches/s"
     )
-    rows = [WORKER_HEAD, *worker_rows(now["workers"])]
+    # A terminal that is wide shows more of what a worker does; a file all of it.
+    room = max(60, shutil.get_terminal_size().columns - 60) if sys.stdout.isatty() else 300
+    rows = [WORKER_HEAD, *worker_rows(now["workers"], room)]
     return f"{head}\n{table(rows)}"

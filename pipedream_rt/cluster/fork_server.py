@@ -368,7 +368,8 @@ class ForkServer:
         It imports torch while the workers go on, and is ready when one of them has to be replaced.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
+            ended = self._process is not None and self._process.poll() is not None
+            if ended and self._life.is_open:  # at the end of the script it may go before pipelines
                 _log.warning("the process that forks workers is gone; another one is started")
                 self._end(at_once=True)
                 with contextlib.suppress(OSError, PipelineClosed):  # `fork` will say it

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from pipedream_rt.hf.trainer import PipelineTrainer
+try:
+    from pipedream_rt.hf.trainer import PipelineTrainer
+except ModuleNotFoundError as error:
+    if error.name not in ("transformers", "accelerate"):
+        raise
+    raise ModuleNotFoundError(
+        f"PipelineTrainer needs transformers 5 or newer and accelerate, and there is no "
+        f"{error.name}: pip install transformers accelerate",
+        name=error.name,
+    ) from error
 
 __all__ = ["PipelineTrainer"]

@@ -245,6 +245,20 @@ class PipelineTrainer(Trainer):
         del model  # the copy of this process, whose weights are old
         return super().prediction_step(self.pipe, inputs, prediction_loss_only, ignore_keys)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as the Trainer does, and tell the observers of the run."""
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        if self.pipe._telling is not None:
+            self.pipe._telling.evaluated(
+                self.pipe.step,
+                {
+                    name.removeprefix("eval_"): float(value)
+                    for name, value in metrics.items()
+                    if isinstance(value, int | float)
+                },
+            )
+        return metrics
+
     # -- checkpoints ----------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -45,18 +45,22 @@ def about_plan(plan: Plan, corrections: Sequence[Correction], left_out: LeftOut)
     if plan.flushes:
         return _about_flushes(plan) if left_out.micro_batches and plan.per_update == 1 else []
     said = []
-    chosen = []
+    named = ", ".join(type(each).__name__ for each in corrections)
+    corrected = f'corrections="auto" ({named})' if left_out.corrections and corrections else ""
     if left_out.micro_batches:
-        chosen.append(f"micro_batches={plan.per_update}")
-    if left_out.corrections and corrections:
-        named = ", ".join(type(each).__name__ for each in corrections)
-        chosen.append(f'corrections="auto" ({named})')
-    if chosen:
-        least = "; no gradient is more than one update stale" if stalest <= 1 else ""
+        stale = (
+            "no gradient is more than one update stale" if stalest <= 1 else "gradients are stale"
+        )
         said.append(
-            f"{plan.name} with {' and '.join(chosen)}, as nothing else was given{least}. "
-            "micro_batches=1, corrections=() gives an update for each mini-batch as it is, and "
-            "more staleness"
+            f"{plan.name} cuts each mini-batch into {plan.per_update} micro-batches, so {stale}"
+            + (f", which {corrected} makes up for" if corrected else "")
+            + ". That was chosen as nothing else was given, and needs nothing to be done; "
+            "micro_batches=1, corrections=() is PipeDream's own, with more staleness"
+        )
+    elif corrected:
+        said.append(
+            f"{plan.name} with {corrected}, which make up for stale gradients, as nothing else was "
+            "given; corrections=() leaves gradients as they are"
         )
     if stalest > 1:
         enough = plan.shape.longest_lag + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.observers.record import RunRecord
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import open_file
+
+_log = logging.getLogger(__name__)
 
 EVENTS, TRACE = "events.jsonl", "trace"
 """The files of a folder."""
@@ -70,6 +73,12 @@ class RunFolder:
     def __call__(self, event: Event) -> None:
         """Write an event."""
         if isinstance(event, Begun):
+            if not event.step and self._file.tell():
+                _log.warning(
+                    "%s has the record of an earlier run: reports show this one from now on, and "
+                    "%s keeps the lines of both. Give each run a folder of its own to see both",
+                    self.folder, EVENTS,
+                )  # fmt: skip
             (self.folder / TRACE).unlink(missing_ok=True)
         if isinstance(event, Ended) and event.trace is not None:
             event.trace.save(self.folder / TRACE)
@@ -117,12 +126,7 @@ class Following:
         try:
             self._file = open_file(self.folder / EVENTS)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise TraceError(
-                f"no run was recorded in {folder}: {reason}. A pipeline records one with "
-                f"observe=Observe(record={str(folder)!r}), or "
-                f"`pipedream-rt run --record {folder} SCRIPT`"
-            ) from error
+            raise TraceError(_why_not(self.folder, error)) from error
         self._rest = b""
         self.unreadable = 0
 
@@ -149,6 +153,22 @@ class Following:
         self._file.close()
 
 
+def _why_not(folder: Path, error: OSError | ValueError) -> str:
+    """Say why the record of a run cannot be read, and how one is made."""
+    if folder.is_file():
+        return f"{folder} is a file; a run is recorded in a folder, with {EVENTS} in it"
+    missing = isinstance(error, FileNotFoundError)
+    reason = f"there is no {EVENTS}" if missing else getattr(error, "strerror", None) or error
+    if not folder.exists():
+        reason = "there is no such folder"
+    elif missing and any(folder.glob("step-*")):
+        reason = f"it has checkpoints, and no {EVENTS}"
+    return (
+        f"no run was recorded in {folder}: {reason}. A pipeline records one with "
+        f"observe=Observe(record={str(folder)!r}), or `pipedream-rt run --record {folder} SCRIPT`"
+    )
+
+
 def read_run(folder: str | os.PathLike[str]) -> RunRecord:
     """Return what a folder says of its run.
 
@@ -161,6 +181,11 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
             record(event)
     finally:
         following.close()
+    if record.begun is None and following.unreadable:
+        raise TraceError(
+            f"the {following.unreadable} lines of {Path(folder, EVENTS)} are no events of this "
+            "version of pipedream-rt"
+        )
     if record.begun is None:
         raise TraceError(f"the run in {folder} has not begun")
     record.trace = trace_in(folder) or newest_trace_in(folder, record.begun)

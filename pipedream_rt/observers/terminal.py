@@ -47,7 +47,10 @@ def view_of(
     if workers:
         parts.append(_workers(workers))
     for each in record.recovered[-3:]:
-        text = f"recovered in {seconds_text(each.seconds)} at mini-batch {each.step}: {each.reason}"
+        text = (
+            f"recovered in {seconds_text(each.seconds)} at mini-batch {each.step}, and computed "
+            f"{each.replayed} micro-batches again: {each.reason}"
+        )
         parts.append(Text(printable(text)))
     warned = list(dict.fromkeys(each.text.replace("\n", " ") for each in record.warned))
     parts += [Text(printable(text, 300), style="yellow") for text in warned[-3:]]

@@ -32,7 +32,7 @@ def module(tmp_path, monkeypatch):
 
 def test_a_script_of_a_class_says_what_to_fill_in(call, module):
     output = call("init", "my_net:Net", "--stages", 3)
-    assert "train.py: fill in" in output
+    assert "train.py trains the class Net: fill in" in output
     text = (module / "train.py").read_text()
     ast.parse(text)
     assert "Net(width=..., depth=...)" in text
@@ -58,7 +58,7 @@ def test_a_script_that_is_filled_in_trains_and_reports(call, module):
         [sys.executable, "train.py"], capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.returncode == 0, done.stderr
-    assert "evaluated: " in done.stdout
+    assert "on the mini-batches of loader()" in done.stdout
     assert {"report.html", "run", "weights.pt"} <= {each.name for each in module.iterdir()}
 
 
@@ -87,6 +87,8 @@ def test_a_script_of_a_name(call, module):
         (("my_net:number",), "is no class with a forward"),
         ((":",), "there is no class"),
         (("a'b",), "neither module:Class nor a name"),
+        (("my_net.Net",), "for a class of yours, give my_net:Net"),
+        (("my_net.py",), "give my_net:Class"),
         (("my_net:Net", "-o", "missing/train.py"), "cannot write to"),
     ],
 )

@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 from support.recorded import stepped, whole_run
 
+from pipedream_rt.cli import show
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
 
@@ -32,13 +33,31 @@ def test_a_report_is_written(call, tmp_path):
 
 
 def test_what_is_no_run(call, tmp_path):
-    assert "no run was recorded" in call("report", tmp_path, code=1)
-    assert "does not exist" in call("report", tmp_path / "none", code=2)
-    assert "no run was recorded" in call("watch", tmp_path, code=1)
-    assert "neither the folder of a run" in call("watch", "nonsense", code=1)
+    assert "there is no events.jsonl" in call("report", tmp_path, code=1)
+    assert "there is no such folder" in call("report", tmp_path / "none", code=1)
+    (tmp_path / "file").touch()
+    assert "is a file; a run is recorded in a folder" in call("report", tmp_path / "file", code=1)
+    assert "is a file" in call("watch", tmp_path / "file", code=1)
+    (tmp_path / "step-00000007").mkdir()
+    assert "it has checkpoints" in call("report", tmp_path, code=1)
+    (tmp_path / "events.jsonl").write_text('{"event": "begun"}\nnonsense\n')
+    assert "the 2 lines of" in call("report", tmp_path, code=1)
+    assert "neither the folder of a run" in call("watch", "a b:1", code=1)
+    assert "has no token" in call("watch", "http://127.0.0.1:9/", code=1)
     assert "give --token" in call("watch", "localhost:80", code=1)
     assert "cannot be reached" in call("watch", "127.0.0.1:9", "--token", "x", code=1)
     assert "served already" in call("watch", "127.0.0.1:9", "--token", "x", "--web", code=2)
+
+
+def test_a_run_that_has_not_begun_is_waited_for(call, tmp_path, monkeypatch):
+    class Wait(threading.Event):
+        def wait(self, seconds):
+            recorded(tmp_path / "run", whole_run())
+
+    monkeypatch.setattr(show.threading, "Event", Wait)
+    shown = call("watch", tmp_path / "run")
+    assert f"waiting for a run that is recorded in {tmp_path}" in shown.replace("\n", "")
+    assert "async-1f1b, 3 stages" in shown
 
 
 def test_a_report_that_cannot_be_written(call, tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -14,7 +15,14 @@ from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
 
-from pipedream_rt import Checkpoints, ConfigError, NonFiniteLoss, Observe, Recovery
+from pipedream_rt import (
+    Checkpoints,
+    ConfigError,
+    NonFiniteLoss,
+    Observe,
+    Recovery,
+    Training,
+)
 from pipedream_rt.observers import (
     Begun,
     Ended,
@@ -264,3 +272,92 @@ def test_nothing_is_imported_for_a_run_that_nobody_watches():
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120
     )
     assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+class Lines(logging.Handler):
+    """Stands for what Python prints where there is no handler."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def printed(monkeypatch, handler=None):
+    """What is printed while two pipelines are told of a warning and an information."""
+    last, ours = Lines(), logging.getLogger("pipedream_rt")
+    monkeypatch.setattr(logging, "lastResort", last)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    if handler is not None:
+        monkeypatch.setattr(ours, "handlers", [handler])
+    events = []
+    with (
+        pipeline(observe=Observe(to=[events.append]), training=Training(on_nan="ignore")),
+        pipeline(observe=Observe(to=[events.append])),
+    ):
+        logging.getLogger("pipedream_rt.coordinator.feeder").warning("it is late")
+        logging.getLogger("pipedream_rt.coordinator.feeder").info("never mind")
+    assert [e.text for e in of(Warned, events)].count("it is late") == 2
+    return [line for line in last.lines if line in ("it is late", "never mind")]
+
+
+def test_warnings_are_printed_as_without_observers(monkeypatch):
+    """Once, though Python finds the handlers of two pipelines that listen."""
+    assert printed(monkeypatch) == ["it is late"]
+
+
+def test_warnings_that_the_user_handles_are_not_printed_besides(monkeypatch):
+    own = Lines()
+    assert printed(monkeypatch, own) == []
+    assert own.lines.count("it is late") == 1
+
+
+def test_an_epoch_that_nobody_iterates_over_is_told_of(caplog):
+    with pipeline() as pipe:
+        pipe.train_epoch(DATA)
+        pipe.evaluate(DATA)
+        assert caplog.text.count("nothing was trained") == 1
+        for _ in pipe.train_epoch(DATA):
+            pass
+    assert caplog.text.count("nothing was trained") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ""),
+        ({"every": 100}, "interrupted after 12 mini-batches, before the first checkpoint"),
+        ({"every": 5}, "has those up to "),
+    ],
+    ids=["none", "too early", "saved"],
+)
+def test_after_ctrl_c_it_is_said_what_is_left(tmp_path, caplog, options, words):
+    kept = Checkpoints(tmp_path, **options) if options else None
+
+    def train():
+        with pipeline(checkpoint=kept) as pipe:
+            for _ in pipe.train_epoch(DATA):
+                pass
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert words in caplog.text
+    assert ("interrupted" in caplog.text) == bool(words)
+
+
+def test_the_folder_of_an_earlier_run_is_told_of(tmp_path, caplog):
+    for _ in range(2):
+        assert "has the record of an earlier run" not in caplog.text
+        with pipeline(observe=Observe(record=tmp_path)) as pipe:
+            pipe.submit(*DATA[0]).result()
+    assert "has the record of an earlier run" in caplog.text
+    assert [b.last.step for b in read_run(tmp_path).steps] == [0]
+
+
+def test_the_report_says_where_it_is(tmp_path, caplog):
+    with pipeline(report=tmp_path / "r.html"):
+        pass
+    assert f"the report of the run is in {tmp_path / 'r.html'}" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError
+from pipedream_rt.observers import Warned
 from pipedream_rt.observers.page import panels as page_panels
 from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text, tick_texts
 from pipedream_rt.observers.page.panels import panels, where_time_goes, workers_panel
@@ -210,3 +211,26 @@ def test_marks_beyond_the_axis_are_left_out():
 )  # fmt: skip
 def test_numbers_are_short(value, text):
     assert number_text(value) == text
+
+
+def test_stages_that_never_compute_at_once_are_not_compared():
+    steps = [stepped(i, busy=(0.1 * i, 1.0 * i, 0.1 * i)) for i in range(20)]
+    first = begun()
+    assert "if all workers" in "".join(str(p.body) for p in panels(record_of([first, *steps])))
+    first.settings["workers"] = "serial"
+    assert "if all workers" not in "".join(str(p.body) for p in panels(record_of([first, *steps])))
+
+
+def test_what_was_chosen_stands_apart_from_what_went_wrong():
+    early, late = Warned(time=999.0, text="chosen"), Warned(time=1001.0, text="went wrong")
+    found = {p.name: str(p.body) for p in panels(record_of([begun(), early, stepped(0), late]))}
+    assert "went wrong" in found["warnings"]
+    assert "chosen" in found["chosen"]
+    assert "chosen" not in found["warnings"]
+
+
+def test_marks_are_named():
+    marks = [Mark(at, kind, kind) for at, kind in enumerate(["recovered", "saved", "evaluated"])]
+    chart = str(line_chart("title", [Line("one", [(0.0, 1.0), (2.0, 2.0)])], "x", marks))
+    assert all(f"</svg>{name}</li>" in chart for name in ("recovery", "checkpoint", "evaluation"))
+    assert "legend" not in str(line_chart("title", [Line("one", [(0.0, 1.0), (2.0, 2.0)])], "x"))

@@ -259,7 +259,7 @@ def _import_ray() -> _ray:
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise ConfigError(
-            f'workers="ray" needs Ray: {error}; pip install "pipedream-rt[ray]"'
+            f'workers="ray" needs Ray: {error}; pip install "ray[default]>=2.40"'
         ) from error
     return ray
 

@@ -6,7 +6,7 @@ Lines differ by dashes too, so that a chart is read without colour.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -132,15 +132,18 @@ def line_chart(
     for _, line in drawn:
         values += [y for pair in line.band for y in pair if math.isfinite(y)]
     y = _axis(values, _HEIGHT - _BOTTOM, _TOP, from_zero=from_zero, may_be_logarithmic=True)
+    shown = [mark for mark in marks if x.low <= mark.at <= x.high]
+    if y.logarithmic:
+        x_words = f"{x_words}; the vertical axis is logarithmic"
     parts = [
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}">',
         *_grid(x, y, x_words),
-        *(_mark(x, mark) for mark in marks if x.low <= mark.at <= x.high),
+        *(_mark(x, mark) for mark in shown),
     ]
     for i, line in drawn:
         parts.extend(_line(i, line, x, y))
-    return Markup("".join([*parts, "</svg>", *_legend(drawn)]))
+    return Markup("".join([*parts, "</svg>", *_legend(drawn, {mark.kind for mark in shown})]))
 
 
 def _is_drawn(point: tuple[float, float]) -> bool:
@@ -196,18 +199,23 @@ def _grid(x: _Axis, y: _Axis, x_words: str) -> Iterator[str]:
     )
 
 
+_SHAPES = {
+    "recovered": "h4 l-4,9 l-4,-9 z",
+    "saved": "l4,4 l-4,4 l-4,-4 z",
+    "evaluated": "v3 m-1.5,0 h3 v3 h-3 z",
+}
+"""By kind of mark, what is drawn from the middle of its upper edge on."""
+
+_NAMES = {"recovered": "recovery", "saved": "checkpoint", "evaluated": "evaluation"}
+
+
 def _mark(x: _Axis, mark: Mark) -> str:
     """Return a line from the top down, with a shape for its kind."""
     at = x.at(mark.at)
-    shape = (
-        f"M{at - 4:.1f},{_TOP - 8} h8 l-4,8 z"
-        if mark.kind == "recovered"
-        else f"M{at:.1f},{_TOP - 9} l4,4 l-4,4 l-4,-4 z"
-    )
     return (
         f'<g class="mark {mark.kind}"><title>{escape(mark.text)}</title>'
         f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-        f'<path d="{shape}"/></g>'
+        f'<path d="M{at:.1f},{_TOP - 9} {_SHAPES[mark.kind]}"/></g>'
     )
 
 
@@ -229,14 +237,19 @@ def _line(number: int, line: Line, x: _Axis, y: _Axis) -> Iterator[str]:
     yield f'<path class="line l{number % 8}" d="{d}"/>'
 
 
-def _legend(drawn: Sequence[tuple[int, Line]]) -> Iterator[str]:
-    """Yield the names of the lines, if there are several."""
-    if len(drawn) < 2:
+def _legend(drawn: Sequence[tuple[int, Line]], marked: Collection[str]) -> Iterator[str]:
+    """Yield the names of the lines, if there are several, and of the marks."""
+    if len(drawn) < 2 and not marked:
         return
     yield '<ul class="legend">'
-    for i, line in drawn:
+    for i, line in drawn if len(drawn) > 1 else ():
         yield (
             f'<li><svg viewBox="0 0 28 8" aria-hidden="true"><path class="line l{i % 8}" '
             f'd="M1,4H27"/></svg>{escape(line.name)}</li>'
+        )
+    for kind in (kind for kind in _NAMES if kind in marked):
+        yield (
+            f'<li><svg viewBox="0 0 28 10" aria-hidden="true"><g class="mark {kind}">'
+            f'<path d="M14,1 {_SHAPES[kind]}"/></g></svg>{_NAMES[kind]}</li>'
         )
     yield "</ul>"

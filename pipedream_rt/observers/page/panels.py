@@ -77,8 +77,11 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
         return [Panel("head", "No run", Markup("<p>The run has not begun.</p>"), True)]
     trace = record.trace
     found = [Panel("head", "", _head(record, begun, plan), True)]
-    if texts := [*_warnings(record), *_advice(record, plan, trace, live)]:
-        found.append(Panel("warnings", "What to look at", _list(texts), True))
+    chosen, warned = _said(record, begun)
+    if texts := [*warned, *_advice(record, plan, trace, live)]:
+        found.append(Panel("warnings", "What to look at", _list(texts, "warnings"), True))
+    if chosen:
+        found.append(Panel("chosen", "Said at the start", _list(chosen, "said"), True))
     found += _curves(record, begun)
     found += _stages(record, begun, plan)
     if trace is not None:
@@ -86,7 +89,12 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
     found += [
         Panel("plan", "Plan", _plan(begun, plan), True, begun.how),
         *_events(record, begun),
-        Panel("settings", "Settings", blocks.facts(begun.settings or {"options": "none given"})),
+        Panel(
+            "settings",
+            "Settings",
+            blocks.facts(begun.settings or {"options": "none given"}),
+            note="What the script gave; everything else had its default.",
+        ),
         Panel("software", "Software", blocks.facts(_software(begun))),
     ]
     return found
@@ -115,8 +123,14 @@ def _head(record: RunRecord, begun: Begun, plan: Plan) -> Markup:
     """Return the figures that are looked at first."""
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.first))
     words = f"{plan.name}, {plan.in_words}, {plan.per_update} micro-batches per update"
-    return Markup("<p class=lead>{}</p><p>Process {} on {}, begun {}.</p>{}").format(
-        words, begun.pid, begun.host, started, blocks.facts(head_figures(record))
+    script = begun.software.get("script", "")
+    return Markup("<p class=lead>{}</p><p>{}process {} on {}, begun {}.</p>{}").format(
+        words,
+        f"{script}, " if script else "",
+        begun.pid,
+        begun.host,
+        started,
+        blocks.facts(head_figures(record)),
     )
 
 
@@ -125,9 +139,9 @@ def head_figures(record: RunRecord) -> dict[str, str]:
     last = _last(record)
     figures = {
         "state": _state(record),
-        "mini-batch": "none yet" if last is None else str(last.last.step),
-        "loss": "-" if last is None else number_text(last.loss),
-        "rate": _rate_text(record),
+        "mini-batches": "none yet" if last is None else str(last.last.step + 1),
+        "last loss": "-" if last is None else number_text(last.loss),
+        "rate, last minute": _rate_text(record),
         "staleness": "-" if last is None else _updates(last.staleness),
         "time": seconds_text(max(record.last_time - record.first, 0.0)),
         "recoveries": str(len(record.recovered)),
@@ -179,21 +193,28 @@ def _rate_text(record: RunRecord) -> str:
 # -- what to look at ----------------------------------------------------------------------------
 
 
-def _list(texts: Sequence[str]) -> Markup:
-    """Return a list of warnings."""
-    return blocks.sentences(texts, "warnings")
+def _list(texts: Sequence[str], kind: str) -> Markup:
+    """Return a list of what was said."""
+    return blocks.sentences(texts, kind)
 
 
-def _warnings(record: RunRecord) -> Iterator[str]:
-    """Yield what the runtime has logged, each text once, the last ones last."""
-    yield from list(dict.fromkeys(each.text for each in record.warned))[-20:]
+def _said(record: RunRecord, begun: Begun) -> tuple[list[str], list[str]]:
+    """Return what the runtime has said before it began, and after: each text once, as it came."""
+    before = dict.fromkeys(each.text for each in record.warned if each.time < begun.time)
+    after = dict.fromkeys(each.text for each in record.warned if each.time >= begun.time)
+    return list(before)[-20:], list(after)[-20:]
 
 
 def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> Iterator[str]:
     """Yield what the times of the stages suggest, unless the runtime has said so."""
     buckets = list(record.steps)
     said = " ".join(each.text for each in record.warned)
-    if len(buckets) > 3 and not plan.replicated and "if all workers computed" not in said:
+    alone = record.begun is not None and record.begun.settings.get("workers") == "serial"
+    if (
+        len(buckets) > 3
+        and not (alone or plan.replicated)
+        and "if all workers computed" not in said
+    ):
         first, last = buckets[min(2, len(buckets) - 2)].last.busy_s, buckets[-1].last.busy_s
         busy = [max(now - then, 0.0) for now, then in zip(last, first, strict=True)]
         if max(busy) > 0:
@@ -212,7 +233,7 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
                 "the loader or the body of the loop holds the pipe up. Load ahead, as with "
                 "DataLoader(num_workers=...), or do less in the loop"
             )
-    if not live:
+    if not live and " share " not in said:  # cores that are shared are not idle in a hop
         yield from _slack_advice(trace)
 
 
@@ -231,8 +252,8 @@ def _slack_advice(trace: Trace) -> Iterator[str]:
     if gain >= _GAIN:
         yield (
             f"hops take so long that Layout(slack=1) makes the pipe {gain:.2f} times as fast in a "
-            "simulation; in an asynchronous schedule gradients are then staler, and "
-            "micro_batches=None takes as many as make up for it"
+            "simulation. In an asynchronous schedule gradients are then staler; where "
+            "micro_batches is left out, as many are taken as keep them one update stale"
         )
 
 
@@ -336,10 +357,16 @@ def _curves(record: RunRecord, begun: Begun) -> Iterator[Panel]:
 def _marks(record: RunRecord, place: Any) -> list[Mark]:
     """Return the recoveries and checkpoints at their places."""
     marks = [
-        Mark(place(e), "recovered", f"recovered in {seconds_text(e.seconds)}: {e.reason}")
+        Mark(
+            place(e),
+            "recovered",
+            f"recovered in {seconds_text(e.seconds)}, and {e.replayed} micro-batches were computed "
+            f"again: {e.reason}",
+        )
         for e in record.recovered
     ]
-    return marks + [Mark(place(e), "saved", f"checkpoint {e.step}") for e in record.saved]
+    marks += [Mark(place(e), "saved", f"checkpoint {e.step}") for e in record.saved]
+    return marks + [Mark(place(e), "evaluated", "evaluation") for e in record.evaluations]
 
 
 def _throughput(buckets: Sequence[Bucket], first: float) -> list[tuple[float, float]]:
@@ -451,7 +478,7 @@ def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
     yield Panel(
         "time",
         "Where the time goes",
-        blocks.bars([(plan.label_of(a), where_time_goes(trace, a)) for a in plan.addresses]),
+        blocks.bars([(plan.title_of(a), where_time_goes(trace, a)) for a in plan.addresses]),
         True,
         f"{_window_text(trace)}Forward and backward include sending. Held up: a message had come, "
         "and the worker did not begin yet. Waits of a stage that shares its worker are those of "

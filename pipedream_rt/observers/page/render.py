@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from pipedream_rt.observers.events import Ended, Event
 from pipedream_rt.observers.page.panels import Panel, panels, title_of
 from pipedream_rt.observers.record import RunRecord
 from pipedream_rt.schema import write_file
+
+_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -93,6 +96,7 @@ class ReportFile:
         self._path, self._record = Path(path), record
 
     def __call__(self, event: Event) -> None:
-        """Write the report after the last event."""
+        """Write the report after the last event, and say where it is."""
         if isinstance(event, Ended) and self._record.begun is not None:
             write_report(self._path, self._record)
+            _log.warning("the report of the run is in %s", self._path)
