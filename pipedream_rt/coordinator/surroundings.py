@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,12 +59,10 @@ def take_place(given: Options) -> None:
     Raises:
         ConfigError: No checkpoint can be written to the folder.
     """
-    global _traced_by_run, _recorded_by_run
     require_folder(given.kept)
-    if given.observe.record is None and RECORD in os.environ:
-        _recorded_by_run += 1
-    if given.observe.trace is None and TRACE in os.environ:
-        _traced_by_run += 1
+    for option, name in ((given.observe.record, RECORD), (given.observe.trace, TRACE)):
+        if option is None and name in os.environ:
+            _taken[name] += 1
 
 
 def require_folder(checkpoints: Checkpoints | None) -> None:
@@ -94,10 +93,8 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
     Raises:
         ConfigError: The file cannot be written.
     """
-    if trace is None and TRACE in os.environ:
-        path, number = Path(os.environ[TRACE]), _traced_by_run + 1
-        # A script may open several pipelines, each of which leaves a trace.
-        trace = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+    if trace is None:
+        trace = _of_environment(TRACE)
     if trace is None or isinstance(trace, bool):
         return bool(trace), None
     return True, writable(trace)
@@ -109,10 +106,17 @@ def record_option(record: str | os.PathLike[str] | None) -> Path | None:
     Args:
         record: The option of the user; None follows `pipedream-rt run --record`.
     """
-    if record is None and RECORD in os.environ:
-        path, number = Path(os.environ[RECORD]), _recorded_by_run + 1
-        record = path if number == 1 else path.with_name(f"{path.name}-{number}")
+    if record is None:
+        record = _of_environment(RECORD)
     return None if record is None else Path(record).absolute()
+
+
+def _of_environment(name: str) -> Path | None:
+    """Return the path in a variable, with a number from the second pipeline of a script on."""
+    if name not in os.environ:
+        return None
+    path, number = Path(os.environ[name]), _taken[name] + 1
+    return path if number == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
 def profile_option() -> Path | None:
@@ -159,11 +163,9 @@ def restart_option(max_restarts: int | None, default: int) -> int:
     return count_of_environment(MAX_RESTARTS, default) if max_restarts is None else max_restarts
 
 
-_recorded_by_run = 0
-"""Number of pipelines in this process that are recorded because of `pipedream-rt run --record`."""
-
-_traced_by_run = 0
-"""Number of pipelines in this process that are traced because of `pipedream-rt run --trace`."""
+_taken: Counter[str] = Counter()
+"""By variable, the number of pipelines in this process that took a path from it, as those under
+`pipedream-rt run --trace` and ``--record`` do."""
 
 
 def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:

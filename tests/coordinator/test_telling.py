@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def test_bad_observers_are_refused_before_anything_starts(options, message):
 
 
 def test_the_environment_may_ask_for_a_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipedream_rt.coordinator.surroundings._recorded_by_run", 0)
+    monkeypatch.setattr("pipedream_rt.coordinator.surroundings._taken", Counter())
     monkeypatch.setenv("PIPEDREAM_RT_RECORD", str(tmp_path / "run"))
     for _ in range(2):
         with pipeline() as pipe:

@@ -1,5 +1,6 @@
 import dataclasses
 import os
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def no_launcher(monkeypatch):
     """No outer launcher leaves word, and no other test has traced a pipeline."""
     for name in (TRACE, RESUME, MAX_RESTARTS, RESTART_COUNT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(surroundings, "_traced_by_run", 0)
+    monkeypatch.setattr(surroundings, "_taken", Counter())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -260,98 +260,87 @@ def _slack_advice(trace: Trace) -> Iterator[str]:
 # -- curves -------------------------------------------------------------------------------------
 
 
+class _Curve(NamedTuple):
+    """A chart of the page.
+
+    Attributes:
+        name: The name of its panel.
+        title: The heading of its panel.
+        words: What it shows, for a reader that reads it aloud.
+        lines: Its lines.
+        over_time: Whether its horizontal axis is the time, rather than mini-batches.
+        from_zero: Whether its vertical axis begins at 0.
+        note: A sentence on how to read it.
+    """
+
+    name: str
+    title: str
+    words: str
+    lines: Sequence[Line]
+    over_time: bool = False
+    from_zero: bool = False
+    note: str = ""
+
+
 def _curves(record: RunRecord, begun: Begun) -> Iterator[Panel]:
     """Yield the curves over steps and over time."""
-    buckets = list(record.steps)
     by_step = _marks(record, lambda event: float(event.step))
     by_time = _marks(record, lambda event: event.time - record.first)
+    for curve in _table_of_curves(record, len(begun.stages)):
+        axis, marks = ("seconds", by_time) if curve.over_time else ("mini-batch", by_step)
+        chart = line_chart(curve.words, curve.lines, axis, marks, from_zero=curve.from_zero)
+        yield Panel(curve.name, curve.title, chart, note=curve.note)
+
+
+def _table_of_curves(record: RunRecord, stages: int) -> list[_Curve]:
+    """Return the curves of a run."""
+    buckets = list(record.steps)
+
+    def at_step(value: Callable[[Bucket], float]) -> list[tuple[float, float]]:
+        return [(float(b.last.step), value(b)) for b in buckets]
+
+    loss = at_step(lambda b: b.loss)
     band = [(b.low, b.high) for b in buckets] if any(b.count > 1 for b in buckets) else []
     evaluated = [(float(e.step), e.values.get("loss", math.nan)) for e in record.evaluations]
-    yield Panel(
-        "loss",
-        "Loss",
-        line_chart(
-            "loss over mini-batches",
-            [
-                Line("training", [(float(b.last.step), b.loss) for b in buckets], band),
-                Line("evaluation", evaluated),
-            ],
-            "mini-batch",
-            by_step,
+    over_time = [(b.last.time - record.first, b.loss) for b in buckets]
+    groups = min((len(b.last.rates) for b in buckets), default=0)
+    rates = [
+        Line(f"group {g}" if groups > 1 else "rate", at_step(lambda b, g=g: b.last.rates[g]))  # type: ignore[misc]
+        for g in range(min(groups, 8))
+    ]
+    busy = [Line(f"stage {s}", p) for s, p in enumerate(_busy(buckets, record.first, stages))]
+    return [
+        _Curve(
+            "loss", "Loss", "loss over mini-batches",
+            [Line("training", loss, band), Line("evaluation", evaluated)],
+            note="Each point is the mean of neighbouring mini-batches, the band their range."
+            if band
+            else "",
         ),
-        note="Each point is the mean of neighbouring mini-batches, the band their range."
-        if band
-        else "",
-    )
-    yield Panel(
-        "loss-time",
-        "Loss over time",
-        line_chart(
-            "loss over time",
-            [Line("training", [(b.last.time - record.first, b.loss) for b in buckets])],
-            "seconds",
-            by_time,
+        _Curve(
+            "loss-time", "Loss over time", "loss over time", [Line("training", over_time)],
+            over_time=True,
         ),
-    )
-    groups = range(max((len(b.last.rates) for b in buckets), default=0))
-    yield Panel(
-        "rate",
-        "Learning rate",
-        line_chart(
-            "learning rate over mini-batches",
-            [
-                Line(
-                    f"group {g}" if len(groups) > 1 else "rate",
-                    [
-                        (float(b.last.step), b.last.rates[g])
-                        for b in buckets
-                        if g < len(b.last.rates)
-                    ],
-                )
-                for g in groups[:8]
-            ],
-            "mini-batch",
-        ),
-    )
-    yield Panel(
-        "throughput",
-        "Throughput",
-        line_chart(
-            "samples per second over time",
+        _Curve("rate", "Learning rate", "learning rate over mini-batches", rates),
+        _Curve(
+            "throughput", "Throughput", "samples per second over time",
             [Line("throughput", _throughput(buckets, record.first))],
-            "seconds",
-            by_time,
-            from_zero=True,
+            over_time=True, from_zero=True,
+            note="Samples per second, or mini-batches where samples are not known.",
         ),
-        note="Samples per second, or mini-batches where samples are not known.",
-    )
-    yield Panel(
-        "staleness",
-        "Staleness",
-        line_chart(
-            "staleness over mini-batches",
-            [Line("staleness", [(float(b.last.step), float(b.staleness)) for b in buckets])],
-            "mini-batch",
-            by_step,
+        _Curve(
+            "staleness", "Staleness", "staleness over mini-batches",
+            [Line("staleness", at_step(lambda b: float(b.staleness)))],
             from_zero=True,
+            note="Updates between the oldest weight version that was read and the one that is "
+            "updated.",
         ),
-        note="Updates between the oldest weight version that was read and the one that is updated.",
-    )
-    yield Panel(
-        "busy",
-        "Computing",
-        line_chart(
-            "share of the time in which each stage computes",
-            [
-                Line(f"stage {s}", points)
-                for s, points in enumerate(_busy(buckets, record.first, len(begun.stages)))
-            ][:16],
-            "seconds",
-            by_time,
-            from_zero=True,
+        _Curve(
+            "busy", "Computing", "share of the time in which each stage computes", busy[:16],
+            over_time=True, from_zero=True,
+            note="The share of the time in which each stage computes.",
         ),
-        note="The share of the time in which each stage computes.",
-    )
+    ]  # fmt: skip
 
 
 def _marks(record: RunRecord, place: Any) -> list[Mark]:
