@@ -58,7 +58,7 @@ engines: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engines]'
 	command -v slurmctld > /dev/null || { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get \
 		install -y --no-install-recommends slurmctld slurmd slurm-client munge; }
-	$(BIN)/python -m pytest -n 2 --dist loadfile -rs tests/cluster/engines
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs -m "stress or not stress" tests/cluster/engines
 
 # The suite of benchmarks, which takes about two hours; `python -m benchmarks --help` has parts of it.
 bench: $(VENV)/installed

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.device import differs, standin
+from support.selection import thin_out
 from support.ticking import Clock
 
 from pipedream_rt import Pipeline
@@ -26,7 +27,9 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(config, items):
+    thin_out(items)
     if config.getoption("--device") == standin.NAME:
         for item in items:
             if (reason := differs.why(item.nodeid)) is not None:
