@@ -4,6 +4,7 @@ One way and one size, in float32:
 
 - link: a frame over a link of ours, on a Unix socket. The thread that waits for the tensor reads
   the link itself, as the thread of a worker does; the tensor comes in memory of its own;
+- shared: the same, with the bytes of the tensor in memory that both processes share;
 - rpc: ``rpc_async`` over TensorPipe's transport uv; the handler fills a queue;
 - gloo: ``torch.distributed.isend`` and ``recv`` into one tensor that is there already. ``isend``
   is ``send`` without its wait: gloo's ``send`` returns when the receiver has asked for the tensor;
@@ -81,13 +82,14 @@ class End(Protocol):
 class OverLink:
     """A link of ours, whose waiter is the thread that takes."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: socket.socket, shares: bool) -> None:
+        self._shares = shares
         self._arrived: deque[Tensor] = deque()
         self._takes, self._peer, self._lost = False, 1 - rank, ""
         key = b"k" * 32
         group = Group(generation=1, rank=rank, names=("p0", "p1"), hosts=(), key=key)
         connections = {self._peer: (connection, key)}
-        self._links = Links(group, connections, self._receive, self._end)
+        self._links = Links(group, connections, self._receive, self._end, shares)
 
     def _receive(self, rank: int, frame: Frame) -> None:
         """Keep what came, as an inbox does, and wake the thread that waits for it."""
@@ -101,7 +103,7 @@ class OverLink:
 
     def send(self, tensor: Tensor) -> None:
         """See `End`."""
-        if reason := self._links.send(self._peer, 0, b"", [tensor]):
+        if reason := self._links.send(self._peer, 0, b"", [tensor], self._shares):
             raise ConnectionError(reason)
 
     def take(self, acknowledgement: bool = False) -> Tensor:
@@ -338,7 +340,8 @@ def process(
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own call
     make: dict[str, Callable[[], End]] = {
-        "link": lambda: OverLink(rank, connection),
+        "link": lambda: OverLink(rank, connection, shares=False),
+        "shared": lambda: OverLink(rank, connection, shares=True),
         "rpc": lambda: OverRpc(rank, folder),
         "gloo": lambda: OverGloo(rank, folder, size // 4),
         "socket": lambda: OverSocket(connection, size // 4),
@@ -426,7 +429,7 @@ def within_one(size: int) -> dict[str, float]:
 
 
 @click.command()
-@click.argument("way", type=click.Choice(["link", "rpc", "gloo", "socket", "memcpy"]))
+@click.argument("way", type=click.Choice(["link", "shared", "rpc", "gloo", "socket", "memcpy"]))
 @click.argument("size", metavar="BYTES", type=click.IntRange(4, 1 << 27))
 def main(way: str, size: int) -> None:
     """Measure one WAY to hand over a tensor of BYTES bytes."""

@@ -171,7 +171,7 @@ def _join(
     if control.is_local:  # so far it has connected to nobody
         tls = tls_of_environment()
     if welcome["host"] is None:
-        transport.connect(_inherited_links(control, group, deadline))
+        transport.connect(_inherited_links(control, group, deadline), shares=True)
     else:
         with listening(_host_of_door(control, welcome["host"], bind), 0) as door:
             door.setblocking(False)

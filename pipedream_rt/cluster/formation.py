@@ -141,7 +141,7 @@ class Formation:
         with ExitStack() as stack:
             door = None
             if self._inherits:
-                transport.connect(self._hand_out_links(group))
+                transport.connect(self._hand_out_links(group), shares=True)
             else:
                 door = stack.enter_context(listening(self._meeting_host(), 0))
                 door.setblocking(False)

@@ -8,6 +8,7 @@ from typing import Any
 from pipedream_rt.corrections import Correction
 from pipedream_rt.observe.summary import table
 from pipedream_rt.schedules import Plan
+from pipedream_rt.transport.shared import SMALLEST
 
 
 def explain(
@@ -16,6 +17,8 @@ def explain(
     statistics: Sequence[Mapping[str, Any]],
     how: str,
     corrections: Sequence[Correction] = (),
+    *,
+    shares_memory: bool = False,
 ) -> str:
     """Return the schedule in a line, and a table with a row for each stage, or replica.
 
@@ -25,6 +28,7 @@ def explain(
         statistics: The counters of each stage, and of each replica; see `Pipeline.statistics`.
         how: How the model was cut.
         corrections: The corrections for staleness.
+        shares_memory: Whether large values between workers lie in memory that both have.
     """
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
@@ -68,6 +72,11 @@ def explain(
         f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"
         for tie in plan.ties
     ]
+    if shares_memory and plan.workers > 1:
+        lines.append(
+            f"values of {SMALLEST >> 10} KiB and more go from worker to worker in memory that both "
+            "share, smaller ones over sockets"
+        )
     return "\n".join([*lines, table(rows)])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream_rt.software import processor, software
+from pipedream_rt.transport.shared import works
 
 Facts = dict[str, Any]
 """What a machine has found, by name; of values that JSON has."""
@@ -36,6 +37,7 @@ def facts(folder: str, token: str, source: str) -> Facts:
         "processor": processor(),
         "memory": _memory(),
         "shm": _free("/dev/shm"),
+        "shares": works(),
         "files": soft,
         "files_at_most": hard,
         "accelerator": _accelerator(),

@@ -129,6 +129,11 @@ def _of_one(name: str, facts: Facts) -> list[Finding]:
             "/dev/shm", name, "note", f"{bytes_text(shm)} free",
             "data loaders with workers need it: mount a larger one (--shm-size for a container)",
         ),
+        Finding("shared memory", name, "ok", "large values between workers here go through it")
+        if facts.get("shares", True)
+        else Finding("shared memory", name, "note", "large values between workers here go over "
+                     "sockets", "the kernel gives none (memfd_create), or "
+                     "PIPEDREAM_RT_SHARED_MEMORY is off"),
         Finding("open files", name, "ok", f"{files} allowed")
         if files >= _LEAST_FILES
         else Finding(

@@ -105,6 +105,17 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that `described` has named.
+
+    Raises:
+        KeyError: It is unknown to this version of torch.
+    """
+    return _DTYPES[name]
+
+
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _OF_PYTHON = {
@@ -172,7 +183,7 @@ def place_for(description: Sequence[Any]) -> Place:
     name, shape, stride = description
     if len(shape) != len(stride) or min((0, *shape, *stride)) < 0:
         raise ValueError(f"no tensor has the shape {shape} and the strides {stride}")
-    dtype = _DTYPES[name]
+    dtype = dtype_of(name)
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     room = bytes_of(tensor)
     if room.nbytes >= LARGE:

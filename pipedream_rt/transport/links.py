@@ -12,6 +12,9 @@ what a socket did not take at once. A frame on a link is
     ...        meta: plain data, with the dtype and the shape of every tensor in the body
     ...        body: the bytes of the tensors, which are not signed
 
+Of a tensor that lies in memory that both ends share (`shared.py`), meta has the place, and the body
+nothing.
+
 The signature is checked before meta is parsed. A frame whose signature is wrong ends the link. A
 meta of more than 64 KiB is announced by a frame of its own before it, so that nobody who does not
 know the key can have more than that kept in memory.
@@ -28,18 +31,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import NamedTuple, TypeAlias
+from itertools import islice, takewhile
+from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
-from pipedream_rt.messages.wire import bytes_of, described, place_for
+from pipedream_rt.messages.wire import Place, bytes_of, described, place_for
 from pipedream_rt.threads import name_this_thread
 from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.shared import SMALLEST, Slots, Views, close_all
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
 
 _HEAD = struct.Struct(f"!{DIGEST}sBIQ")
@@ -52,6 +56,9 @@ _LARGEST_UNANNOUNCED = 1 << 16
 
 _ANNOUNCES = 255
 """The kind of a frame that tells the length of the next one's meta."""
+
+_SHARES = 254
+"""The kind of a frame with the descriptor of memory in which tensors will lie."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -69,6 +76,8 @@ _LONGEST_S = 86_400.0
 
 _LAST_S = 5.0
 """For the thread of the links to end what it is doing."""
+
+_ROOM_FOR_A_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
 
 _AT_ONCE = 64
 """Buffers that are handed to the kernel in one call."""
@@ -114,12 +123,15 @@ class Link:
         connection: The socket, taken over.
         sends: Signs what this end sends.
         receives: Checks what the other end has sent.
+        shares: Whether it is a Unix socket between two processes, over which descriptors go.
 
     Attributes:
         reading: To be held by the thread that receives, and by the one that closes.
     """
 
-    def __init__(self, connection: socket.socket, sends: Signer, receives: Signer) -> None:
+    def __init__(
+        self, connection: socket.socket, sends: Signer, receives: Signer, shares: bool = False
+    ) -> None:
         """Begin with nothing sent."""
         connection.setblocking(False)
         close_in_forked_children(connection)
@@ -134,18 +146,27 @@ class Link:
         self._coming: Frame | None = None  # its body has not come yet
         self._announced = 0  # bytes of the next frame's meta
         self._room: deque[memoryview] = deque()
+        self._shares = self._gives = shares
+        self._slots: Slots | None = None
+        self._passing: memoryview | None = None  # what the descriptor of the slots goes with
+        self._came: list[int] = []  # descriptors
+        self._views: Views | None = None
 
     def fileno(self) -> int:
         """Descriptor of the socket, for selectors."""
         return self._socket.fileno()
 
-    def send(self, kind: int, data: bytes, tensors: Sequence[Tensor]) -> bool:
+    def send(
+        self, kind: int, data: bytes, tensors: Sequence[Tensor], passing: bool = False
+    ) -> bool:
         """Send a frame, or as much of it as the socket takes now. Never blocks.
 
         Args:
-            kind: A number of the caller's, below 255.
+            kind: A number of the caller's, below 254.
             data: Any bytes.
             tensors: Tensors, which nobody changes any more.
+            passing: Whether the receiver needs them for a while only, so that large ones may lie in
+                shared memory.
 
         Returns:
             Whether all of it is on its way; if not, somebody has to call `flush` when the socket
@@ -155,8 +176,15 @@ class Link:
             OSError: The other end is gone.
             TransportError: The data is too large.
         """
-        bodies = [bytes_of(tensor) for tensor in tensors]
-        meta: bytes = msgpack.packb([data, [described(tensor) for tensor in tensors]])
+        bodies, about = [], []
+        for tensor in tensors:
+            body, told = bytes_of(tensor), described(tensor)
+            if passing and self._gives and body.nbytes >= SMALLEST and (at := self._put(body)):
+                about.append([*told, *at])
+            else:
+                about.append(told)
+                bodies.append(body)
+        meta: bytes = msgpack.packb([data, about])
         if len(meta) > _LARGEST_META:
             raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
         size = sum([body.nbytes for body in bodies])
@@ -167,6 +195,25 @@ class Link:
             self._add(kind, size, meta)
             self._queue.extend([body for body in bodies if body.nbytes])
             return self._write() if idle else False
+
+    def _put(self, body: memoryview) -> tuple[int, int] | None:
+        """Copy the bytes of a tensor into shared memory; return the place, or None."""
+        with self._lock:
+            slots = self._slots
+            if not self._gives:  # it was closed meanwhile
+                return None
+            if slots is None:
+                try:
+                    self._slots = slots = Slots()
+                except (OSError, ValueError):
+                    self._gives = False
+                    return None
+                self._add(_SHARES, 0, b"")
+                self._passing = self._queue[-1]
+            at = slots.take(body.nbytes)
+        if at is not None:
+            slots.fill(at[1], body)
+        return at
 
     def _add(self, kind: int, size: int, meta: bytes) -> None:
         """Queue head and meta of a frame, signed."""
@@ -187,7 +234,10 @@ class Link:
         queue = self._queue
         while queue:
             try:
-                sent = self._socket.sendmsg(islice(queue, _AT_ONCE), (), socket.MSG_DONTWAIT)
+                if self._passing is None:
+                    sent = self._socket.sendmsg(islice(queue, _AT_ONCE), (), socket.MSG_DONTWAIT)
+                else:
+                    sent = self._pass_descriptor()
             except BlockingIOError:
                 return False
             while queue and sent >= queue[0].nbytes:
@@ -195,6 +245,20 @@ class Link:
             if sent:
                 queue[0] = queue[0][sent:]
         return True
+
+    def _pass_descriptor(self) -> int:
+        """Write what goes before the descriptor of the slots, or that itself; return the bytes."""
+        passing, slots = self._passing, self._slots
+        assert passing is not None
+        if slots is None:
+            raise ConnectionError("the link is closed")
+        if self._queue[0] is not passing:
+            before = takewhile(lambda each: each is not passing, islice(self._queue, _AT_ONCE))
+            return self._socket.sendmsg(before, (), socket.MSG_DONTWAIT)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slots.fd))]
+        sent = self._socket.sendmsg([passing], rights, socket.MSG_DONTWAIT)
+        self._passing = None
+        return sent
 
     def receive(self, take: Callable[[Frame], object]) -> bool:
         """Read once, and hand over the frames of which the rest has come. Does not wait.
@@ -211,7 +275,7 @@ class Link:
         """
         room = self._room[0] if self._room else self._chunk
         try:
-            count = self._socket.recv_into(room)
+            count = self._receive_shared(room) if self._shares else self._socket.recv_into(room)
         except BlockingIOError:
             return True
         if not count:
@@ -224,6 +288,16 @@ class Link:
         while (frame := self._next()) is not None:
             take(frame)
         return is_all
+
+    def _receive_shared(self, room: memoryview) -> int:
+        """Read into some room, and keep the descriptors that come along; return the bytes."""
+        count, others, _, _ = self._socket.recvmsg_into(
+            [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in others:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._came += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        return count
 
     def _fill(self, count: int) -> None:
         """Note that so many bytes of the body have come."""
@@ -278,9 +352,12 @@ class Link:
                 raise TransportError("a frame announces none")
             (self._announced,) = _LENGTH.unpack(meta)
             return True
+        if kind == _SHARES:
+            self._view()
+            return True
         try:
             data, about = msgpack.unpackb(meta)
-            places = [place_for(each) for each in about]
+            places = [place_for(each) if len(each) == 3 else self._place_in(each) for each in about]
         except _UNREADABLE as error:
             raise TransportError(f"a frame cannot be read: {error!r}") from error
         if sum(place.room.nbytes for place in places) != size:
@@ -289,9 +366,41 @@ class Link:
         self._coming = Frame(kind, data, [place.tensor for place in places])
         return False
 
+    def _view(self) -> None:
+        """Map the memory of which the descriptor has come.
+
+        Raises:
+            TransportError: None has come, as where this process may open no more.
+        """
+        if not self._came or self._views is not None:
+            raise TransportError(
+                "the descriptor of shared memory has not come; may this process open no more files?"
+            )
+        try:
+            self._views = Views(self._came.pop(0))
+        except (OSError, ValueError) as error:
+            raise TransportError(f"shared memory cannot be mapped: {error}") from error
+
+    def _place_in(self, about: Sequence[Any]) -> Place:
+        """Return the tensor in a slot, whose bytes are there.
+
+        Raises:
+            TransportError: There is no such slot.
+        """
+        if self._views is None:
+            raise TransportError("a tensor lies in memory that is not shared")
+        return Place(memoryview(b""), self._views.tensor(about))
+
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket. Shared memory goes with the last tensor over it."""
         self._socket.close()
+        close_all(self._came)
+        self._came, self._views = [], None
+        with self._lock:
+            self._gives = False
+            if self._slots is not None:
+                self._slots.close()
+                self._slots = None
 
 
 class Links:
@@ -307,6 +416,7 @@ class Links:
         connections: What joins this member to the others; the links' own from now on.
         receive: Called with a rank and the frame that came from there; never blocks.
         lost: Called with a rank and a text, once, when the link has ended.
+        shares: Whether all links are Unix sockets to other processes of this machine.
     """
 
     def __init__(
@@ -315,6 +425,7 @@ class Links:
         connections: Connections,
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
+        shares: bool = False,
     ) -> None:
         """Start the thread."""
         self._receive = receive
@@ -324,6 +435,7 @@ class Links:
                 connection,
                 Signer(key, group.generation, group.rank, rank),
                 Signer(key, group.generation, rank, group.rank),
+                shares,
             )
             for rank, (connection, key) in connections.items()
         }
@@ -347,8 +459,15 @@ class Links:
         self._thread = threading.Thread(target=self._attend, daemon=True)
         self._thread.start()
 
-    def send(self, rank: int, kind: int, data: bytes, tensors: Sequence[Tensor] = ()) -> str | None:
-        """Send a frame to a member. Never blocks. Any thread.
+    def send(
+        self,
+        rank: int,
+        kind: int,
+        data: bytes,
+        tensors: Sequence[Tensor] = (),
+        passing: bool = False,
+    ) -> str | None:
+        """Send a frame to a member; see `Link.send`. Never blocks. Any thread.
 
         Returns:
             Why it cannot be sent; None if nothing is wrong.
@@ -360,7 +479,7 @@ class Links:
         if link is None or rank in self._ended:
             return self._ended.get(rank, "there is no link to it")
         try:
-            if not link.send(kind, data, tensors):
+            if not link.send(kind, data, tensors, passing):
                 self._unsent.append(rank)
                 self._wake.ring()
         except OSError as error:  # who reads finds it out too, and reports it

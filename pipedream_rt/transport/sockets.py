@@ -16,19 +16,31 @@ import msgpack
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Waiter
-from pipedream_rt.messages.message import Message
+from pipedream_rt.messages.message import (
+    Gradient,
+    Message,
+    MicroBatch,
+    Partial,
+    Share,
+    Target,
+)
 from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode, sendable
 from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, Frame, Links
 from pipedream_rt.transport.rpc.tunnel import Tunnel
+from pipedream_rt.transport.shared import is_wanted
 
 _log = logging.getLogger(__name__)
 
 _MESSAGE, _RETURNED, _STREAM = range(3)
 """The kinds of frames: a message, the reason why one was not received, and a part of a stream of
 torch RPC, which is the tunnel's."""
+
+
+_PASSING = (MicroBatch, Target, Gradient, Share, Partial)
+"""The messages to workers whose tensors are done with after a backward or an update."""
 
 
 class SocketTransport:
@@ -43,16 +55,22 @@ class SocketTransport:
         self._group = group
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
+        self.shares_memory = False
         self._life = Lifecycle("the transport")
         self.tunnel = Tunnel(group, self._send_stream)
 
-    def connect(self, connections: Connections) -> None:
+    def connect(self, connections: Connections, shares: bool = False) -> None:
         """Begin to receive over connections, which are the transport's from now on.
 
         Args:
             connections: What joins this member to the others.
+            shares: Whether all of them are Unix sockets to other processes of this machine, beside
+                which large values can go through shared memory.
         """
-        self._links = Links(self._group, connections, self._receive, self._end_of_link)
+        self.shares_memory = shares and is_wanted()
+        self._links = Links(
+            self._group, connections, self._receive, self._end_of_link, self.shares_memory
+        )
 
     @property
     def waiter(self) -> Waiter | None:
@@ -73,7 +91,8 @@ class SocketTransport:
         else:
             assert self._links is not None
             tensors = [sendable(tensor) for tensor in message.tensors]
-            problem = self._links.send(rank, _MESSAGE, data, tensors)
+            passing = rank != 0 and isinstance(message.payload, _PASSING)
+            problem = self._links.send(rank, _MESSAGE, data, tensors, passing)
         if problem is not None:
             self._tell_lost(message.sender, rank, f"{message}: {{}} is gone: {problem}")
 

@@ -6,7 +6,8 @@ from pipedream_rt.doctor.judgement import Link, judge, options_of_planner
 
 FINE = {
     "software": "torch 2", "processor": "a kind", "source": "12ab", "memory": 8 << 30,
-    "shm": 1 << 30, "files": 4096, "files_at_most": 4096, "accelerator": "", "folder": "ok",
+    "shm": 1 << 30, "shares": True, "files": 4096, "files_at_most": 4096, "accelerator": "",
+    "folder": "ok",
 }  # fmt: skip
 FAST = Link(1e-4, 1e9)
 
@@ -33,6 +34,7 @@ def test_machines_that_fit():
         ({"folder": "No such file: /run"}, "shared folder", "fail"),
         ({"memory": 1 << 20}, "memory", "warn"),
         ({"shm": 0}, "/dev/shm", "note"),
+        ({"shares": False}, "shared memory", "note"),
         ({"files": 256}, "open files", "warn"),
     ],
 )

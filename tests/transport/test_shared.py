@@ -1,0 +1,329 @@
+"""Values in memory that two processes share: they come whole, slots come back, nothing is left."""
+
+import gc
+import os
+import signal
+import socket
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.faults import kill
+from support.oracle import assert_same
+from support.pinned import Pipeline
+from torch import nn
+
+from pipedream_rt import Checkpoints, Recovery
+from pipedream_rt.errors import TransportError
+from pipedream_rt.messages.wire import bytes_of, described
+from pipedream_rt.transport import links, shared
+from pipedream_rt.transport.links import Link
+from pipedream_rt.transport.shared import SMALLEST, Slots, Views
+from pipedream_rt.transport.signing import Signer
+
+KEY = b"k" * 32
+COUNT = SMALLEST // 4  # numbers of the smallest tensor that is shared
+
+
+def put(slots, tensor):
+    at = slots.take(tensor.nbytes)
+    if at is not None:
+        slots.fill(at[1], bytes_of(tensor))
+    return at and [*described(tensor), *at]
+
+
+@pytest.fixture
+def block():
+    slots = Slots(room=1 << 20)
+    yield slots, Views(os.dup(slots.fd))
+    slots.close()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(COUNT), torch.rand(300, 400).T, torch.rand(3, 5, 7, 11).to(torch.bfloat16),
+        torch.randint(99, (70_001,)), torch.rand(1000) > 0.5, torch.rand(40_000, 3)[:, 1],
+        torch.tensor(3.0), torch.view_as_complex(torch.rand(999, 2)),
+    ],
+    ids=lambda t: f"{t.dtype}{tuple(t.shape)}",
+)  # fmt: skip
+def test_a_tensor_comes_as_it_was(block, tensor):
+    slots, views = block
+    found = views.tensor(put(slots, tensor))
+    assert torch.equal(found, tensor)
+    assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+    assert found.untyped_storage().nbytes() <= bytes_of(tensor).nbytes
+
+
+def test_a_slot_comes_back_with_the_last_tensor_over_it(block):
+    slots, views = block
+    weight = torch.rand(1, requires_grad=True)
+    first = put(slots, torch.rand(COUNT))
+    x = views.tensor(first)
+    loss = (x * weight).sum()  # which keeps x for its backward
+    part = x.view(2, -1)[1]
+    del x
+    gc.collect()
+    assert put(slots, torch.rand(COUNT))[3:] != first[3:]
+    del part
+    loss.backward()
+    del loss
+    gc.collect()
+    assert put(slots, torch.rand(COUNT))[3:] == first[3:]
+
+
+def test_what_the_receiver_changes_in_place_stays_its_own(block):
+    slots, views = block
+    one = views.tensor(put(slots, torch.zeros(COUNT)))
+    other = views.tensor(put(slots, torch.zeros(COUNT)))
+    one += 1
+    assert not other.any()
+    assert one.all()
+
+
+def test_without_room_there_is_no_slot_and_with_room_again_there_is(block):
+    slots, views = block
+    kept = [
+        views.tensor(put(slots, torch.full((COUNT,), float(i))))
+        for i in range((1 << 20) // SMALLEST)
+    ]
+    assert put(slots, torch.rand(COUNT)) is None
+    assert [int(t[0]) for t in kept] == list(range(len(kept)))
+    del kept[3]
+    gc.collect()
+    kept.append(views.tensor(put(slots, torch.rand(COUNT))))
+    kept.clear()
+    gc.collect()
+    # The slots were of another size, and all of them are free.
+    views.tensor(put(slots, torch.rand(COUNT)))
+    gc.collect()
+    assert put(slots, torch.rand(5 * COUNT)) is not None
+
+
+def test_a_forked_child_gives_nothing_back(block):
+    slots, views = block
+    about = put(slots, torch.rand(COUNT))
+    tensor = views.tensor(about)
+    child = os.fork()
+    if not child:
+        try:
+            del tensor
+            gc.collect()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert put(slots, torch.rand(COUNT))[3:] != about[3:]
+    assert tensor is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {3: -1}, {3: 1 << 12}, {4: 0}, {4: 1}, {4: 1 << 40}, {1: [1 << 20]}, {1: [-1]}, {2: [-1]},
+        {0: "float3"}, {1: [0]}, {1: [2, 2]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_place_that_makes_no_sense_is_refused(block, change):
+    slots, views = block
+    about = put(slots, torch.rand(COUNT))
+    for place, value in change.items():
+        about[place] = value
+    with pytest.raises((TransportError, ValueError, KeyError)):
+        views.tensor(about)
+
+
+# -- links --------------------------------------------------------------------------------------
+
+
+def pair(shares=True):
+    ends = socket.socketpair()
+    signers = [(Signer(KEY, 1, a, b), Signer(KEY, 1, b, a)) for a, b in ((0, 1), (1, 0))]
+    return [Link(end, *both, shares) for end, both in zip(ends, signers, strict=True)]
+
+
+def exchanged(left, right, tensors, passing=True):
+    came = []
+    left.send(0, b"x", tensors, passing)
+    while not came:
+        left.flush()
+        right.receive(came.append)
+    return came[0].tensors
+
+
+def bytes_over_the_socket(monkeypatch):
+    """Counts what is written to sockets."""
+    counted = [0]
+    plain = links.Link._write
+
+    def write(link):
+        counted[0] += sum(part.nbytes for part in link._queue)
+        return plain(link)
+
+    monkeypatch.setattr(links.Link, "_write", write)
+    return counted
+
+
+def test_large_tensors_go_beside_the_socket_and_small_ones_over_it(monkeypatch):
+    left, right = pair()
+    counted = bytes_over_the_socket(monkeypatch)
+    sent = [torch.rand(7), torch.rand(COUNT), torch.rand(0), torch.rand(4 * COUNT)]
+    for _ in range(3):
+        for one, other in ((left, right), (right, left)):
+            found = exchanged(one, other, sent)
+            assert all(map(torch.equal, found, sent))
+    assert counted[0] < SMALLEST
+    exchanged(left, right, sent, passing=False)  # what stays with the receiver
+    assert counted[0] > 5 * SMALLEST
+    left.close()
+    right.close()
+
+
+def test_descriptors_are_gone_with_the_link():
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    left, right = pair()
+    (kept,) = exchanged(left, right, [torch.ones(COUNT)])
+    exchanged(right, left, [torch.ones(COUNT)])
+    left.close()
+    right.close()
+    assert kept.all()  # its memory is there as long as it is
+    del kept
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_descriptor_in_the_middle_of_what_waits_comes_along():
+    left, right = pair()
+    tensors = [torch.rand(1 << 20) for _ in range(3)]
+    came = []
+    for number, tensor in enumerate(tensors):
+        left.send(0, b"", [tensor], passing=number > 0)
+    while len(came) < 3:
+        left.flush()
+        right.receive(came.append)
+    assert all(torch.equal(frame.tensors[0], tensor) for frame, tensor in zip(came, tensors))
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize("error", [OSError(24, "too many"), ValueError("no room")], ids=str)
+def test_without_memory_to_share_values_go_over_the_socket(monkeypatch, error):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(shared.os if isinstance(error, OSError) else shared.mmap,
+                        "memfd_create" if isinstance(error, OSError) else "mmap", fail)  # fmt: skip
+    left, right = pair()
+    sent = [torch.rand(COUNT)]
+    assert torch.equal(exchanged(left, right, sent)[0], sent[0])
+    monkeypatch.undo()
+    assert torch.equal(exchanged(right, left, sent)[0], sent[0])  # the other end may still
+    left.close()
+    right.close()
+
+
+def test_a_peer_that_names_memory_that_it_has_not_given_is_refused():
+    left, right = pair()
+    left.send(254, b"", [])
+    with pytest.raises(TransportError, match="has not come"):
+        right.receive(print)
+    left.close()
+    right.close()
+
+
+def test_a_full_disk_of_memory_is_no_error(monkeypatch):
+    def fail(*arguments):
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(shared.os, "posix_fallocate", fail)
+    left, right = pair()
+    sent = [torch.rand(COUNT)]
+    assert torch.equal(exchanged(left, right, sent)[0], sent[0])
+    left.close()
+    right.close()
+
+
+# -- pipelines ----------------------------------------------------------------------------------
+
+WIDTH, ROWS = 256, SMALLEST // 256 // 4 * 2
+
+
+class Twice(nn.Module):
+    """Changes its input in place, which lies in shared memory."""
+
+    def forward(self, x):
+        return x.mul_(2.0) if not x.requires_grad else x * 2.0
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Twice(), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4),
+    )  # fmt: skip
+
+
+def batches(count=12):
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, 4, generator=draw)
+
+
+def trained(disturb=lambda pipe: None, at=5, **options):
+    losses = []
+    with Pipeline(
+        model(), stages=4, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.01}),
+        micro_batches=1, **options,
+    ) as pipe:  # fmt: skip
+        for result in pipe.train_epoch(batches()):
+            losses.append(result.loss)
+            if result.step == at:
+                disturb(pipe)
+        return losses, pipe.state_dict()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return trained(workers="serial")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("said", ["", "off"])
+def test_the_bits_are_those_of_one_process(expected, monkeypatch, said):
+    monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", said)
+    found = trained()
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "worker-3"])
+def test_a_death_changes_no_bit_and_leaves_no_memory(expected, tmp_path, victim):
+    found = trained(
+        lambda pipe: kill(pipe, victim),
+        checkpoint=Checkpoints(tmp_path, every=4),
+        recovery=Recovery(max_restarts=1),
+    )
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+    named = [name for name in os.listdir("/dev/shm") if "pipedream" in name]
+    assert named == []
+
+
+@pytest.mark.processes
+def test_a_reader_that_stands_still_for_a_while_loses_nothing(expected):
+    timers = []
+
+    def stop(pipe):
+        worker = pipe._group.cluster._local.processes["worker-2"].pid
+        os.kill(worker, signal.SIGSTOP)
+        timers.append(threading.Timer(1.0, os.kill, (worker, signal.SIGCONT)))
+        timers[0].start()
+
+    found = trained(stop)
+    timers[0].join()
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
