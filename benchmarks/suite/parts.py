@@ -10,8 +10,8 @@ from .runs import Benchmark, Case, Line, table_of
 
 # -- a hop ----------------------------------------------------------------------------------------
 
-WAYS = ("link", "socket", "gloo", "rpc", "memcpy")
-SIZES = [1 << exponent for exponent in (10, 16, 20, 24, 26)]
+WAYS = ("shared", "link", "socket", "gloo", "rpc", "memcpy")
+SIZES = [1 << exponent for exponent in (10, 16, 20, 22, 24, 26)]
 
 
 def _hop() -> list[Case]:
