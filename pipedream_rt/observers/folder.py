@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +58,7 @@ class RunFolder:
             if _is_cut(path):
                 self._file.write(b"\n")
             self._forget_what_was_shown()
-            self._shown.mkdir()
+            self._shown.mkdir(exist_ok=True)
         except BlockingIOError:
             self._file.close()
             raise ConfigError(
@@ -89,8 +88,11 @@ class RunFolder:
             self.close()
 
     def _forget_what_was_shown(self) -> None:
-        """Remove the spans that workers have shown, of which a trace has all."""
-        shutil.rmtree(self._shown, ignore_errors=True)
+        """Remove the spans that workers have shown, and their folder if nothing else is in it."""
+        for path in [self._shown / "script", *self._shown.glob("worker-*")]:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._shown.rmdir()
 
     def close(self) -> None:
         """Close the file, which another run may then write. Idempotent."""

@@ -82,6 +82,13 @@ def test_what_was_shown_goes_when_there_is_a_trace(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "trace"]
 
 
+def test_a_folder_of_that_name_that_is_the_users_keeps_what_is_in_it(tmp_path):
+    (tmp_path / "spans").mkdir()
+    (tmp_path / "spans" / "mine").touch()
+    written(tmp_path, whole_run())
+    assert [path.name for path in (tmp_path / "spans").iterdir()] == ["mine"]
+
+
 def test_a_line_that_is_written_in_two_pieces_is_read_once_it_is_whole(tmp_path):
     observer = written(tmp_path, [begun()])
     following = Following(tmp_path)
