@@ -89,7 +89,7 @@ class OverLink:
         key = b"k" * 32
         group = Group(generation=1, rank=rank, names=("p0", "p1"), hosts=(), key=key)
         connections = {self._peer: (connection, key)}
-        self._links = Links(group, connections, self._receive, self._end, shares)
+        self._links = Links(group, connections, self._receive, self._end, shares, shares)
 
     def _receive(self, rank: int, frame: Frame) -> None:
         """Keep what came, as an inbox does, and wake the thread that waits for it."""

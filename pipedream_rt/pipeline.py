@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -18,6 +19,7 @@ from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Reference
 from pipedream_rt.cluster.launch import starts_here
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.epochs import say_if_not_drawn
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
 from pipedream_rt.coordinator.fingerprints import Fingerprint
@@ -244,13 +246,16 @@ class Pipeline:
             Exception: The loader raised it; the results of the mini-batches before came first.
         """
         self._group.life.check()
-        self._epochs.asked += 1
-        return self._results_of(loader, prepare, progress)
+        begun: list[bool] = []
+        results = self._results_of(loader, prepare, progress, begun)
+        weakref.finalize(results, say_if_not_drawn, begun).atexit = False
+        return results
 
     def _results_of(
-        self, loader: Iterable[Any], prepare: Prepare | None, progress: bool
+        self, loader: Iterable[Any], prepare: Prepare | None, progress: bool, begun: list[bool]
     ) -> Generator[StepResult, None, None]:
-        """Train, and yield the results; see `train_epoch`."""
+        """Train, and yield the results; see `train_epoch`. Put something into a list at first."""
+        begun.append(True)
         with ShorterTracebacks():
             results = self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
             if progress:
@@ -369,7 +374,6 @@ class Pipeline:
             ConfigError: No loss was given, the loader is empty, or a metric gave no number; the
                 pipeline goes on.
         """
-        self._epochs.check_drawn()
         if version is not None and keep_buffers:
             raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
         require_choice("keep_buffers", keep_buffers, (True, False))
@@ -863,7 +867,6 @@ class Pipeline:
         # Not after a failure, and not where a signal interrupted a wait.
         healthy = self._group.is_idle
         try:
-            self._epochs.check_drawn()
             if life.begin_closing() and healthy:
                 if self._checkpointer.is_begun:
                     self.flush()
@@ -887,9 +890,9 @@ class Pipeline:
             self.close()
             return
         shorten(exception[0])
-        if issubclass(exception_type, KeyboardInterrupt):
-            self._checkpointer.interrupted(self.step)
         try:
+            if issubclass(exception_type, KeyboardInterrupt):
+                self._checkpointer.interrupted(self.step)
             self._checkpointer.abandon()
             if issubclass(exception_type, Exception):
                 self.close()

@@ -174,7 +174,7 @@ def _is_there(module: str) -> bool:
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except (Exception, SystemExit):  # the packages around it are imported, which may do anything
         return False
 
 

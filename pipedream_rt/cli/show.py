@@ -81,7 +81,13 @@ def _wait_for(folder: Path) -> Following:
     """
     if folder.is_file() or (folder / EVENTS).exists():
         return Following(folder)
-    click.echo(f"waiting for a run that is recorded in {folder}; Ctrl-C ends this", err=True)
+    found = ""
+    if folder.is_dir():
+        saved = any(folder.glob("step-*"))
+        found = f" (it has {'checkpoints' if saved else 'other files'}, and no {EVENTS} yet)"
+    elif not folder.exists():
+        found = " (there is no such folder yet)"
+    click.echo(f"waiting for a run that is recorded in {folder}{found}; Ctrl-C ends this", err=True)
     wait = threading.Event()
     try:
         while not (folder / EVENTS).exists():
@@ -174,7 +180,7 @@ def _show(events: Iterator[Event | None]) -> None:
     from pipedream_rt.observers.terminal import view_of
 
     record, console = RunRecord(), Console()
-    first = next(events)  # an error comes before anything is shown
+    first = next(events, None)  # an error comes before anything is shown
 
     def view() -> Any:
         begun = record.begun

@@ -29,7 +29,6 @@ from pipedream_rt.checkpoint import (
     put_aside_others,
     write_manifest,
 )
-from pipedream_rt.checkpoint.layout import step_of
 from pipedream_rt.coordinator.feed_log import Origin
 from pipedream_rt.coordinator.fingerprints import of_stages
 from pipedream_rt.coordinator.group import WorkerGroup
@@ -102,15 +101,17 @@ class Checkpointer:
 
     def interrupted(self, step: int) -> None:
         """Say, after Ctrl-C, how far the run had come and what it can go on from."""
+        if self._every is None:
+            return
         saved = self._group.log.origins[-1].folder
-        if saved is not None:
-            _log.warning(
-                "interrupted after %d mini-batches; %s has those up to %d, and a script with "
-                "Checkpoints(resume=True), or under `pipedream-rt run --resume`, goes on from it",
-                step, saved, step_of(saved),
-            )  # fmt: skip
-        elif self._every is not None:
+        if saved is None:
             _log.warning("interrupted after %d mini-batches, before the first checkpoint", step)
+        else:
+            _log.warning(
+                "interrupted after %d mini-batches; the last checkpoint is %s, from which a script "
+                "with Checkpoints(resume=True), or under `pipedream-rt run --resume`, goes on",
+                step, saved,
+            )  # fmt: skip
 
     def hold(self, root: Path) -> None:
         """Keep other runs from writing checkpoints to a folder, until the pipeline ends.

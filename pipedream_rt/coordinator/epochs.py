@@ -17,6 +17,19 @@ from pipedream_rt.job.batches import Prepare, batch_of, require_loader
 _log = logging.getLogger(__name__)
 
 
+def say_if_not_drawn(begun: list[bool]) -> None:
+    """Say so if a script has asked for an epoch and drawn no result of it.
+
+    Args:
+        begun: Has something in it if one was drawn.
+    """
+    if not begun:
+        _log.warning(
+            "train_epoch was called, and nothing was trained: it trains while one iterates over "
+            "it, as in `for result in pipe.train_epoch(loader): ...`"
+        )
+
+
 class Epochs:
     """The epochs of a run: how many have ended, and the place in the loader of the present one.
 
@@ -27,14 +40,12 @@ class Epochs:
         number: Number of epochs that have ended.
         seen: Number of the mini-batches whose results the script has been given, counted from the
             start of the run; `Feeder.step` counts those that were injected.
-        asked: Number of epochs that the script has asked for.
     """
 
     def __init__(self, feeder: Feeder) -> None:
         """Begin with epoch 0."""
         self._feeder = feeder
         self.number = self.seen = 0
-        self.asked = self._begun = 0
         self._loading: Loading | None = None
         self._last_loader: Iterable[Any] | None = None
         self._resumed: Manifest | None = None
@@ -61,7 +72,6 @@ class Epochs:
             Exception: What the loader raised, after the results of the items before it.
         """
         feeder = self._feeder
-        self._begun += 1
         require_loader(loader, "train_epoch")
         if self._loading is not None:
             raise ConfigError(
@@ -100,15 +110,6 @@ class Epochs:
             )
         if items.error is not None:
             raise items.error
-
-    def check_drawn(self) -> None:
-        """Say so if the script has asked for an epoch and drawn no result of it."""
-        if self.asked > self._begun:
-            _log.warning(
-                "train_epoch was called, and nothing was trained: it trains while one iterates "
-                "over it, as in `for result in pipe.train_epoch(loader): ...`"
-            )
-            self.asked = self._begun
 
     def _seen(self, result: StepResult) -> StepResult:
         """Note that the script is given a result."""

@@ -94,13 +94,16 @@ def _counters(loader: object) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield a loader and its samplers with the numbers of epochs and the seeds that they keep."""
     for part in _parts_of(loader):
         kept = getattr(part, "__dict__", {})
-        yield part, {name: value for name, value in kept.items() if _is_counter(name, value)}
+        yield part, {n: kept[n] for n in _COUNTERS if n in kept and _is_counter(n, kept[n])}
+
+
+_COUNTERS = ("epoch", "_epoch", "iteration", "initial_seed")
+"""The names of attributes by which samplers count epochs, or keep a seed that they have drawn."""
 
 
 def _is_counter(name: str, value: object) -> bool:
-    """Whether an attribute of a sampler is a number of epochs or a seed."""
-    is_number = type(value) is int and 0 <= value < 1 << 63
-    return is_number and (name == "iteration" or "epoch" in name or "seed" in name)
+    """Whether an attribute of a sampler is a number of epochs, or a seed that it has drawn."""
+    return name in _COUNTERS and type(value) is int and 0 <= value < 1 << 63
 
 
 def _parts_of(loader: object) -> list[object]:
@@ -114,10 +117,16 @@ def _parts_of(loader: object) -> list[object]:
     return found
 
 
-def _fingerprint(item: object) -> str:
-    """Return a short text that two items share if they have the same numbers and texts."""
+def _fingerprint(item: object) -> str | None:
+    """Return a short text that two items share if they have the same numbers and texts.
+
+    None if that cannot be told of an item, as of one that has itself in it.
+    """
     digest = blake2b(digest_size=16)
-    _add(digest, item)
+    try:
+        _add(digest, item)
+    except Exception:  # a foreign class may raise anything
+        return None
     return digest.hexdigest()
 
 
@@ -291,7 +300,7 @@ class Loading:
     def _is_first(self, item: object) -> None:
         """Note the first item of the epoch; say so if it is another one than before."""
         found = _fingerprint(item)
-        if self._first not in (None, found):
+        if None not in (self._first, found) and self._first != found:
             _log.warning(
                 "the first item of epoch %d is another one than before the checkpoint: some items "
                 "may be trained on twice and others never, and the bits are not those of a run "

@@ -248,7 +248,9 @@ class PipelineTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as the Trainer does, and tell the observers of the run."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        if self.pipe._telling is not None:
+        given = args[0] if args else kwargs.get("eval_dataset")
+        several = isinstance(self.eval_dataset if given is None else given, dict)
+        if self.pipe._telling is not None and not several:  # of several, each is told of
             self.pipe._telling.evaluated(
                 self.pipe.step,
                 {

@@ -66,7 +66,7 @@ _CHUNK = 1 << 16
 """Bytes that are read at a time, if they do not go straight into a tensor."""
 
 _UNREADABLE = (
-    ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError,
+    OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError,
     msgpack.UnpackException,
 )  # fmt: skip
 """Errors of what makes no sense; torch's of a tensor that it cannot make is a RuntimeError."""
@@ -124,13 +124,19 @@ class Link:
         sends: Signs what this end sends.
         receives: Checks what the other end has sent.
         shares: Whether it is a Unix socket between two processes, over which descriptors go.
+        gives: Whether this end lets large tensors lie in memory that both share.
 
     Attributes:
         reading: To be held by the thread that receives, and by the one that closes.
     """
 
     def __init__(
-        self, connection: socket.socket, sends: Signer, receives: Signer, shares: bool = False
+        self,
+        connection: socket.socket,
+        sends: Signer,
+        receives: Signer,
+        shares: bool = False,
+        gives: bool = False,
     ) -> None:
         """Begin with nothing sent."""
         connection.setblocking(False)
@@ -146,9 +152,9 @@ class Link:
         self._coming: Frame | None = None  # its body has not come yet
         self._announced = 0  # bytes of the next frame's meta
         self._room: deque[memoryview] = deque()
-        self._shares = self._gives = shares
+        self._shares, self._gives = shares, shares and gives
         self._slots: Slots | None = None
-        self._passing: memoryview | None = None  # what the descriptor of the slots goes with
+        self._passing: tuple[memoryview, Slots] | None = None  # whose descriptor goes along
         self._came: list[int] = []  # descriptors
         self._views: Views | None = None
 
@@ -176,14 +182,10 @@ class Link:
             OSError: The other end is gone.
             TransportError: The data is too large.
         """
-        bodies, about = [], []
-        for tensor in tensors:
-            body, told = bytes_of(tensor), described(tensor)
-            if passing and self._gives and body.nbytes >= SMALLEST and (at := self._put(body)):
-                about.append([*told, *at])
-            else:
-                about.append(told)
-                bodies.append(body)
+        about: list[Any] = [described(tensor) for tensor in tensors]
+        bodies = [bytes_of(tensor) for tensor in tensors]
+        if passing and self._gives:
+            self._share(about, bodies)
         meta: bytes = msgpack.packb([data, about])
         if len(meta) > _LARGEST_META:
             raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
@@ -191,34 +193,53 @@ class Link:
         with self._lock:
             idle = not self._queue
             if len(meta) > _LARGEST_UNANNOUNCED:
-                self._add(_ANNOUNCES, 0, _LENGTH.pack(len(meta)))
-            self._add(kind, size, meta)
+                self._queue.append(self._framed(_ANNOUNCES, 0, _LENGTH.pack(len(meta))))
+            self._queue.append(self._framed(kind, size, meta))
             self._queue.extend([body for body in bodies if body.nbytes])
             return self._write() if idle else False
 
-    def _put(self, body: memoryview) -> tuple[int, int] | None:
-        """Copy the bytes of a tensor into shared memory; return the place, or None."""
-        with self._lock:
-            slots = self._slots
-            if not self._gives:  # it was closed meanwhile
-                return None
-            if slots is None:
-                try:
-                    self._slots = slots = Slots()
-                except (OSError, ValueError):
-                    self._gives = False
-                    return None
-                self._add(_SHARES, 0, b"")
-                self._passing = self._queue[-1]
-            at = slots.take(body.nbytes)
-        if at is not None:
-            slots.fill(at[1], body)
-        return at
+    def _share(self, about: list[Any], bodies: list[memoryview]) -> None:
+        """Copy the bytes of large tensors into shared memory, as far as there is room.
 
-    def _add(self, kind: int, size: int, meta: bytes) -> None:
-        """Queue head and meta of a frame, signed."""
+        Args:
+            about: The description of each tensor, to which its place is added.
+            bodies: The bytes of each, in whose place there are none.
+        """
+        for number, body in enumerate(bodies):
+            if body.nbytes < SMALLEST:
+                continue
+            with self._lock:
+                slots = self._slots_now()
+                at = None if slots is None else slots.take(body.nbytes)
+            if slots is None or at is None:
+                return
+            try:
+                slots.fill(at[0], body)
+            except BaseException:  # Ctrl-C, for example
+                slots.give_back(at[0])
+                raise
+            about[number].extend(at)
+            bodies[number] = memoryview(b"")
+
+    def _slots_now(self) -> Slots | None:
+        """Return the slots, which are made and announced when they are first needed; or None."""
+        if self._slots is None and self._gives:
+            try:
+                slots = Slots()
+            except OSError:
+                self._gives = False
+                return None
+            # In this order: Ctrl-C in between leaves slots that nobody uses.
+            head = self._framed(_SHARES, 0, b"")
+            self._passing = head, slots
+            self._queue.append(head)
+            self._slots = slots
+        return self._slots if self._gives else None  # it may have been closed meanwhile
+
+    def _framed(self, kind: int, size: int, meta: bytes) -> memoryview:
+        """Return head and meta of a frame, signed."""
         signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
-        self._queue.append(memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta))
+        return memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta)
 
     def flush(self) -> bool:
         """Send what was left; return whether nothing is left now.
@@ -248,10 +269,8 @@ class Link:
 
     def _pass_descriptor(self) -> int:
         """Write what goes before the descriptor of the slots, or that itself; return the bytes."""
-        passing, slots = self._passing, self._slots
-        assert passing is not None
-        if slots is None:
-            raise ConnectionError("the link is closed")
+        assert self._passing is not None
+        passing, slots = self._passing
         if self._queue[0] is not passing:
             before = takewhile(lambda each: each is not passing, islice(self._queue, _AT_ONCE))
             return self._socket.sendmsg(before, (), socket.MSG_DONTWAIT)
@@ -372,13 +391,13 @@ class Link:
         Raises:
             TransportError: None has come, as where this process may open no more.
         """
-        if not self._came or self._views is not None:
+        if not self._came:
             raise TransportError(
                 "the descriptor of shared memory has not come; may this process open no more files?"
             )
         try:
             self._views = Views(self._came.pop(0))
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise TransportError(f"shared memory cannot be mapped: {error}") from error
 
     def _place_in(self, about: Sequence[Any]) -> Place:
@@ -395,7 +414,10 @@ class Link:
         """Close the socket. Shared memory goes with the last tensor over it."""
         self._socket.close()
         close_all(self._came)
-        self._came, self._views = [], None
+        self._came = []
+        if self._views is not None:
+            self._views.close()
+            self._views = None
         with self._lock:
             self._gives = False
             if self._slots is not None:
@@ -417,6 +439,7 @@ class Links:
         receive: Called with a rank and the frame that came from there; never blocks.
         lost: Called with a rank and a text, once, when the link has ended.
         shares: Whether all links are Unix sockets to other processes of this machine.
+        gives: Whether large tensors go through memory that both ends of such a link share.
     """
 
     def __init__(
@@ -426,6 +449,7 @@ class Links:
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
         shares: bool = False,
+        gives: bool = False,
     ) -> None:
         """Start the thread."""
         self._receive = receive
@@ -436,6 +460,7 @@ class Links:
                 Signer(key, group.generation, group.rank, rank),
                 Signer(key, group.generation, rank, group.rank),
                 shares,
+                gives,
             )
             for rank, (connection, key) in connections.items()
         }

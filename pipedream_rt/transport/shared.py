@@ -3,37 +3,44 @@
 A value goes over a socket in two copies, through the kernel. Here the sender copies it once, into a
 slot of a block of memory that both have; over the link goes the number of the slot. The receiver
 computes on the slot itself, and gives it back when the last tensor over it is gone: for an
-activation that is after its backward.
+activation that is after its backward. (A child that a receiver forks meanwhile sees the slot as it
+is used later.)
 
 Each end of a link has a `Slots` of its own for what it sends, made when the first large value goes,
 and the descriptor of its block goes over the link (``SCM_RIGHTS``). The block has no name, so
 nothing is left of it when both processes have ended, however they did. It is as large as it may
-become from the beginning, and takes memory only where a slot has been: slots that are free are
-taken again before there are more.
+become from the beginning, and takes memory and addresses only where a slot is. A slot is used again
+by values of at least half its size. Slots of sizes that are wanted no more are given up where
+another one finds no room, or where they are many.
 
 Of each slot there is one byte at the beginning of the block, which the sender sets and the receiver
 clears. Nobody waits for it: where no slot is free, as with a receiver that has stopped, or no
 memory for another, the value goes over the socket. A sender that dies has announced no slot that it
 has not filled; a receiver that dies gives nothing back, and the block ends with the link.
 
-The block lies in one piece, so that it can be registered as pinned memory by a later transport for
-accelerators.
+The memory of a slot stays in its place, so a later transport for accelerators can register it as
+pinned memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
+from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.messages.wire import dtype_of
 
 SMALLEST = 1 << 17
@@ -41,12 +48,19 @@ SMALLEST = 1 << 17
 
 _MOST_SLOTS = 1 << 12
 _FIRST = _MOST_SLOTS  # where the first slot begins: behind the bytes that say which are taken
-_PAGE = 1 << 12
+_PAGE = mmap.PAGESIZE
 _ROOM = 1 << 30
 """The bytes of all slots of one end of a link at the most."""
 
+_MOST_FREE = 1 << 28
+"""The bytes of free slots from which on they are given up before there is another one."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
 VARIABLE = "PIPEDREAM_RT_SHARED_MEMORY"
 """The environment variable that says ``off`` where values are to go over sockets alone."""
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def is_wanted() -> bool:
@@ -60,11 +74,61 @@ def works() -> bool:
         return False
     try:
         slots = Slots(SMALLEST)
-    except (OSError, ValueError):
+    except OSError:
         return False
     found = slots.take(SMALLEST) is not None
     slots.close()
     return found
+
+
+# -- the kernel ---------------------------------------------------------------------------------
+
+
+@cache
+def _libc() -> Any:
+    """Return the C library. Python's own `mmap` keeps a descriptor for each mapping."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, offset, pointer, number = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    libc.mmap.restype = pointer
+    libc.mmap.argtypes = [pointer, size, number, number, number, offset]
+    libc.munmap.argtypes = [pointer, size]
+    libc.madvise.argtypes = [pointer, size, number]
+    libc.fallocate.argtypes = [number, number, offset, offset]
+    return libc
+
+
+def _mapped(fd: int, begin: int, length: int, *, forks: bool) -> Bytes:
+    """Map a part of a block, until the array and all that lies over it is gone.
+
+    Args:
+        fd: The descriptor of the block.
+        begin: Where the part begins.
+        length: Its bytes.
+        forks: Whether children that this process forks have it too.
+
+    Raises:
+        OSError: There is no room.
+    """
+    libc = _libc()
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, length, both, mmap.MAP_SHARED, fd, begin)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "shared memory cannot be mapped")
+    if not forks:
+        libc.madvise(address, length, mmap.MADV_DONTFORK)
+    room = (ctypes.c_uint8 * length).from_address(address)
+    weakref.finalize(room, libc.munmap, address, length).atexit = False
+    found: Bytes = np.frombuffer(memoryview(room).cast("B"), np.uint8)
+    return found
+
+
+def _give_up(fd: int, begin: int, length: int) -> None:
+    """Give the memory of a part of a block back to the kernel."""
+    keep_size, punch_hole = 1, 2
+    _libc().fallocate(fd, keep_size | punch_hole, begin, length)
+
+
+# -- the sender ---------------------------------------------------------------------------------
 
 
 class Slots:
@@ -82,17 +146,14 @@ class Slots:
 
     def __init__(self, room: int = _ROOM) -> None:
         """Make the block, without a slot yet."""
-        self.fd = os.memfd_create("pipedream-rt", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.fd, _FIRST + room)
-            block = np.frombuffer(mmap.mmap(self.fd, _FIRST + room), np.uint8)
-        except (OSError, ValueError):
-            os.close(self.fd)
-            raise
-        self._taken, self._bytes = block[:_MOST_SLOTS], block
-        self._end = _FIRST
-        self._slots: list[tuple[int, int]] = []  # the beginning and the length of each
+        self.fd = os.memfd_create("pipedream-rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)
+        self._room = room
+        os.ftruncate(self.fd, _FIRST + room)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody makes it shorter under the other
+        self._taken = _mapped(self.fd, 0, _FIRST, forks=False)
+        self._slots: dict[int, tuple[int, Bytes]] = {}  # by number: the beginning and the memory
+        close_in_forked_children(self)
 
     def take(self, size: int) -> tuple[int, int] | None:
         """Take a slot, which `fill` fills. One thread at a time.
@@ -100,39 +161,65 @@ class Slots:
         Returns:
             The number of the slot and where it begins; None where there is no room.
         """
-        number = self._free_slot(size)
+        free = [n for n in self._slots if not self._taken[n]]
+        fits = [(len(self._slots[n][1]), n) for n in free]
+        number = min((pair for pair in fits if size <= pair[0] <= 2 * size), default=(0, None))[1]
+        if number is None:
+            number = self._another(-(-size // _PAGE) * _PAGE, free)
         if number is None:
             return None
         self._taken[number] = 1
         return number, self._slots[number][0]
 
-    def fill(self, begin: int, value: memoryview) -> None:
-        """Copy a value into the slot that begins there. Any thread; others run meanwhile."""
-        np.copyto(self._bytes[begin : begin + value.nbytes], np.frombuffer(value, np.uint8))
+    def fill(self, number: int, value: memoryview) -> None:
+        """Copy a value into a slot that was taken. Any thread; others run meanwhile."""
+        np.copyto(self._slots[number][1][: value.nbytes], np.frombuffer(value, np.uint8))
 
-    def _free_slot(self, size: int) -> int | None:
-        """Return the number of a slot that is free and not much too large; None if none can be."""
-        free = np.flatnonzero(self._taken[: len(self._slots)] == 0).tolist()
-        fits = [(self._slots[n][1], n) for n in free if size <= self._slots[n][1] <= 2 * size]
-        if fits:
-            return min(fits)[1]
-        if len(free) == len(self._slots):  # of sizes that are wanted no more
-            self._slots, self._end = [], _FIRST
-        length = -(-size // _PAGE) * _PAGE
-        if len(self._slots) == _MOST_SLOTS or self._end + length > len(self._bytes):
+    def give_back(self, number: int) -> None:
+        """Give back a slot that nobody was told of."""
+        self._taken[number] = 0
+
+    def _another(self, length: int, free: Sequence[int]) -> int | None:
+        """Return the number of a new slot; None where there is no room for it."""
+        if sum(len(self._slots[n][1]) for n in free) > _MOST_FREE:
+            self._drop(free)
+        begin = self._gap(length)
+        if begin is None:
+            self._drop([n for n in free if n in self._slots])
+            begin = self._gap(length)
+        if begin is None or len(self._slots) == _MOST_SLOTS:
             return None
         try:
             # What is not there is asked for now, so that no write can fail.
-            os.posix_fallocate(self.fd, self._end, length)
+            os.posix_fallocate(self.fd, begin, length)
+            memory = _mapped(self.fd, begin, length, forks=False)
         except OSError:
             return None
-        self._slots.append((self._end, length))
-        self._end += length
-        return len(self._slots) - 1
+        number = next(n for n in range(_MOST_SLOTS) if n not in self._slots)
+        self._slots[number] = begin, memory
+        return number
+
+    def _gap(self, length: int) -> int | None:
+        """Return where so many bytes lie in no slot, the first such place; None if nowhere."""
+        begin = _FIRST
+        for start, memory in sorted(self._slots.values(), key=lambda slot: slot[0]):
+            if start - begin >= length:
+                return begin
+            begin = start + len(memory)
+        return begin if _FIRST + self._room - begin >= length else None
+
+    def _drop(self, free: Sequence[int]) -> None:
+        """Give up slots that are free."""
+        for number in free:
+            begin, memory = self._slots.pop(number)
+            _give_up(self.fd, begin, len(memory))
 
     def close(self) -> None:
         """Close the descriptor. The memory goes with the last tensor over it. Idempotent."""
         self._close()
+
+
+# -- the receiver -------------------------------------------------------------------------------
 
 
 class _Slot(np.ndarray):
@@ -147,15 +234,19 @@ class Views:
 
     Raises:
         OSError: It cannot be mapped.
+        TransportError: The other end could make it shorter.
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the block."""
-        try:
-            self._map = mmap.mmap(fd, 0)
-        finally:
-            os.close(fd)
-        self._taken = np.frombuffer(self._map, np.uint8, _MOST_SLOTS)
+        """Map what says which slots are taken."""
+        self._fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise TransportError("the memory that a member shares is not of its final size")
+        self._length = os.fstat(fd).st_size
+        self._taken = _mapped(fd, 0, _FIRST, forks=True)
+        self._memory: dict[int, Bytes] = {}  # of slots, by where they begin
+        close_in_forked_children(self)
 
     def tensor(self, about: Sequence[Any]) -> Tensor:
         """Return the tensor in a slot, which is given back when the last tensor over it is gone.
@@ -166,6 +257,7 @@ class Views:
 
         Raises:
             TransportError: There is no such slot.
+            OSError: It cannot be mapped.
             ValueError: The description makes no sense.
             KeyError: The dtype is unknown to this version of torch.
         """
@@ -173,20 +265,30 @@ class Views:
         dtype = dtype_of(name)
         size = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
         if not (
-            0 <= number < _MOST_SLOTS
-            and _FIRST <= begin <= begin + size <= len(self._map)
+            type(number) is type(begin) is int
+            and 0 <= number < _MOST_SLOTS
+            and _FIRST <= begin <= begin + size <= self._length
             and begin % _PAGE == 0
             and min((1, *shape)) > 0
             and min((0, *stride)) >= 0
         ):
             raise TransportError(f"no slot of {size} bytes begins at {begin}")
-        slot = np.frombuffer(self._map, np.uint8, size, begin).view(_Slot)
+        memory = self._memory.get(begin)
+        if memory is None or len(memory) < size:
+            length = -(-size // _PAGE) * _PAGE
+            memory = self._memory[begin] = _mapped(self._fd, begin, length, forks=True)
+        slot = memory[:size].view(_Slot)
         weakref.finalize(slot, _give_back, self._taken, number, os.getpid()).atexit = False
         raw = torch.from_numpy(slot)
-        return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, stride)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        return tensor.set_(raw.untyped_storage(), 0, shape, stride)
+
+    def close(self) -> None:
+        """Close the descriptor. The memory goes with the last tensor over it. Idempotent."""
+        self._close()
 
 
-def _give_back(taken: np.ndarray, number: int, process: int) -> None:
+def _give_back(taken: Bytes, number: int, process: int) -> None:
     """Say that a slot is free; only the process that received it does."""
     if os.getpid() == process:
         taken[number] = 0

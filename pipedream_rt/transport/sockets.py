@@ -69,7 +69,12 @@ class SocketTransport:
         """
         self.shares_memory = shares and is_wanted()
         self._links = Links(
-            self._group, connections, self._receive, self._end_of_link, self.shares_memory
+            self._group,
+            connections,
+            self._receive,
+            self._end_of_link,
+            shares,
+            self.shares_memory,
         )
 
     @property

@@ -21,10 +21,10 @@ class Counting(RandomSampler):
 
     def __init__(self, data):
         super().__init__(data)
-        self.seed, self._epoch = int(torch.randint(1000, ())), 0
+        self.initial_seed, self._epoch = int(torch.randint(1000, ())), 0
 
     def __iter__(self):
-        drawn = torch.Generator().manual_seed(self.seed + self._epoch)
+        drawn = torch.Generator().manual_seed(self.initial_seed + self._epoch)
         yield from torch.randperm(len(DATA), generator=drawn).tolist()
         self._epoch += 1
 
@@ -130,3 +130,28 @@ def test_the_first_items_of_all_kinds_are_compared():
     ]  # fmt: skip
     assert len({_fingerprint(value) for value in values}) == len(values)
     assert _fingerprint([torch.ones(2), {"a": "b"}]) == _fingerprint([torch.ones(2), {"a": "b"}])
+
+
+def test_what_the_user_sets_anew_holds():
+    """The number of mini-batches of an epoch, or a seed, that the script says."""
+
+    def make(per_epoch, seed):
+        loader = DataLoader(DATA, batch_size=4)
+        loader.sampler.batches_per_epoch, loader.sampler.seed = per_epoch, seed
+        loader.sampler.num_epochs = seed
+        return loader
+
+    _, place = epoch_of(make(4, 1), 0, most=2)
+    loader = make(10, 2)
+    epoch_of(loader, 0, place)
+    assert vars(loader.sampler).items() >= {
+        "batches_per_epoch": 10, "seed": 2, "num_epochs": 2
+    }.items()  # fmt: skip
+
+
+def test_an_item_that_cannot_be_told_from_others_is_let_be():
+    item = [torch.ones(2)]
+    item.append(item)
+    assert _fingerprint(item) is None
+    loading = Loading([item], 0)
+    assert loading.fetched == [item]

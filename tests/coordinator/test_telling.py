@@ -330,7 +330,7 @@ def test_an_epoch_that_nobody_iterates_over_is_told_of(caplog):
     [
         ({}, ""),
         ({"every": 100}, "interrupted after 12 mini-batches, before the first checkpoint"),
-        ({"every": 5}, "has those up to "),
+        ({"every": 5}, "the last checkpoint is "),
     ],
     ids=["none", "too early", "saved"],
 )

@@ -27,9 +27,9 @@ COUNT = SMALLEST // 4  # numbers of the smallest tensor that is shared
 
 
 def put(slots, tensor):
-    at = slots.take(tensor.nbytes)
+    at = slots.take(bytes_of(tensor).nbytes)
     if at is not None:
-        slots.fill(at[1], bytes_of(tensor))
+        slots.fill(at[0], bytes_of(tensor))
     return at and [*described(tensor), *at]
 
 
@@ -141,7 +141,7 @@ def test_a_place_that_makes_no_sense_is_refused(block, change):
 def pair(shares=True):
     ends = socket.socketpair()
     signers = [(Signer(KEY, 1, a, b), Signer(KEY, 1, b, a)) for a, b in ((0, 1), (1, 0))]
-    return [Link(end, *both, shares) for end, both in zip(ends, signers, strict=True)]
+    return [Link(end, *both, shares, shares) for end, both in zip(ends, signers, strict=True)]
 
 
 def exchanged(left, right, tensors, passing=True):
@@ -209,13 +209,12 @@ def test_a_descriptor_in_the_middle_of_what_waits_comes_along():
     right.close()
 
 
-@pytest.mark.parametrize("error", [OSError(24, "too many"), ValueError("no room")], ids=str)
-def test_without_memory_to_share_values_go_over_the_socket(monkeypatch, error):
+@pytest.mark.parametrize("name", ["memfd_create", "ftruncate", "posix_fallocate"])
+def test_without_memory_to_share_values_go_over_the_socket(monkeypatch, name):
     def fail(*arguments):
-        raise error
+        raise OSError(24, "too many")
 
-    monkeypatch.setattr(shared.os if isinstance(error, OSError) else shared.mmap,
-                        "memfd_create" if isinstance(error, OSError) else "mmap", fail)  # fmt: skip
+    monkeypatch.setattr(shared.os, name, fail)
     left, right = pair()
     sent = [torch.rand(COUNT)]
     assert torch.equal(exchanged(left, right, sent)[0], sent[0])
@@ -234,16 +233,72 @@ def test_a_peer_that_names_memory_that_it_has_not_given_is_refused():
     right.close()
 
 
-def test_a_full_disk_of_memory_is_no_error(monkeypatch):
-    def fail(*arguments):
-        raise OSError(28, "no space")
+def test_memory_that_cannot_be_mapped_here_goes_over_the_socket(monkeypatch):
+    """As where the address space is limited."""
+    plain = shared._mapped
 
-    monkeypatch.setattr(shared.os, "posix_fallocate", fail)
+    def mapped(fd, begin, length, *, forks):
+        if begin:
+            raise OSError(12, "no memory")
+        return plain(fd, begin, length, forks=forks)
+
     left, right = pair()
+    monkeypatch.setattr(shared, "_mapped", mapped)
     sent = [torch.rand(COUNT)]
     assert torch.equal(exchanged(left, right, sent)[0], sent[0])
     left.close()
     right.close()
+
+
+def test_an_end_that_gives_no_memory_takes_some():
+    ends = socket.socketpair()
+    left = Link(ends[0], Signer(KEY, 1, 0, 1), Signer(KEY, 1, 1, 0), True, True)
+    right = Link(ends[1], Signer(KEY, 1, 1, 0), Signer(KEY, 1, 0, 1), True, False)
+    sent = [torch.rand(COUNT)]
+    for one, other in ((left, right), (right, left)):
+        assert torch.equal(exchanged(one, other, sent)[0], sent[0])
+    left.close()
+    right.close()
+
+
+def test_a_default_device_is_not_that_of_what_comes():
+    left, right = pair()
+    sent = [torch.rand(COUNT)]
+    with torch.device("meta"):
+        (found,) = exchanged(left, right, sent)
+    assert torch.equal(found, sent[0])
+    left.close()
+    right.close()
+
+
+def test_a_block_that_could_be_made_shorter_is_refused():
+    fd = os.memfd_create("short")
+    os.ftruncate(fd, 1 << 20)
+    with pytest.raises(TransportError, match="final size"):
+        Views(fd)
+    gc.collect()
+
+
+def used(slots):
+    """The bytes of memory that a block takes."""
+    return os.fstat(slots.fd).st_blocks * 512
+
+
+def test_sizes_that_are_wanted_no_more_give_their_memory_up():
+    slots = Slots(room=1 << 26)
+    views = Views(os.dup(slots.fd))
+    kept = views.tensor(put(slots, torch.ones(COUNT)))
+    for size in (1, 3, 7, 15):  # MiB, each for a while, several at a time
+        several = [views.tensor(put(slots, torch.rand(size << 18))) for _ in range(3)]
+        assert all(each is not None for each in several)
+        del several
+        gc.collect()
+    last = views.tensor(put(slots, torch.rand(60 << 18)))  # there is room for nothing else
+    assert used(slots) <= (61 << 20)
+    assert kept.all()
+    assert len(last) == 60 << 18
+    slots.close()
+    views.close()
 
 
 # -- pipelines ----------------------------------------------------------------------------------
