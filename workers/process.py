@@ -20,7 +20,7 @@ from pipedream_rt.cluster.control import (
     LIFE_AGAIN,
     Control,
 )
-from pipedream_rt.cluster.environment import own_device, tls_of_environment
+from pipedream_rt.cluster.environment import memory_is_shared, own_device, tls_of_environment
 from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.records import Record
@@ -171,7 +171,8 @@ def _join(
     if control.is_local:  # so far it has connected to nobody
         tls = tls_of_environment()
     if welcome["host"] is None:
-        transport.connect(_inherited_links(control, group, deadline), shares=True)
+        links = _inherited_links(control, group, deadline)
+        transport.connect(links, shares=True, gives=memory_is_shared())
     else:
         with listening(_host_of_door(control, welcome["host"], bind), 0) as door:
             door.setblocking(False)

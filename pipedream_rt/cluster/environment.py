@@ -294,3 +294,12 @@ def secret_of_environment() -> Secret:
             f"same random text here and for them. Make one with: {_MAKE_ONE}"
         )
     return secret
+
+
+SHARED_MEMORY = "PIPEDREAM_RT_SHARED_MEMORY"
+"""``off`` where large values between workers of one machine are to go over sockets."""
+
+
+def memory_is_shared() -> bool:
+    """Whether large values may go through memory that two workers share."""
+    return hasattr(os, "memfd_create") and os.environ.get(SHARED_MEMORY, "") != "off"

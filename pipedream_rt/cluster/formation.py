@@ -13,6 +13,7 @@ from datetime import timedelta
 from itertools import combinations
 
 from pipedream_rt.cluster.addresses import is_loopback, joined, listening
+from pipedream_rt.cluster.environment import memory_is_shared
 from pipedream_rt.cluster.keys import NONCE, group_key
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.meeting import Meeting
@@ -141,7 +142,8 @@ class Formation:
         with ExitStack() as stack:
             door = None
             if self._inherits:
-                transport.connect(self._hand_out_links(group), shares=True)
+                links = self._hand_out_links(group)
+                transport.connect(links, shares=True, gives=memory_is_shared())
             else:
                 door = stack.enter_context(listening(self._meeting_host(), 0))
                 door.setblocking(False)

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipedream_rt.cluster.environment import memory_is_shared
 from pipedream_rt.software import processor, software
-from pipedream_rt.transport.shared import works
 
 Facts = dict[str, Any]
 """What a machine has found, by name; of values that JSON has."""
@@ -37,7 +37,7 @@ def facts(folder: str, token: str, source: str) -> Facts:
         "processor": processor(),
         "memory": _memory(),
         "shm": _free("/dev/shm"),
-        "shares": works(),
+        "shares": _shares(),
         "files": soft,
         "files_at_most": hard,
         "accelerator": _accelerator(),
@@ -101,6 +101,20 @@ def _free(place: str) -> int:
         about = os.statvfs(place)
         return about.f_bavail * about.f_frsize
     return 0
+
+
+def _shares() -> bool:
+    """Whether large values between workers of this machine go through shared memory."""
+    if not memory_is_shared():
+        return False
+    try:
+        fd = os.memfd_create("pipedream-rt", os.MFD_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(fd, "wb"), suppress(OSError):
+        os.posix_fallocate(fd, 0, _LARGEST)
+        return True
+    return False
 
 
 def _accelerator() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,11 +74,11 @@ class Shown(NamedTuple):
     @staticmethod
     def in_folder(run: str | os.PathLike[str]) -> Shown:
         """Return the place in the folder of a run, seen from this machine."""
-        return Shown(str(Path(run).absolute() / "spans"), socket.gethostname())
+        return Shown(str(Path(run).absolute() / "spans"), os.uname().nodename)
 
     def open(self, name: str) -> int | None:
         """Return the descriptor of a new file; None if there can be none."""
-        if self.host != socket.gethostname():
+        if self.host != os.uname().nodename:
             return None
         with contextlib.suppress(OSError):
             return os.open(

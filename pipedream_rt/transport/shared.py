@@ -57,28 +57,7 @@ _MOST_FREE = 1 << 28
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
-VARIABLE = "PIPEDREAM_RT_SHARED_MEMORY"
-"""The environment variable that says ``off`` where values are to go over sockets alone."""
-
 Bytes = npt.NDArray[np.uint8]
-
-
-def is_wanted() -> bool:
-    """Whether values may go through shared memory."""
-    return hasattr(os, "memfd_create") and os.environ.get(VARIABLE, "") != "off"
-
-
-def works() -> bool:
-    """Whether values go through shared memory here: it is wanted, and the kernel gives some."""
-    if not is_wanted():
-        return False
-    try:
-        slots = Slots(SMALLEST)
-    except OSError:
-        return False
-    found = slots.take(SMALLEST) is not None
-    slots.close()
-    return found
 
 
 # -- the kernel ---------------------------------------------------------------------------------

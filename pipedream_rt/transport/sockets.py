@@ -30,7 +30,6 @@ from pipedream_rt.transport.base import Lost, Receive
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections, Frame, Links
 from pipedream_rt.transport.rpc.tunnel import Tunnel
-from pipedream_rt.transport.shared import is_wanted
 
 _log = logging.getLogger(__name__)
 
@@ -59,15 +58,16 @@ class SocketTransport:
         self._life = Lifecycle("the transport")
         self.tunnel = Tunnel(group, self._send_stream)
 
-    def connect(self, connections: Connections, shares: bool = False) -> None:
+    def connect(self, connections: Connections, shares: bool = False, gives: bool = False) -> None:
         """Begin to receive over connections, which are the transport's from now on.
 
         Args:
             connections: What joins this member to the others.
             shares: Whether all of them are Unix sockets to other processes of this machine, beside
                 which large values can go through shared memory.
+            gives: Whether values of this process do.
         """
-        self.shares_memory = shares and is_wanted()
+        self.shares_memory = shares and gives
         self._links = Links(
             self._group,
             connections,

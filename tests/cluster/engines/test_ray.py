@@ -84,7 +84,7 @@ def test_options_that_make_no_sense(arguments, words):
 
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r'pip install "pipedream-rt\[ray\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "ray\[default\]>=2\.40"'):
         engine.RayWorkers()
 
 
