@@ -17,6 +17,7 @@ RUNS = {
     "balance.py": (["--workers=serial", "--steps=8", "--width=64"], "mini-batches/s"),
     "slow_link.py": (["--workers=serial", "--stages=2", "--steps=12"], "async-1f1b, slack 2"),
     "tensor_parallel.py": (["--workers=serial"], "at last"),
+    "rpc_resnet.py": ([], "by hand the same: True"),
 }  # fmt: skip
 
 
