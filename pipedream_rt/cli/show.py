@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -99,7 +100,8 @@ def _wait_for(folder: Path) -> Following:
 
 def _serve(following: Following, host: str, port: int, token: str | None) -> None:
     """Serve the page of a run until Ctrl-C; the run goes before, where both want a core."""
-    os.nice(10)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with closing(LivePage(following, host, port, workers_now, token)) as page:
         click.echo(f"{page.address}\nopen it in a browser; Ctrl-C ends it, and not the run")
         try:
