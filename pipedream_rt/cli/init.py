@@ -141,6 +141,7 @@ def init(model: str, output: str, stages: int, force: bool) -> None:
     path = Path(output)
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; --force replaces it, -o writes another one")
+    sys.path.insert(0, os.getcwd())
     module, colon, name = model.partition(":")
     text = _of_class(module, name, path, stages) if colon else _of_name(model, path, stages)
     try:
@@ -171,7 +172,6 @@ def _of_name(model: str, path: Path, stages: int) -> str:
 
 def _is_there(module: str) -> bool:
     """Whether a module can be found, here or where packages are."""
-    sys.path.insert(0, os.getcwd())
     try:
         return importlib.util.find_spec(module) is not None
     except (Exception, SystemExit):  # the packages around it are imported, which may do anything
@@ -184,7 +184,6 @@ def _of_class(module: str, name: str, path: Path, stages: int) -> str:
     Raises:
         ConfigError: There is no such class, or it is none of a module of torch.
     """
-    sys.path.insert(0, os.getcwd())
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

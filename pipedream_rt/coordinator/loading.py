@@ -55,7 +55,7 @@ def generators(loader: object = None) -> Generators:
         "python": random.getstate(),
         "numpy": numpy_random.get_state(legacy=True),
         "loader": [own.get_state() for own in _own_generators(loader)],
-        "counted": [dict(counted) for _, counted in _counters(loader)],
+        "counted": [counted for _, counted in _counters(loader)],
     }
 
 
@@ -94,16 +94,16 @@ def _counters(loader: object) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield a loader and its samplers with the numbers of epochs and the seeds that they keep."""
     for part in _parts_of(loader):
         kept = getattr(part, "__dict__", {})
-        yield part, {n: kept[n] for n in _COUNTERS if n in kept and _is_counter(n, kept[n])}
+        yield part, {n: kept[n] for n in _COUNTERS if _is_count(kept.get(n))}
 
 
 _COUNTERS = ("epoch", "_epoch", "iteration", "initial_seed")
 """The names of attributes by which samplers count epochs, or keep a seed that they have drawn."""
 
 
-def _is_counter(name: str, value: object) -> bool:
-    """Whether an attribute of a sampler is a number of epochs, or a seed that it has drawn."""
-    return name in _COUNTERS and type(value) is int and 0 <= value < 1 << 63
+def _is_count(value: object) -> bool:
+    """Whether a value can be a number of epochs, or a seed."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _parts_of(loader: object) -> list[object]:

@@ -160,11 +160,9 @@ class Slots:
 
     def _another(self, length: int, free: Sequence[int]) -> int | None:
         """Return the number of a new slot; None where there is no room for it."""
-        if sum(len(self._slots[n][1]) for n in free) > _MOST_FREE:
-            self._drop(free)
         begin = self._gap(length)
-        if begin is None:
-            self._drop([n for n in free if n in self._slots])
+        if begin is None or sum(len(self._slots[n][1]) for n in free) > _MOST_FREE:
+            self._drop(free)
             begin = self._gap(length)
         if begin is None or len(self._slots) == _MOST_SLOTS:
             return None
