@@ -39,7 +39,7 @@ MAP = (
     (("messages", "what travels"),),
     (("models", "a model to stages"), ("checkpoint", "checkpoints on disk")),
     (("corrections", "stale gradients"), ("optimizers", "that bear them")),
-    (("devices", "what it runs on"),),
+    (("devices", "what it runs on"), ("codecs", "fewer bytes")),
     (("stage", "one stage"), ("stage/rules", "what features do")),
     (("job", "before anything runs"),),
     (("observers", "who looks on"), ("observers/page", "in a browser")),

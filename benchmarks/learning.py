@@ -40,6 +40,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from pipedream_rt import Clip, Layout, Pipeline, Training
+from pipedream_rt.codecs import BFloat16, Int8, Projection, TopK, learned_projection
 from pipedream_rt.corrections import (
     Correction,
     DelayCompensation,
@@ -272,6 +273,42 @@ class DampedVectors(Correction):
                 group["lr"] = group["lr"] / math.sqrt(1 + at.staleness)
 
 
+# -- what crosses -------------------------------------------------------------------------------
+
+
+CODECS: dict[str, Any] = {
+    "": None,
+    "bfloat16": BFloat16(),
+    "int8": Int8(),
+    "int8 with feedback": Int8(feedback=True),
+    "top 10 % with feedback": TopK(0.1),
+    "20 of 64 columns, bfloat16": Projection(64, 20, dtype=torch.bfloat16),
+    "36 of 64 columns, int8": [Projection(64, 36), Int8()],
+    "20 of 64 columns, learned, bfloat16": BFloat16(),
+}
+"""The codecs of the transformer, whose values have 64 columns of 4 bytes for each token."""
+
+
+def coded(name: str, model: nn.Sequential, stages: int) -> tuple[nn.Sequential, Any, Any]:
+    """Return a model, its stages, and what crosses between them.
+
+    A learned projection is two layers of the model, beside each split point.
+    """
+    codec = CODECS[name]
+    if "learned" not in name:
+        return model, stages, codec
+    embedding, *halves, head = model
+    layers: list[nn.Module] = [embedding]
+    points = []
+    for number in range(stages):
+        if number:
+            narrow, wide = learned_projection(64, 20, seed=number)
+            points.append(len(layers) + 1)
+            layers += [narrow, wide]
+        layers += halves[2 * number : 2 * number + 2]
+    return nn.Sequential(*layers, head), points, codec
+
+
 # -- how ----------------------------------------------------------------------------------------
 
 
@@ -340,6 +377,7 @@ class Run:
         seed: Of the model and the data.
         synchronous: The number of updates at the start that flush the pipe.
         options: Other options of the `Layout`.
+        codec: What crosses between the stages; see `coded`.
     """
 
     task: str
@@ -353,11 +391,12 @@ class Run:
     seed: int = 0
     synchronous: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    codec: str = ""
 
     @property
     def key(self) -> str:
         """A short digest of the run."""
-        later = ("synchronous", "options")  # came later: a run without them keeps its key
+        later = ("synchronous", "options", "codec")  # came later: a run without them keeps its key
         fields = {k: v for k, v in asdict(self).items() if k not in later or v}
         text = json.dumps(fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -365,7 +404,8 @@ class Run:
     @property
     def title(self) -> str:
         """The method, with the options of the schedule."""
-        return ", ".join([self.method, *(f"{name}={value}" for name, value in self.options)])
+        options = (f"{name}={value}" for name, value in self.options)
+        return ", ".join([self.method, *options, *([self.codec] if self.codec else [])])
 
     def over(self) -> Run:
         """The run without what is tuned and averaged."""
@@ -379,20 +419,20 @@ def done(run: Run) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = task_named(run.task)
     torch.manual_seed(run.seed)
-    model = task.model()
+    model, stages, codecs = coded(run.codec, task.model(), run.stages)
     optimizer, corrections = method_named(run.method, model)
     validation = task.validation()
     curve: list[tuple[int, float]] = []
     start = time.process_time()
     with Pipeline(
         model,
-        stages=run.stages,
+        stages=stages,
         loss_fn=task.loss_fn,
         optimizer=optimizer,
         schedule=run.schedule,  # type: ignore[arg-type]
         micro_batches=run.k,
         corrections=corrections,
-        layout=Layout(synchronous_updates=run.synchronous, **dict(run.options)),
+        layout=Layout(synchronous_updates=run.synchronous, codecs=codecs, **dict(run.options)),
         training=Training(clip=Clip(norm=1.0), on_nan="ignore"),
         seed=run.seed,
         workers="serial",
@@ -610,6 +650,18 @@ def all_sets() -> dict[str, list[Run]]:
             run
             for stages in (1, 2, 4, 8, 16, 32)
             for run in some("adamw", "nadam", "rotated", **NARROW, stages=stages, updates=600)
+        ],
+        # What crosses between stages in fewer bytes; see benchmarks/wire.py.
+        "codecs": [
+            Run(
+                task="transformer",
+                method="muon+ef+extrapolation",
+                rate=0.012,
+                stages=8,
+                k=8,
+                codec=codec,
+            )
+            for codec in CODECS
         ],
         "trend-horizons": [
             run for updates in (150, 300) for run in some("rotated", **NARROW, updates=updates)

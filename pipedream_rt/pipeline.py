@@ -767,6 +767,7 @@ class Pipeline:
             self.statistics(),
             forwards.how + (f"\n{self._why}" if self._why else ""),
             self._job.corrections,
+            self._job.codecs.texts(),
             shares_memory=self._group.cluster.transport.shares_memory,
         )
         return Lines(f"{text}\n{forwards.program()}" if program else text)

@@ -16,6 +16,7 @@ RUNS = {
     "split_points.py": (["--workers=serial", "--steps=20"], "at last"),
     "balance.py": (["--workers=serial", "--steps=8", "--width=64"], "mini-batches/s"),
     "slow_link.py": (["--workers=serial", "--stages=2", "--steps=12"], "async-1f1b, slack 2"),
+    "own_codec.py": ([], "Signs: loss"),
     "tensor_parallel.py": (["--workers=serial"], "at last"),
     "rpc_resnet.py": ([], "by hand the same: True"),
 }  # fmt: skip

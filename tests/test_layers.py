@@ -28,7 +28,7 @@ LAYERS = [
     {"pipedream_rt.messages"},
     {"pipedream_rt.models", "pipedream_rt.checkpoint"},
     {"pipedream_rt.corrections", "pipedream_rt.optimizers", "pipedream_rt.dynamo"},
-    {"pipedream_rt.devices"},
+    {"pipedream_rt.devices", "pipedream_rt.codecs"},
     {"pipedream_rt.stage"},
     {"pipedream_rt.transport"},
     {"pipedream_rt.job"},

@@ -187,6 +187,7 @@ _PARTS = {
     "loss": schema.text(1 << 16),
     "schedule": schema.line(256),
     "corrections": schema.list_of(schema.text(1 << 16)),
+    "codecs": schema.list_of(schema.text(1 << 16)),
     "threads": _COUNT,
     "torch": schema.line(256),
 }

@@ -141,6 +141,7 @@ def read_stage(
     buffers: Sequence[str],
     plain: dict[str, Any],
     replica: str = "",
+    others: Collection[str] = (),
 ) -> Snapshot:
     """Read the state of a stage, whichever files it is in.
 
@@ -156,6 +157,7 @@ def read_stage(
         plain: What is no tensor, from the manifest.
         replica: Name of the replica of the stage, whose own buffers and extra state are taken if
             there are any; empty for replica 0.
+        others: Further names under which the stage keeps something for its steps.
 
     Returns:
         The state. It has an older weight version only if that has all of the stage's parameters.
@@ -185,7 +187,7 @@ def read_stage(
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
     return Snapshot(
         weights=found,
-        steps=_step_state(written_tensors, set(parameters), said),
+        steps=_step_state(written_tensors, {*parameters, *others}, said),
         versions=_older_versions(written_tensors, set(parameters)),
         extra={str(k.path[-1]): v for k, v in said.items() if k.part == EXTRA}
         | {
@@ -207,18 +209,18 @@ Written: TypeAlias = Callable[[str, Callable[[Parts], bool]], dict[Parts, Tensor
 """``tensors(kind, wanted)`` reads the tensors of a kind whose keys are wanted."""
 
 
-def _step_state(tensors_of: Written, parameters: set[str], said: Mapping[Key, Any]) -> StepState:
-    """What is kept of some parameters, of optimizers themselves, and by all stages alike."""
+def _step_state(tensors_of: Written, names: set[str], said: Mapping[Key, Any]) -> StepState:
+    """What is kept under some names, of optimizers themselves, and by all stages alike."""
 
     def wanted(key: Key) -> bool:
-        return key.name in parameters or not key.name or key.part in OF_OPTIMIZERS
+        return key.name in names or not key.name or key.part in OF_OPTIMIZERS
 
-    def of_parameters(parts: Parts) -> bool:
-        return len(parts) > 1 and parts[1] in parameters
+    def named(parts: Parts) -> bool:
+        return len(parts) > 1 and parts[1] in names
 
     found: StepState = {key: value for key, value in said.items() if wanted(key)}
     for kind in ("optimizer", "shard"):
-        for (part, name, *path), tensor in tensors_of(kind, of_parameters).items():
+        for (part, name, *path), tensor in tensors_of(kind, named).items():
             found[Key(str(part), str(name), tuple(path))] = tensor
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream_rt.corrections import Correction
-from pipedream_rt.observe.summary import table
+from pipedream_rt.observe.summary import bytes_text, table
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.shared import SMALLEST
 
@@ -17,6 +17,7 @@ def explain(
     statistics: Sequence[Mapping[str, Any]],
     how: str,
     corrections: Sequence[Correction] = (),
+    codecs: Sequence[str] = (),
     *,
     shares_memory: bool = False,
 ) -> str:
@@ -28,6 +29,7 @@ def explain(
         statistics: The counters of each stage, and of each replica; see `Pipeline.statistics`.
         how: How the model was cut.
         corrections: The corrections for staleness.
+        codecs: The codecs of each edge that has some, as text.
         shares_memory: Whether large values between workers lie in memory that both have.
     """
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
@@ -72,12 +74,39 @@ def explain(
         f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"
         for tie in plan.ties
     ]
+    lines += [f"edge {each}" for each in codecs]
+    lines += [
+        f"  {plan.title_of(address)} sends {text}"
+        for address, counters in zip(plan.addresses, statistics, strict=True)
+        if (text := _coded(counters))
+    ]
     if shares_memory and plan.workers > 1:
         lines.append(
             f"values of {SMALLEST >> 10} KiB and more go from worker to worker in memory that both "
             "share, smaller ones over sockets"
         )
     return "\n".join([*lines, table(rows)])
+
+
+_WAYS = (
+    ("values", ("values", "encoded"), ("activations", "packed")),
+    ("gradients", ("gradients", "packed")),
+)
+
+
+def _coded(counters: Mapping[str, Any]) -> str:
+    """Return what codecs make of a micro-batch that a stage sends; nothing if they have not yet."""
+    found = []
+    for what, *steps in _WAYS:
+        means = [
+            (counters[f"{name}_bytes"] / count, counters[f"{name}_{done}_bytes"] / count)
+            for name, done in steps
+            if (count := counters.get(f"{name}_{done}", 0))
+        ]
+        if means:
+            before, after = means[0][0], means[-1][1]
+            found.append(f"{bytes_text(after)} of {what} in the place of {bytes_text(before)}")
+    return ", ".join(found)
 
 
 def _on_device(counters: Mapping[str, Any]) -> list[str]:

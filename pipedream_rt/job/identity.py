@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.stage.fingerprint import fingerprint
 from pipedream_rt.stage.optimizer import Hyper, unpack_hyper
@@ -35,6 +34,7 @@ _LOGGED = {
     "hyper_parameters": "the run goes on with those of the checkpoint",
     "schedule": "the run goes on with the schedule of the script",
     "corrections": "the run goes on with those of the script",
+    "codecs": "the run goes on with those of the script",
     "threads": "the bits may be others",
     "torch": "the bits may be others",
 }
@@ -54,6 +54,7 @@ class Identity:
         loss: The name of the loss function and a digest of its code.
         schedule: The name of the schedule.
         corrections: The corrections for staleness, as they print.
+        codecs: The codecs of the edges, as they print.
         threads: The number of threads of each worker.
         torch: The version of torch.
     """
@@ -65,6 +66,7 @@ class Identity:
     loss: str = ""
     schedule: str = ""
     corrections: list[str] = field(default_factory=list)
+    codecs: list[str] = field(default_factory=list)
     threads: int = 1
     torch: str = torch.__version__
 
@@ -153,13 +155,13 @@ def name_of_class(cls: type | None) -> str:
     return "" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def names_of(corrections: Sequence[Correction]) -> list[str]:
-    """Return what corrections are: what they print, and their class if that says less."""
+def names_of(things: Sequence[object]) -> list[str]:
+    """Return what corrections or codecs are: what they print, and their class if that says less."""
     return [
         f"{name_of_class(type(each))} {_short([_plain_of(each)])}"
         if type(each).__repr__ is object.__repr__
         else _shown_anew(each)
-        for each in corrections
+        for each in things
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.codecs import Codecs, codecs_of
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
 from pipedream_rt.job.devices import devices_of, shared_seats
 from pipedream_rt.job.forwards import Forwards
@@ -54,6 +55,7 @@ class Job:
         loss_fn: The loss function; None for a pipeline that only infers.
         weighing: What micro-batches weigh.
         corrections: The corrections for staleness.
+        codecs: The codecs of the edges.
         given: The optimizer that the script gave.
         optimizer: Its parts; None without one.
         brought: The state that it already has, by name of its parameter.
@@ -72,6 +74,7 @@ class Job:
     loss_fn: LossFunction | None
     weighing: Weighing
     corrections: tuple[Correction, ...]
+    codecs: Codecs
     given: GivenOptimizer
     optimizer: Parts | None
     brought: Mapping[str, dict[str, Any]]
@@ -129,6 +132,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     plan, facts = _proved(plan, model, parts, options, bool(recompute))
     corrections = correcting(options.corrections, plan, optimizer)
     refuse_conflicts(replace(facts, corrections=corrections))
+    codecs = codecs_of(options.layout.codecs, plan)
     # Workers elsewhere may have devices that nobody knows of here.
     settings = settings_now(of_devices=bool(devices) or not starts_here)
     common = StageSpec(
@@ -141,7 +145,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         blueprint=replace(model.blueprint, seed=options.seed),
         pretrained=pretrained,
         autocast=training.autocast,
-        rules=rule_options(training, corrections),
+        rules=rule_options(training, corrections, codecs),
+        codecs=codecs.of_graph,
         compile=compiling(training.compile, model.modules.values()),
         trace_spans=SPANS_KEPT if options.observe.trace else 0,
         trace_shown=options.observe.shown,
@@ -172,6 +177,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         loss_fn=loss_fn,
         weighing=weighing,
         corrections=corrections,
+        codecs=codecs,
         given=GivenOptimizer(options.optimizer),
         optimizer=optimizer,
         brought=state_by_name(options.optimizer, model.names),

@@ -18,6 +18,7 @@ import torch
 
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.codecs import CodecOption
 from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
@@ -145,6 +146,11 @@ class Layout:
         credits: Number of mini-batches that are injected before the first result is awaited; None
             for what the schedule needs. It bounds the memory for inputs, and a learning rate that
             is set after result i applies from mini-batch i + credits on.
+        codecs: What crosses between stages in fewer bytes: a codec of `pipedream_rt.codecs` for all
+            edges, as ``Int8(feedback=True)``, or codecs by edge, as ``{(0, 1): BFloat16()}``. A
+            list has one that autograd derives through and one that packs bytes. None for values
+            and gradients as they are. A run with codecs computes something else than one without,
+            the same bits in each run.
         weights: A folder from which each worker reads the weights of its stages, as
             ``save_pretrained`` and `Pipeline.save` write it. The model then needs none; see
             `without_values`. None for the weights that the model has.
@@ -160,6 +166,7 @@ class Layout:
     stages_per_worker: int | None = None
     synchronous_updates: int = 0
     credits: int | None = None
+    codecs: CodecOption = None
     weights: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -271,9 +278,10 @@ class Checkpoints:
             None: yes under `pipedream-rt run --resume`, and where torchrun starts a job again.
         accept: What may differ between the script that made the checkpoint and the one that goes
             on, of ``"seed"``, ``"optimizer"``, ``"groups"``, ``"loss"``, ``"hyper_parameters"``,
-            ``"schedule"``, ``"threads"`` and ``"torch"``. Another seed, optimizer or grouping is
-            refused otherwise, and the others are logged with both values. With another optimizer
-            accepted, its state starts empty; with other hyper-parameters, those of the script hold.
+            ``"schedule"``, ``"codecs"``, ``"threads"`` and ``"torch"``. Another seed, optimizer or
+            grouping is refused otherwise, and the others are logged with both values. With another
+            optimizer accepted, its state starts empty; with other hyper-parameters, those of the
+            script hold.
         attempts: Number of checkpoints in a row that may fail to be written; the last of them ends
             the loop with its `CheckpointError`. None to go on for ever.
         grace: With ``every``, how long SIGTERM waits for a checkpoint: the run makes one after the

@@ -12,6 +12,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import advised
 from pipedream_rt.corrections.base import refuse_nonsense
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.codecs import Codecs
 from pipedream_rt.job.given_optimizer import Parts
 from pipedream_rt.job.options import Training
 from pipedream_rt.schedules import Plan
@@ -28,7 +29,9 @@ def scale_of(training: Training) -> LossScale | None:
     return training.loss_scale
 
 
-def rule_options(training: Training, corrections: tuple[Correction, ...]) -> tuple[RuleOption, ...]:
+def rule_options(
+    training: Training, corrections: tuple[Correction, ...], codecs: Codecs
+) -> tuple[RuleOption, ...]:
     """Return the options of which stages make rules; a new one gets its line here."""
     scale, clip, ema = scale_of(training), training.clip, training.ema
     return (
@@ -36,6 +39,7 @@ def rule_options(training: Training, corrections: tuple[Correction, ...]) -> tup
         *([] if clip is None else [clip]),
         *([Correcting(corrections)] if corrections else []),
         *([] if ema is None else [Averaging(ema)]),
+        *codecs.rules,
     )
 
 

@@ -11,6 +11,7 @@ Everything that a stage keeps for its next steps, beside weights and buffers, is
     ema/0.weight                        of a parameter, from a rule
     corrections/0.weight/view/#12/#2    the same; a rule says what comes after the name
     totals//totals                      what all stages have agreed on, kept by the first one
+    codecs/0 -> 1/gradient/#1/#0/#0     what packing has lost of tensor 0 on an edge between layers
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ GROUP, ATTRIBUTE, OWN_STATE, SPLIT = "group", "attribute", "state", "split"
 OF_OPTIMIZERS = (GROUP, ATTRIBUTE, OWN_STATE, SPLIT)
 """The parts that belong to an optimizer itself, whose address is the name of their keys."""
 
+CODECS = "codecs"
+OF_REPLICAS = (CODECS,)
+"""The parts of which each replica of a stage has its own."""
+
 _PATHS: dict[str, tuple[tuple[type, ...], ...]] = {
     OPTIMIZER: ((), (str,), (int,)), GROUP: ((int, str),), ATTRIBUTE: ((str,),),
-    OWN_STATE: ((),), SPLIT: ((),),
+    OWN_STATE: ((),), SPLIT: ((),), CODECS: ((str, int, int, int),),
 }  # fmt: skip
 """By part, the kinds of its paths; a rule knows those of its own part."""
 

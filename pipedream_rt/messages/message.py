@@ -174,6 +174,7 @@ class MicroBatch(Payload):
             `pack_hyper`; None unless it is trained on.
         structure: The structure of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
+        coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
             the nanoseconds that it has computed so far, and where it was asked for a fingerprint of
             the weights that it read and of its buffers, in hex; else an empty text. A pass of an
@@ -193,6 +194,7 @@ class MicroBatch(Payload):
     hyper: list[dict[str, Any]] | None = None
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
+    coded: list[Any] = field(default_factory=list)
     trail: list[Passed] = field(default_factory=list)
 
 
@@ -239,9 +241,11 @@ class Gradient(Payload):
 
     Attributes:
         present: For each tensor that asked for a gradient, whether the message carries one.
+        coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
     """
 
     present: list[bool]
+    coded: list[Any] = field(default_factory=list)
 
 
 @payload(EdgeKind.LOSS)

@@ -17,7 +17,7 @@ from pipedream_rt.messages.message import PAYLOADS, Message, Payload
 from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
-FORMAT = 8
+FORMAT = 9
 """The first element of every message, by which a peer with another format is refused."""
 
 _NUMBERS = {cls: number for number, cls in enumerate(PAYLOADS)}
@@ -108,7 +108,7 @@ _DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that `described` has named.
+    """Return the dtype of a name.
 
     Raises:
         KeyError: It is unknown to this version of torch.
@@ -117,6 +117,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as ``"float32"``; `dtype_of` is the inverse."""
+    return _NAMES[dtype]
+
 
 _OF_PYTHON = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -157,7 +163,7 @@ def sendable(tensor: Tensor) -> Tensor:
 
 def described(tensor: Tensor) -> list[Any]:
     """Return dtype, shape and strides of a tensor as plain data, for `place_for`."""
-    return [_NAMES[tensor.dtype], tensor.shape, tensor.stride()]
+    return [name_of_dtype(tensor.dtype), tensor.shape, tensor.stride()]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

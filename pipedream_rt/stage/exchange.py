@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from pipedream_rt.devices import Late
 from pipedream_rt.messages.message import (
+    Gradient,
     Key,
     Loss,
     Message,
@@ -23,6 +25,7 @@ from pipedream_rt.messages.tree import Value, flatten, own
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.channels import OF_ACTIONS
 from pipedream_rt.schedules.edges import Address, By, Row
+from pipedream_rt.stage.rules.coding import Coding
 from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (
@@ -30,8 +33,10 @@ from pipedream_rt.stage.values import (
     PACK,
     Gifts,
     Gradients,
-    packed_gradients,
+    dense,
+    gradients_of,
     trail_of,
+    value_of,
 )
 
 _BY = {channel.kind: channel.by for channel in OF_ACTIONS}
@@ -87,6 +92,7 @@ class Exchange:
         self.stage = stage
         self.address = stage.address
         self._plan = plan = stage.plan
+        self._coding = stage.rule(Coding)
         self._transport_send = send
         self._cycle = plan.cycle(self.address)
         self._routes: dict[int, _Route] = {}
@@ -184,6 +190,34 @@ class Exchange:
         """
         return (self.loads << 40) + update
 
+    # -- what comes with a micro-batch ------------------------------------------------------------
+
+    def values_of(self, messages: Sequence[Message]) -> list[Value]:
+        """Return the values that the messages of a micro-batch carry."""
+        return [value_of(message, self._unpacked(message)) for message in messages]
+
+    def gradients_of(self, messages: Sequence[Message]) -> list[Gradients]:
+        """Return the gradients that messages carry."""
+        return [gradients_of(message, self._unpacked(message)) for message in messages]
+
+    def _unpacked(self, message: Message) -> tuple[Tensor, ...]:
+        """Return the tensors of a message as they were before a codec has packed them."""
+        head = message.payload
+        assert isinstance(head, MicroBatch | Gradient)
+        if self._coding is None or not head.coded:
+            return message.tensors
+        with self.computing:
+            return self._coding.unpacked(message.key.edge, message.tensors, head.coded)
+
+    def _packed(
+        self, edge: Edge, micro_batch: int, tensors: tuple[Tensor, ...], wanted: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], list[Any]]:
+        """Return what crosses an edge in the place of tensors; see `Coding.packed`."""
+        if self._coding is None:
+            return tensors, []
+        with self.computing:
+            return self._coding.packed(edge, micro_batch, tensors, wanted)
+
     # -- what actions give ------------------------------------------------------------------------
 
     def give(self, action: Action, gifts: Gifts) -> None:
@@ -225,11 +259,16 @@ class Exchange:
         values = None if isinstance(made, float | Late) else made
         for edge, output in zip(outputs, values or [NOTHING] * len(outputs), strict=True):
             payload: Payload
+            tensors = output.tensors
+            coded: list[Any] = []
             if edge.kind is EdgeKind.LOSS:
                 structure = [] if values is None else output.structure
                 payload = Loss(loss=number, trail=trail, metrics=list(metrics), structure=structure)
             else:
                 turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
+                if head.mode is Mode.TRAIN:
+                    wanted = output.requires_grad
+                    tensors, coded = self._packed(edge, head.micro_batch, tensors, wanted)
                 payload = MicroBatch(
                     turn=turn,
                     turns=head.turns,
@@ -244,9 +283,10 @@ class Exchange:
                     hyper=head.hyper,
                     structure=output.structure,
                     requires_grad=list(output.requires_grad),
+                    coded=coded,
                     trail=trail,
                 )
-            self._send(edge, inputs[0].index, payload, output.tensors)
+            self._send(edge, inputs[0].index, payload, tensors)
 
     def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
         """Send the gradients that a backward found to the stages that its inputs came from.
@@ -258,7 +298,10 @@ class Exchange:
         """
         position, route = self.positions[micro_batch], self.route(micro_batch)
         for edge, number in route.back:
-            self._send(edge, position, *packed_gradients(found[number] if found else []))
+            present, gradients = dense(found[number] if found else [])
+            asking = [True] * len(gradients)
+            sent, coded = self._packed(edge, micro_batch, gradients, asking)
+            self._send(edge, position, Gradient(present=present, coded=coded), sent)
 
     def reply(self, position: int, result: object, refused: str = "") -> None:
         """Send the result of a command to the coordinator, or why there is none.

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
-from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.stage.optimizer import Hyper
-from pipedream_rt.stage.runner import put_in
+from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.values import Gradients
 
@@ -70,12 +69,12 @@ class Flight:
     unit: Tensor | None = None
     split: SplitBackward | None = None
 
-    def enter(
-        self, sources: Sequence[int], inputs: Sequence[Value], program: StageProgram
-    ) -> dict[int, Any]:
+    def enter(self, runner: Runner, inputs: Sequence[Value], program: int) -> dict[int, Any]:
         """Return the values that came, by slot, behind the nodes that catch their gradients."""
         values: dict[int, Any] = {}
-        for source, (structure, received, requires_grad) in zip(sources, inputs, strict=True):
+        for source, (structure, received, requires_grad) in zip(
+            runner.sources, inputs, strict=True
+        ):
             tensors = list(received)
             caught: list[list[Tensor]] = []
             for i, wanted in enumerate(requires_grad):
@@ -88,7 +87,7 @@ class Flight:
                     self.entrances.append(inside.grad_fn)
                     tensors[i] = inside
             self.caught.append(caught)
-            put_in(program, source, unflatten(structure, tensors), values)
+            runner.put_in(program, source, unflatten(structure, tensors), values)
         return values
 
     def leave(self, made: Sequence[Any]) -> list[Value]:

@@ -47,7 +47,7 @@ from pipedream_rt.stage.commands import carry_out
 from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import OPEN, Gifts, Gradients, gradients_of, target_of, value_of
+from pipedream_rt.stage.values import OPEN, Gifts, Gradients, target_of
 
 _BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
@@ -396,7 +396,7 @@ class Loop:
                 f"{item.key.words(self._plan.title_of)}"
             )
         hosted.positions[micro_batch] = item.index
-        inputs = None if head.empty else list(map(value_of, came.messages))
+        inputs = None if head.empty else hosted.values_of(came.messages)
         target, beside = target_of(came.target)
         with hosted.computing:
             hyper = head.hyper or []
@@ -411,7 +411,7 @@ class Loop:
     def _backward(self, hosted: Exchange, action: Action, came: _Came) -> None:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
-        gradients = list(map(gradients_of, came.messages))
+        gradients = hosted.gradients_of(came.messages)
         found: list[Gradients] = []
         gifts: Gifts = {}
         with hosted.computing, hosted.saver.watching_buffers():
@@ -454,7 +454,7 @@ class Loop:
 
     def _pass(self, hosted: Exchange, head: MicroBatch, came: _Came) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
-        stage, inputs = hosted.stage, list(map(value_of, came.messages))
+        stage, inputs = hosted.stage, hosted.values_of(came.messages)
         number, program = head.micro_batch, head.program
         made: list[Value] | float | Late
         mark = ""

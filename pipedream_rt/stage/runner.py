@@ -27,6 +27,7 @@ from pipedream_rt.models.program import (
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers
+from pipedream_rt.stage.encoded import GraphCoding
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec
 
@@ -77,6 +78,8 @@ class Runner:
         self._seed, self._autocast = spec.seed, spec.autocast
         self._recomputes = spec.recompute
         self.sources, self._targets = _neighbours(spec.plan, spec.stage)
+        autocast = device.name.partition(":")[0] if spec.autocast is not None else None
+        self._coding = GraphCoding(spec.codecs, spec.stage, autocast) if spec.codecs else None
         self.programs: dict[int, StageProgram] = {}
         self._calls: dict[int, list[_Call]] = {}
         for number, program in enumerate(spec.programs or [_sequence(spec)]):
@@ -112,8 +115,19 @@ class Runner:
         """Return the values that came, by slot."""
         values: dict[int, Any] = {}
         for source, (structure, tensors, _) in zip(self.sources, inputs, strict=True):
-            put_in(self.programs[program], source, unflatten(structure, tensors), values)
+            self.put_in(program, source, unflatten(structure, tensors), values)
         return values
+
+    def put_in(self, program: int, source: int, value: Any, values: dict[int, Any]) -> None:
+        """Put what came from a source into the slots that a program has for it.
+
+        Raises:
+            ConfigError: A codec gives back another shape or dtype.
+        """
+        if self._coding is not None:
+            value = self._coding.decoded(source, value)
+        slots = self.programs[program].takes.get(source, ())
+        values.update(zip(slots, (value,) if len(slots) == 1 else value))
 
     def of_mini_batch(self, inputs: Sequence[Value]) -> Value | None:
         """Return what came of the mini-batch itself, among the inputs of a forward."""
@@ -161,7 +175,12 @@ class Runner:
             made = [filled(ours.output, values, held)]
         else:
             made = [_pack(ours.gives.get(target, ()), values) for target in self._targets]
-        return [self.device.brought_back(each) for each in made] if self._brings_back else made
+        if self._brings_back:
+            made = [self.device.brought_back(each) for each in made]
+        if self._coding is None or not self._targets:
+            return made
+        pairs = zip(self._targets, made, strict=True)
+        return [self._coding.encoded(target, value) for target, value in pairs]
 
     def train(self, program: int, values: dict[int, Any], number: int) -> list[Any]:
         """Do the steps of a program for a backward to follow.
@@ -215,6 +234,10 @@ class Runner:
             )
         return loss
 
+    def statistics(self) -> dict[str, int]:
+        """Return what codecs of the graph have counted."""
+        return {} if self._coding is None else self._coding.statistics()
+
     def cache(self, number: int, program: int) -> Mapping[str, Any]:
         """Return the objects of a cache, which a program that carries some at first begins."""
         if not number:
@@ -222,12 +245,6 @@ class Runner:
         if carries := self.programs[program].carries:
             self.caches[number] = {name: cloudpickle.loads(data) for name, data in carries.items()}
         return self.caches[number]
-
-
-def put_in(program: StageProgram, source: int, value: Any, values: dict[int, Any]) -> None:
-    """Put the value that came from a source into the slots that a program has for it."""
-    slots = program.takes.get(source, ())
-    values.update(zip(slots, (value,) if len(slots) == 1 else value))
 
 
 def _sequence(spec: StageSpec) -> StageProgram:

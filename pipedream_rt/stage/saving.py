@@ -33,6 +33,7 @@ from pipedream_rt.checkpoint import (
     write_stage,
 )
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
+from pipedream_rt.messages.keys import OF_REPLICAS
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.schema import printable
 from pipedream_rt.stage import snapshot
@@ -239,7 +240,7 @@ class StageSaver:
             len(stage.plan.addresses),
             replica_name(self._replica, self._count),
             {**saving.buffers, **saving.hidden},
-            state.steps if shards else {},
+            {k: v for k, v in state.steps.items() if shards or k.part in OF_REPLICAS},
             state.extra,
         )
 
@@ -312,7 +313,8 @@ def restore_stage(
     keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
     replica = plan.replica_of(stage.address)
     own_name = replica_name(replica, plan.replicas[stage.index]) if replica else ""
-    state = _read(Path(folder), files, keys, names, list(slots), plain, own_name)
+    others = [name for rule in stage.rules for name in rule.names]
+    state = _read(Path(folder), files, keys, names, list(slots), plain, own_name, others)
     whole, older = True, {}
     for index, weights in [(stage.index, stage.parameters), *stage.weights.borrowed.items()]:
         read, of_owner = max(floor, plan.reads(index, first)), list(weights.named)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.codecs.base import GraphCodec
 from pipedream_rt.devices import HOST, Device
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
@@ -77,6 +78,7 @@ class StageSpec:
         settings: The settings of torch in the user's process.
         code: The code of all that, as the user's process has it; None to compare none.
         devices: By worker of the plan, what it computes on, as in `device_for`.
+        codecs: The codecs that autograd derives through, by the stages at both ends of an edge.
     """
 
     stage: int
@@ -103,13 +105,15 @@ class StageSpec:
     settings: Settings = field(default_factory=settings_now)
     code: Code | None = None
     devices: tuple[str, ...] = ()
+    codecs: dict[tuple[int, int], GraphCodec] = field(default_factory=dict)
 
     def own_code(self) -> Code:
         """Return the code of the layers and of all functions, as this process has it."""
         steps = (step.target for program in self.programs for step in program.steps)
         hooks = (hook.call for hook in self.hooks)
         of_rules = (thing for rule in self.rules for thing in rule.things())
-        things = (self.layers, self.loss_fn, *of_rules, *hooks, *steps)
+        codecs = self.codecs.values()
+        things = (self.layers, self.loss_fn, *of_rules, *codecs, *hooks, *steps)
         built = bool(self.blueprint.specs)
         return code_of((thing for thing in things if thing is not None), built=built)
 

@@ -186,7 +186,7 @@ class Stage:
         if inputs is None:
             flight.empty = True
             return None
-        values = flight.enter(runner.sources, inputs, runner.programs[program])
+        values = flight.enter(runner, inputs, program)
         others = len(self._in_flight) > 1
         told = runner.of_mini_batch(inputs) if micro_batch == 0 else None
         with (
@@ -501,6 +501,7 @@ class Stage:
             "parameters": sum(p.numel() for p in self.module.parameters())
             - sum(p.numel() for w in self.weights.borrowed.values() for p in w.named.values()),
         }
+        found |= self.runner.statistics()
         for rule in self.rules:
             found |= rule.statistics()
         return found

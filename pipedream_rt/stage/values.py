@@ -55,11 +55,11 @@ class Part(NamedTuple):
 # -- from messages ------------------------------------------------------------------------------
 
 
-def value_of(message: Message) -> Value:
-    """Return the value that the message of a micro-batch carries."""
+def value_of(message: Message, tensors: tuple[Tensor, ...]) -> Value:
+    """Return the value that the message of a micro-batch carries, with its tensors unpacked."""
     head = message.payload
     assert isinstance(head, MicroBatch)
-    return Value(head.structure, message.tensors, tuple(head.requires_grad))
+    return Value(head.structure, tensors, tuple(head.requires_grad))
 
 
 _NO_TARGET = Target(structure=[], share=1.0)
@@ -80,11 +80,11 @@ def _with_gaps(present: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tenso
     return [next(left) if there else None for there in present]
 
 
-def gradients_of(message: Message) -> Gradients:
-    """Return the gradients that a message carries."""
+def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
+    """Return the gradients that a message carries, with its tensors unpacked."""
     head = message.payload
     assert isinstance(head, Gradient)
-    return _with_gaps(head.present, message.tensors)
+    return _with_gaps(head.present, tensors)
 
 
 def trail_of(inputs: Sequence[Message]) -> list[Passed]:
@@ -136,19 +136,13 @@ def _stepped_in(plan: Plan, message: Message) -> tuple[Tensor, ...]:
 Packed: TypeAlias = tuple[Payload, tuple[Tensor, ...]]
 
 
-def _dense(values: Sequence[Tensor | None]) -> tuple[list[bool], tuple[Tensor, ...]]:
+def dense(values: Sequence[Tensor | None]) -> tuple[list[bool], tuple[Tensor, ...]]:
     """Return which of some values are there, and those."""
     return [v is not None for v in values], tuple(v for v in values if v is not None)
 
 
-def packed_gradients(gradients: Gradients) -> Packed:
-    """Return the message of the gradients of one input."""
-    present, tensors = _dense(gradients)
-    return Gradient(present=present), tensors
-
-
 def _packed_part(plan: Plan, edge: Edge, part: Part) -> Packed:
-    present, tensors = _dense(part.gradients)
+    present, tensors = dense(part.gradients)
     return Partial(present=present, hyper=part.hyper, read=part.read), tensors
 
 
@@ -163,7 +157,7 @@ def _packed_weights(plan: Plan, edge: Edge, weights: Mapping[str, Tensor]) -> Pa
 
 def _packed_shares(plan: Plan, edge: Edge, shares: Mapping[str, Tensor | None]) -> Packed:
     ties = plan.shares_of(plan.stage_of(edge.source))[edge]
-    present, tensors = _dense([shares[tie.name] for tie in ties])
+    present, tensors = dense([shares[tie.name] for tie in ties])
     return Share(present=present), tensors
 
 

@@ -49,13 +49,15 @@ def oracle(
     slack=(),
     replicas=(),
     before_step=lambda model: None,
+    cross=lambda edge, value: value,
 ):
     """Train a copy of the model as n stages would; return its state dict and the losses.
 
     points: the first layer of each stage. k: micro-batches per update. reads: a key of READS.
     rates: the learning rate of each mini-batch. slack: extra warm-up forwards, by hop. replicas: by
     stage. Each replica has buffers of its own, and those of replica 0 are returned. before_step:
-    called with the model, whose parameters have their gradients.
+    called with the model, whose parameters have their gradients. cross: returns what arrives of a
+    value on an edge between two stages, each of which is given as its number and its replica.
     """
     model, w = copy.deepcopy(model), lags(len(points), slack, replicas)
     counts = replicas or (1,) * len(points)
@@ -72,6 +74,9 @@ def oracle(
             m, value, leaves = t * k + i, xm, {}
             for number, (layer_name, layer) in enumerate(model.named_children()):
                 s = sum(number >= point for point in points) - 1
+                if number and number in points:
+                    ends = (s - 1, m % counts[s - 1]), (s, m % counts[s])
+                    value = cross(ends, value)
                 version = READS[reads](m, s, w, k)
                 weights = {
                     name: versions[version][f"{layer_name}.{name}"].clone().requires_grad_()

@@ -88,9 +88,11 @@ class Rule:
 
     Attributes:
         channels: The kinds of messages that `receive` takes.
+        names: The names under which it keeps something, beside those of parameters.
     """
 
     channels: ClassVar[tuple[EdgeKind, ...]] = ()
+    names: Sequence[str] = ()
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take a message of one of its channels, which a later method will use.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipedream_rt.stage.rules.base import Context, Rule, RuleOption
 from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.stage.rules.coding import EdgeCodecs
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.replicas import Replicas
@@ -15,7 +16,7 @@ from pipedream_rt.stage.rules.shards import Shards
 from pipedream_rt.stage.rules.ties import Ties
 from pipedream_rt.stage.rules.totals import Totals
 
-ORDER: tuple[type[RuleOption], ...] = (LossScale, Clip, Correcting, Averaging)
+ORDER: tuple[type[RuleOption], ...] = (LossScale, Clip, Correcting, Averaging, EdgeCodecs)
 """The options, in the order of their rules. Gradients are scaled back before they are clipped, and
 the average is taken of what a step has made. A new rule gets its place here."""
 

@@ -1,0 +1,214 @@
+"""The two protocols of codecs, and the checks of what they return.
+
+::
+
+    GraphCodec   encode ──► a tensor ──► decode      autograd derives through both, so that the
+                                                     gradient crosses in the coded form too; also
+                                                     in evaluation and inference
+    ByteCodec    pack ──► some tensors ──► unpack    autograd sees nothing of it; of values and of
+                                                     gradients, in training alone
+
+A codec is one object for all edges that it is given to, and keeps nothing: it is pickled for both
+ends of an edge. What feedback keeps of an edge stands with the stage that sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.errors import ConfigError
+
+Direction: TypeAlias = Literal["both", "forward", "backward"]
+"""Which way a codec is for: values, gradients, or both."""
+
+_DIRECTIONS = ("both", "forward", "backward")
+
+
+class Codec:
+    """What both kinds have.
+
+    Attributes:
+        direction: Which way it is for.
+    """
+
+    direction: Direction = "both"
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is coded; others cross as they are.
+
+        It must not depend on the elements of the tensor.
+        """
+        return tensor.is_floating_point() and tensor.dim() >= 2
+
+
+class GraphCodec(Codec):
+    """A codec that autograd derives through.
+
+    It is a part of what the model computes: evaluation and inference have it too. Only
+    tensors that it `takes` are coded. With a direction of one way alone it stays outside of the
+    graph, and the other way crosses as it is: the derivative is that of the identity.
+    """
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """Return what crosses, a floating-point tensor."""
+        raise NotImplementedError
+
+    def decode(self, coded: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in the place of the one that was encoded, of its shape and dtype.
+
+        Args:
+            coded: What `encode` has returned.
+            shape: The shape of the tensor.
+            dtype: The dtype of it.
+        """
+        raise NotImplementedError
+
+
+class ByteCodec(Codec):
+    """A codec outside of autograd: the bytes of tensors that ask for a gradient, and of gradients.
+
+    Attributes:
+        feedback: Whether what packing has lost is added to the next tensor of the same edge,
+            direction and shape, before that is packed (error feedback: Seide et al. 2014,
+            https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent-and-application-to-data-parallel-distributed-training-of-speech-dnns/).
+            The sender then unpacks too, and keeps a tensor of that shape.
+    """
+
+    feedback: bool = False
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return what crosses. A tensor that is not finite must not become one that is."""
+        raise NotImplementedError
+
+    def unpack(self, parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in the place of the one that was packed, contiguous, in its own memory.
+
+        Args:
+            parts: What `pack` has returned.
+            shape: The shape of the tensor.
+            dtype: The dtype of it.
+        """
+        raise NotImplementedError
+
+
+class OutsideGraph(ByteCodec):
+    """A codec of the graph that is used one way alone, and so outside of it.
+
+    Args:
+        codec: The codec.
+    """
+
+    def __init__(self, codec: GraphCodec) -> None:
+        """Take over its direction."""
+        self.codec, self.direction = codec, codec.direction
+
+    def __repr__(self) -> str:
+        """Return that of the codec."""
+        return repr(self.codec)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether the codec takes it."""
+        return self.codec.takes(tensor)
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Encode."""
+        return (self.codec.encode(tensor),)
+
+    def unpack(self, parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Decode."""
+        return self.codec.decode(parts[0], shape, dtype)
+
+
+def require_direction(direction: object) -> None:
+    """Refuse what is no direction.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if direction not in _DIRECTIONS:
+        names = ", ".join(map(repr, _DIRECTIONS))
+        raise ConfigError(f"the direction of a codec is one of {names}, not {direction!r}")
+
+
+def require_same(
+    found: object, shape: torch.Size, dtype: torch.dtype, codec: Codec, where: str
+) -> Tensor:
+    """Return what a codec has made in the place of a tensor.
+
+    Args:
+        found: What it has made.
+        shape: The shape that it must have.
+        dtype: The dtype that it must have.
+        codec: The codec.
+        where: The edge, for people.
+
+    Raises:
+        ConfigError: It is no tensor, or of another shape or dtype.
+    """
+    if isinstance(found, Tensor) and found.shape == shape and found.dtype == dtype:
+        return found
+    was = f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+    made = (
+        f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}"
+        if isinstance(found, Tensor)
+        else f"a {type(found).__name__}"
+    )
+    raise ConfigError(
+        f"{where}: the codec {codec!r} was given a tensor of {was} and made {made} of it; a codec "
+        "must give back the shape and the dtype. Let its takes() leave such tensors out, or mend it"
+    )
+
+
+def require_parts(found: object, codec: Codec, where: str) -> tuple[Tensor, ...]:
+    """Return what a codec has packed.
+
+    Raises:
+        ConfigError: It is no tuple of tensors.
+    """
+    if isinstance(found, tuple) and all(isinstance(part, Tensor) for part in found):
+        return found
+    raise ConfigError(
+        f"{where}: the codec {codec!r} must pack a tensor as a tuple of tensors, it returned "
+        f"{type(found).__name__}"
+    )
+
+
+PROBES = ((4, 32), (2, 3, 64))
+"""The shapes on which a codec is tried before anything starts, if it takes them."""
+
+
+def try_out(codec: Codec, where: str) -> None:
+    """Try a codec on tensors of zeros, so that what cannot work is refused before a run.
+
+    Args:
+        codec: The codec.
+        where: What it is for, for people.
+
+    Raises:
+        ConfigError: It raises, or gives back another shape or dtype.
+    """
+    for shape in PROBES:
+        probe = torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape)
+        try:
+            if not codec.takes(probe):
+                continue
+            with torch.no_grad():
+                if isinstance(codec, GraphCodec):
+                    found: object = codec.decode(codec.encode(probe), probe.shape, probe.dtype)
+                else:
+                    assert isinstance(codec, ByteCodec)
+                    parts = require_parts(codec.pack(probe), codec, where)
+                    found = codec.unpack(parts, probe.shape, probe.dtype)
+        except ConfigError:
+            raise
+        except Exception as error:  # a foreign codec may raise anything
+            raise ConfigError(
+                f"{where}: the codec {codec!r} cannot do a float32 tensor of shape {shape}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        require_same(found, probe.shape, probe.dtype, codec, where)

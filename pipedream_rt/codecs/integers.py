@@ -1,0 +1,60 @@
+"""Integers of eight bits, with a scale for each row or channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction
+from pipedream_rt.errors import ConfigError
+
+_MOST = 127
+
+
+@dataclass(frozen=True)
+class Int8(ByteCodec):
+    """Round to the nearest of 255 values, evenly between minus and plus the largest one.
+
+    ``q = round(x / s)``, with ``s = max |x| / 127`` in float32 over each row, or each channel.
+
+    Attributes:
+        by: ``"row"``: a scale for each vector along the last dimension, as of each token.
+            ``"channel"``: one for each place in the last dimension.
+        direction: Which way it is for.
+        feedback: See `ByteCodec`.
+    """
+
+    by: Literal["row", "channel"] = "row"
+    direction: Direction = "both"
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        require_direction(self.direction)
+        if self.by not in ("row", "channel"):
+            raise ConfigError(f'Int8 scales by "row" or "channel", not by {self.by!r}')
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Take floating-point tensors with elements."""
+        return super().takes(tensor) and tensor.numel() > 0
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the integers and the scales; a scale that is not finite spoils its row."""
+        rows = tensor.reshape(-1, tensor.shape[-1]).float()
+        largest = rows.abs().amax(dim=1 if self.by == "row" else 0, keepdim=True)
+        scale = largest / _MOST
+        # A row of zeros has the scale 0, and one that is not finite a scale that is not finite.
+        # Neither is divided by, since no integer is made of what is not a number.
+        usable = torch.where(torch.isfinite(scale) & (scale > 0), scale, 1.0)
+        whole = torch.round(rows / usable).nan_to_num_(0.0, _MOST, -_MOST)
+        return whole.clamp_(-_MOST, _MOST).to(torch.int8), scale
+
+    def unpack(self, parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return the integers times their scales; of a scale that is not finite, no number."""
+        whole, scale = parts
+        finite = torch.where(torch.isfinite(scale), scale, torch.nan)
+        return (whole.float() * finite).to(dtype).reshape(shape)

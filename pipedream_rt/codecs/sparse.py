@@ -1,0 +1,60 @@
+"""The largest elements of each row alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction
+from pipedream_rt.errors import ConfigError
+
+_SHORT = 1 << 15
+"""Columns whose numbers fit in 16 bits."""
+
+
+@dataclass(frozen=True)
+class TopK(ByteCodec):
+    """The elements of largest size of each row cross, with their places; others are zero there.
+
+    Attributes:
+        share: The share of the elements of a row that crosses, above 0 and at most 1; of each row
+            at least one element does.
+        direction: Which way it is for. Gradients bear it better than values.
+        feedback: See `ByteCodec`; without it, what is small is never learned from.
+    """
+
+    share: float = 0.1
+    direction: Direction = "both"
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        require_direction(self.direction)
+        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
+        if not number or not 0 < self.share <= 1:
+            raise ConfigError(f"TopK has a share above 0 and at most 1, not {self.share!r}")
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Take floating-point tensors with elements."""
+        return super().takes(tensor) and tensor.numel() > 0
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the elements and their places in the row."""
+        columns = tensor.shape[-1]
+        rows = tensor.reshape(-1, columns)
+        count = max(1, math.ceil(self.share * columns))
+        # An element that is no number counts as the largest, so that it crosses.
+        sizes = rows.abs().nan_to_num(nan=torch.inf)
+        places = sizes.topk(count, dim=1).indices
+        short = torch.int16 if columns <= _SHORT else torch.int32
+        return rows.gather(1, places), places.to(short)
+
+    def unpack(self, parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return the elements at their places, and zeros."""
+        values, places = parts
+        rows = torch.zeros(len(values), shape[-1], dtype=dtype, device=values.device)
+        return rows.scatter_(1, places.long(), values).reshape(shape)

@@ -1,0 +1,111 @@
+"""The codecs of the edges of a plan, from the option ``codecs`` of `Layout`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from pipedream_rt.codecs.base import ByteCodec, Codec, GraphCodec, OutsideGraph, try_out
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.rules.coding import EdgeCodecs
+
+OfEdge: TypeAlias = Codec | Sequence[Codec]
+"""A codec, or one of each kind, of which that of the graph comes first."""
+
+CodecOption: TypeAlias = OfEdge | Mapping[tuple[int, int], OfEdge] | None
+"""The codec of all edges, or codecs by edge, as ``{(0, 1): Int8()}``."""
+
+
+def _printed(codecs: list[Codec]) -> list[str]:
+    """Return what codecs print."""
+    return list(map(repr, codecs))
+
+
+class Codecs(NamedTuple):
+    """The codecs of a run, by the stages at both ends of an edge.
+
+    Attributes:
+        of_graph: Those that autograd derives through.
+        of_bytes: Those outside of autograd.
+    """
+
+    of_graph: dict[tuple[int, int], GraphCodec]
+    of_bytes: dict[tuple[int, int], ByteCodec]
+
+    @property
+    def rules(self) -> tuple[EdgeCodecs, ...]:
+        """The option of which stages make a rule; none without codecs of bytes."""
+        return (EdgeCodecs(self.of_bytes),) if self.of_bytes else ()
+
+    def of(self, edge: tuple[int, int]) -> list[Codec]:
+        """Return the codecs of an edge, in the order in which they act."""
+        found = (self.of_graph.get(edge), self.of_bytes.get(edge))
+        return [codec for codec in found if codec is not None]
+
+    def texts(self, names: Callable[[list[Codec]], list[str]] = _printed) -> list[str]:
+        """Return what each edge with codecs has.
+
+        Args:
+            names: Returns what codecs are called.
+        """
+        edges = sorted(self.of_graph.keys() | self.of_bytes.keys())
+        return [f"{b} -> {e}: {', '.join(names(self.of((b, e))))}" for b, e in edges]
+
+
+def codecs_of(option: Any, plan: Plan) -> Codecs:
+    """Return the codecs of the edges of a plan.
+
+    Args:
+        option: The option; see `CodecOption`.
+        plan: The plan.
+
+    Raises:
+        ConfigError: It is none, an edge is not there, or a codec cannot work.
+    """
+    found = Codecs({}, {})
+    if option is None:
+        return found
+    links = list(plan.links or ())
+    by_edge = option if isinstance(option, Mapping) else dict.fromkeys(links, option)
+    for edge, given in by_edge.items():
+        if edge not in links:
+            edges = ", ".join(map(str, links)) or "none, as there is one stage"
+            raise ConfigError(
+                f"codecs has the edge {edge!r}, and the edges between stages are {edges}; those "
+                "from and to the script have no codec"
+            )
+        for codec in given if isinstance(given, list | tuple) else (given,):
+            _take(found, edge, codec)
+    tried: set[int] = set()
+    for edge in by_edge:
+        for codec in found.of(edge):
+            if id(codec) not in tried:
+                tried.add(id(codec))
+                try_out(codec, "codecs")
+    return found
+
+
+def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:
+    """Note a codec of an edge.
+
+    Raises:
+        ConfigError: It is none, or the second one of its kind.
+    """
+    if isinstance(codec, GraphCodec) and codec.direction == "both":
+        taken: dict[tuple[int, int], Any] = found.of_graph
+    elif isinstance(codec, GraphCodec):
+        taken, codec = found.of_bytes, OutsideGraph(codec)
+    elif isinstance(codec, ByteCodec):
+        taken = found.of_bytes
+    else:
+        made = f"; call it: {codec.__name__}()" if isinstance(codec, type) else ""
+        raise ConfigError(
+            f"codecs must be codecs of pipedream_rt.codecs, by edge or for all, not {codec!r}{made}"
+        )
+    if edge in taken:
+        raise ConfigError(
+            f"codecs has two of one kind for the edge {edge}: {taken[edge]!r} and {codec!r}; an "
+            "edge has one that autograd derives through, one that packs bytes, or both"
+        )
+    taken[edge] = codec

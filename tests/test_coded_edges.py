@@ -1,0 +1,348 @@
+"""Codecs on the edges of a pipeline: the bits of the oracle with the same codec, through kills."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import coded
+from support.faults import FaultySerial, Plan, faulty_sink
+from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink
+from support.oracle import assert_same, oracle
+from support.pinned import Pipeline
+from torch import nn
+
+from pipedream_rt import Checkpoints, Clip, LossScale
+from pipedream_rt.codecs import (
+    BFloat16,
+    ByteCodec,
+    Float16,
+    GraphCodec,
+    Int8,
+    Projection,
+    TopK,
+)
+from pipedream_rt.codecs.projection import orthonormal
+from pipedream_rt.errors import ConfigError, StageFailed
+
+pytestmark = pytest.mark.threads
+
+DATA = batches(12, samples=8)
+
+
+def projected(x):
+    if x.shape[-1] != 16:
+        return x
+    basis = orthonormal(16, 5)
+    return x @ basis @ basis.T
+
+
+CODECS = {
+    "bfloat16": (BFloat16(), lambda: coded.in_graph(coded.cast(torch.bfloat16))),
+    "float16 of values": (
+        Float16("forward"),
+        lambda: coded.Packed(coded.cast(torch.float16), "forward"),
+    ),
+    "int8": (Int8(), lambda: coded.Packed(coded.int8)),
+    "int8 with feedback": (Int8(feedback=True), lambda: coded.Packed(coded.int8, feedback=True)),
+    "int8 of gradients by channel": (
+        Int8("channel", "backward", feedback=True),
+        lambda: coded.Packed(functools.partial(coded.int8, dim=0), "backward", feedback=True),
+    ),
+    "top k": (
+        TopK(0.3),
+        lambda: coded.Packed(lambda x: coded.largest(x, 0.3), feedback=True),
+    ),
+    "a projection": (Projection(16, 5), lambda: coded.in_graph(projected)),
+    "one edge": (
+        {(1, 2): Int8(feedback=True)},
+        lambda: coded.Packed(coded.int8, feedback=True, edges=[(1, 2)]),
+    ),
+}
+
+
+def train(codecs, data=DATA, points=4, optimizer="adam", **options):
+    given = {
+        "stages": POINTS[points][1:], "loss_fn": F.cross_entropy, "workers": "serial",
+        "optimizer": OPTIMIZERS[optimizer], "codecs": codecs, **options,
+    }  # fmt: skip
+    with Pipeline(kitchen_sink(), **given) as pipe:
+        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
+        return pipe.state_dict(), losses
+
+
+def expected(cross, points=4, **options):
+    make = functools.partial(OPTIMIZERS["adam"][0], **OPTIMIZERS["adam"][1])
+    return oracle(
+        kitchen_sink(), POINTS[points], DATA, F.cross_entropy, make, cross=cross, **options
+    )
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    ("schedule", "reads", "k"),
+    [("async-1f1b", "async-1f1b", 1), ("async-1f1b", "async-1f1b", 4), ("2bw", "2bw", 4),
+     ("1f1b", "flushed", 4), ("zero-bubble", "flushed", 4)],
+)  # fmt: skip
+def test_they_give_the_bits_of_the_oracle(name, schedule, reads, k):
+    codec, cross = CODECS[name]
+    found = train(codec, schedule=schedule, micro_batches=k)
+    state, losses = expected(cross(), k=k, reads=reads)
+    assert found[1] == losses
+    assert_same(found[0], state)
+
+
+def test_a_codec_changes_what_is_computed():
+    """Else the tests above would show nothing."""
+    plain, _ = train(None)
+    for name, (codec, _) in CODECS.items():
+        assert not torch.equal(train(codec)[0]["11.weight"], plain["11.weight"]), name
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8 with feedback", "a projection"])
+def test_on_processes(name):
+    codec, cross = CODECS[name]
+    found = train(codec, workers="local", micro_batches=2)
+    state, losses = expected(cross(), k=2)
+    assert found[1] == losses
+    assert_same(found[0], state)
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_each_pair_of_replicas_has_its_own_residuals(replicas, k):
+    found = train(Int8(feedback=True), points=2, replicas=replicas, micro_batches=k)
+    cross = coded.Packed(coded.int8, feedback=True)
+    state, losses = expected(cross, points=2, replicas=replicas, k=k)
+    assert found[1] == losses
+    assert_same(found[0], state)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_codecs_of_one_edge(recompute):
+    """That of the graph acts first, and what it makes is packed."""
+    both = [Projection(16, 5), Int8(feedback=True)]
+    found = train(both, recompute=recompute)
+
+    class Both(coded.Packed):
+        def __call__(self, edge, value):
+            if value.dim() < 2:
+                return value
+            basis = orthonormal(16, 5)
+            fits = value.shape[-1] == 16
+            arrives = super().__call__(edge, value @ basis if fits else value)
+            return arrives @ basis.T if fits else arrives
+
+    state, losses = expected(Both(coded.int8, feedback=True))
+    assert found[1] == losses
+    assert_same(found[0], state)
+
+
+# -- failures, and what is kept -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", [
+    {"micro_batches": 2},
+    {"micro_batches": 2, "schedule": "zero-bubble"},
+    {"micro_batches": 2, "clip": Clip(norm=0.5), "schedule": "async-1f1b"},
+], ids=str)  # fmt: skip
+def test_failures_change_no_bit(seed, options, tmp_path):
+    """Residuals are those of between two mini-batches, however far a stage was ahead."""
+    data = batches(30, samples=8)
+    codec = [BFloat16(), Int8(feedback=True)] if seed % 2 else TopK(0.3)
+    undisturbed = train(codec, data, optimizer="adamw", **options)
+    plan = Plan.random(tmp_path / "faults", seed, 3, 4, ["raise"], ["forward", "backward", "step"])
+    model, points, optimizer = faulty_sink(4, plan.folder)
+    with Pipeline(
+        model, stages=points, loss_fn=F.cross_entropy, optimizer=optimizer, codecs=codec,
+        checkpoint=Checkpoints(tmp_path / "run", every=4), max_restarts=10,
+        workers=functools.partial(FaultySerial, shuffle_seed=seed), **options,
+    ) as pipe:  # fmt: skip
+        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
+        state = pipe.state_dict()
+        restarts = len(pipe.restarts)
+    assert restarts > 0
+    assert losses == undisturbed[1]
+    assert_same(state, undisturbed[0])
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3)])
+def test_a_run_goes_on_from_a_checkpoint(replicas, tmp_path):
+    data = batches(20, samples=8)
+    options = {"points": 2, "replicas": replicas, "micro_batches": 2}
+    codec = Int8(feedback=True)
+    whole = train(codec, data, **options)
+    given = {
+        "stages": POINTS[2][1:], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"],
+        "codecs": codec, "workers": "serial", "replicas": replicas, "micro_batches": 2,
+    }  # fmt: skip
+
+    def interrupted():
+        kept = Checkpoints(tmp_path, every=4, resume=False)
+        with Pipeline(kitchen_sink(), checkpoint=kept, **given) as pipe:
+            for result in pipe.train_epoch(data):
+                if result.step == 14:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    kept = Checkpoints(tmp_path, every=4, resume=True)
+    with Pipeline(kitchen_sink(), checkpoint=kept, **given) as pipe:
+        assert 0 < pipe.step <= 14
+        for _ in pipe.train_epoch(data):
+            pass
+        assert_same(pipe.state_dict(), whole[0])
+
+
+def test_a_killed_worker_changes_no_bit(tmp_path):
+    data = batches(40, samples=8)
+    codec = Int8(feedback=True)
+    undisturbed = train(codec, data)
+    given = {
+        "stages": POINTS[4][1:], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"],
+        "codecs": codec, "checkpoint": Checkpoints(tmp_path, every=5),
+    }  # fmt: skip
+    with Pipeline(kitchen_sink(), **given) as pipe:
+        for result in pipe.train_epoch(data):
+            if result.step in (9, 23):
+                worker = list(pipe._group.cluster._local.processes.values())[result.step % 4]
+                os.kill(worker.pid, signal.SIGKILL)
+        assert pipe.restarts
+        assert_same(pipe.state_dict(), undisturbed[0])
+
+
+def test_after_another_split_residuals_of_other_edges_are_left_out(tmp_path):
+    given = {
+        "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"], "workers": "serial",
+        "codecs": TopK(0.3),
+    }  # fmt: skip
+    with Pipeline(kitchen_sink(), stages=[3, 5, 9], checkpoint=tmp_path, **given) as pipe:
+        for _ in pipe.train_epoch(DATA):
+            pass
+        pipe.save()
+    go_on = Checkpoints(tmp_path, resume=True)
+    with Pipeline(kitchen_sink(), stages=[4, 9], checkpoint=go_on, **given) as pipe:
+        assert pipe.step == len(DATA)
+        for _ in pipe.train_epoch(DATA):
+            pass
+
+
+# -- what is left as it is ------------------------------------------------------------------------
+
+
+def test_an_evaluation_has_the_codecs_of_the_graph_alone():
+    """What packs bytes belongs to training, and keeps no residual of anything else."""
+
+    def evaluated(codecs, evaluate=True):
+        with Pipeline(
+            kitchen_sink(), stages=POINTS[4][1:], loss_fn=F.cross_entropy, workers="serial",
+            optimizer=OPTIMIZERS["adam"], codecs=codecs,
+        ) as pipe:  # fmt: skip
+            before = pipe.evaluate(DATA) if evaluate else None
+            for _ in pipe.train_epoch(DATA):
+                if evaluate:
+                    pipe.evaluate(DATA[:2])
+            return before, pipe.state_dict()
+
+    assert evaluated(TopK(0.2))[0] == evaluated(None)[0]
+    assert evaluated(Projection(16, 2))[0] != evaluated(None)[0]
+    assert_same(evaluated(TopK(0.2))[1], evaluated(TopK(0.2), evaluate=False)[1])
+
+
+def test_gradients_that_are_not_finite_skip_their_update_and_spoil_no_other():
+    """With scaled losses the first scale is too large, and residuals must not keep what came."""
+    scale = LossScale(init_scale=2.0**126)
+    state, losses = train(
+        Int8(feedback=True), schedule="1f1b", micro_batches=2, loss_scale=scale, optimizer="sgd"
+    )
+    assert all(value.isfinite().all() for value in state.values())
+    assert losses[0] != losses[-1]
+
+
+class Mixed(nn.Module):
+    """Its value has hidden states, and beside them what asks for no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, value):
+        x, mask, angle = value if isinstance(value, tuple) else (value, value > 0, value * 0.1)
+        return self.linear(x) * mask + angle, mask, angle
+
+
+class First(nn.Module):
+    def forward(self, value):
+        return value[0]
+
+
+def test_only_what_asks_for_a_gradient_is_packed():
+    torch.manual_seed(0)
+    layers = [Mixed() for _ in range(3)]
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
+    with Pipeline(
+        nn.Sequential(*layers, First()), stages=3, loss_fn=F.mse_loss, workers="serial",
+        optimizer=OPTIMIZERS["sgd"], codecs=Int8(),
+    ) as pipe:  # fmt: skip
+        for _ in pipe.train_epoch(data):
+            pass
+        found = pipe.statistics()[0]
+    plain = 4 * 8 * (4 + 1 + 4)
+    assert found["activations_packed"] == 3
+    assert found["activations_bytes"] == 3 * plain
+    assert found["activations_packed_bytes"] == 3 * (plain - 4 * 8 * 3 + 4 * 4)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+class Transposes(ByteCodec):
+    """Gives back another shape, where the last dimension is 16 alone."""
+
+    def pack(self, tensor):
+        return (tensor.clone(),)
+
+    def unpack(self, parts, shape, dtype):
+        return parts[0].T if shape[-1] == 16 else parts[0]
+
+
+class Whole(GraphCodec):
+    """Encodes as what has no gradient."""
+
+    def encode(self, tensor):
+        return tensor.int() if tensor.shape[-1] == 16 else tensor.clone()
+
+    def decode(self, coded, shape, dtype):
+        return coded.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [(Transposes(), "Transposes.* was given a tensor of float32 of shape .* must give back"),
+     (Whole(), "Whole.* must encode as a floating-point tensor")],
+)  # fmt: skip
+def test_what_goes_wrong_in_a_run_names_the_codec_and_the_edge(codec, words):
+    with pytest.raises((StageFailed, ConfigError), match=words) as caught:
+        train(codec)
+    assert "2" in str(caught.value)
+    assert "3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "words"),
+    [
+        (Int8, r"call it: Int8\(\)"),
+        ("int8", "must be codecs of pipedream_rt.codecs"),
+        ({(0, 3): Int8()}, r"the edges between stages are \(0, 1\), \(1, 2\), \(2, 3\)"),
+        ({0: Int8()}, "has the edge 0"),
+        ([Int8(), TopK()], "two of one kind"),
+        ([BFloat16(), Projection(16, 4)], "two of one kind"),
+        ({(0, 1): None}, "not None"),
+    ],
+)
+def test_what_is_no_codec_is_refused_before_anything_starts(codecs, words):
+    with pytest.raises(ConfigError, match=words):
+        train(codecs)
