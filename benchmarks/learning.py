@@ -653,15 +653,12 @@ def all_sets() -> dict[str, list[Run]]:
         ],
         # What crosses between stages in fewer bytes; see benchmarks/wire.py.
         "codecs": [
-            Run(
-                task="transformer",
-                method="muon+ef+extrapolation",
-                rate=0.012,
-                stages=8,
-                k=8,
-                codec=codec,
+            Run(**{"task": "transformer", "method": "muon", "rate": 0.012, **options})
+            for options in (
+                *({"method": "muon+ef+extrapolation", **of_8, "k": 8, "codec": c} for c in CODECS),
+                *({**of_8, "k": 8, "schedule": "1f1b", "codec": c} for c in list(CODECS)[2:4]),
+                *({"schedule": "1f1b", "updates": count} for count in (1200, 900, 600, 300)),
             )
-            for codec in CODECS
         ],
         "trend-horizons": [
             run for updates in (150, 300) for run in some("rotated", **NARROW, updates=updates)
@@ -732,8 +729,12 @@ def left(results: dict[str, dict[str, Any]], runs: Sequence[Run], seeds: int) ->
 
 
 @click.group(help=__doc__)
-def main() -> None:
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS,
+              help="The file of results.")  # fmt: skip
+def main(results: Path) -> None:
     """Parse the command."""
+    global RESULTS
+    RESULTS = results
 
 
 @main.command()

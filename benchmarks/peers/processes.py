@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 # Before torch is imported, here and in the processes that inherit them.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 if sys.platform == "linux":
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "lo"
+    interface = os.environ.get("PEERS_INTERFACE", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = interface
 # Every script imports this module before workload, which is in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -152,6 +153,10 @@ def _child(
 ) -> None:
     """Run the work here and send what it measured."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if machines := os.environ.get("PEERS_MACHINES"):  # network namespaces, by rank
+        from chain import move_to
+
+        move_to(machines.split(",")[place[0]])
     # Standard output has the result alone; some peers write their log to it.
     os.dup2(2, 1)
     torch.set_num_threads(1)

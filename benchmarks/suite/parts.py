@@ -1,12 +1,16 @@
-"""The benchmarks of parts: a hop, what weight versions cost, and slow links."""
+"""The benchmarks of parts: a hop, what weight versions cost, slow links, and codecs."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 
 from rich.table import Table
 
-from .runs import Benchmark, Case, Line, table_of
+from benchmarks.learning import slowdown
+
+from .runs import RESULTS, Benchmark, Case, Line, table_of
 
 # -- a hop ----------------------------------------------------------------------------------------
 
@@ -145,6 +149,81 @@ def _slow_link_table(lines: list[Line]) -> Table:
     return table
 
 
+# -- links that bind ------------------------------------------------------------------------------
+
+WIRES = {
+    "namespaces": (
+        ("torch", "1f1b", ""),
+        ("ours", "1f1b", ""),
+        ("ours", "async-1f1b", ""),
+        ("ours", "async-1f1b", "bfloat16"),
+        ("ours", "async-1f1b", "int8 with feedback"),
+    ),
+    "emulated": (
+        ("ours", "1f1b", ""),
+        ("ours", "1f1b", "int8 with feedback"),
+        ("ours", "async-1f1b", ""),
+        ("ours", "async-1f1b", "bfloat16"),
+        ("ours", "async-1f1b", "int8 with feedback"),
+        ("ours", "async-1f1b", "top 10 % with feedback"),
+        ("ours", "async-1f1b", "20 of 64 columns, bfloat16"),
+        ("ours", "async-1f1b", "36 of 64 columns, int8"),
+    ),
+}
+"""By wire, who trains, with which schedule and codec. The first of each is what others are over."""
+
+
+def _wire() -> list[Case]:
+    """Eight emulated stages on two wires, with and without codecs."""
+    cases = []
+    for wire, rows in WIRES.items():
+        for who, schedule, codec in rows:
+            facts = {"wire": wire, "who": who, "schedule": schedule, "codec": codec}
+            words = (wire, who, schedule, "--codec", codec)
+            cases.append(Case(facts, ("wire.py", *words)))
+    return cases
+
+
+def _updates_needed() -> dict[tuple[str, str], float]:
+    """By schedule and codec, how many times the updates of synchronous training a loss needs.
+
+    A row that was not trained counts as the schedule without a codec, whose updates are the same.
+    """
+    lines = map(json.loads, (RESULTS / "learning_codecs.jsonl").read_text().splitlines())
+    every = list(lines)
+    curve = sorted((e["updates"], e["final"]) for e in every if e["stages"] == 1)
+    return {
+        (e["schedule"], e["codec"]): slowdown(curve, e["updates"], e["final"]) or math.nan
+        for e in every
+        if e["stages"] > 1 or e["updates"] == max(curve)[0]
+    }
+
+
+def _wire_table(lines: list[Line]) -> Table:
+    """Seconds of an update, and the time to the loss of synchronous training."""
+    table = table_of(
+        "64 micro-batches per update on 8 workers; how many times sooner than the first of its wire",
+        *("<wire", "<who", "<schedule", "<codec", "slack", "KiB", "s per update", "of the wire"),
+        *("sooner", "updates needed", "sooner at the loss"),
+    )
+    needed = _updates_needed()
+    first: dict[str, float] = {}
+    for line in lines:
+        if "update_s" not in line:
+            continue
+        seconds = line["update_s"]
+        before = first.setdefault(line["wire"], seconds)
+        wire_s = 64 * line["transfer_s"] * line["bytes"] / line["dense_bytes"]
+        times = needed.get((line["schedule"], line["codec"]), math.nan)
+        table.add_row(
+            line["wire"], line["who"], line["schedule"], line["codec"] or "none",
+            f"{line['slack']:g}", f"{line['bytes'] / 1024:.0f}", f"{seconds:.2f}",
+            f"{wire_s / seconds:.2f}", f"{before / seconds:.2f}", f"{times:.2f}",
+            f"{before / seconds / times:.2f}",
+        )  # fmt: skip
+    return table
+
+
 # -- what the defaults cost in samples ------------------------------------------------------------
 
 TASKS = ("text", "pictures")
@@ -183,5 +262,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "stash": Benchmark("What weight versions cost", _stash(), _stash_table),
     "slow_link": Benchmark("Slow links", _slow_link(), _slow_link_table),
+    "wire": Benchmark("Links that bind, and codecs", _wire(), _wire_table),
     "defaults": Benchmark("What the defaults cost in samples", _defaults(), _defaults_table),
 }  # fmt: skip

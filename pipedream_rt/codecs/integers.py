@@ -45,16 +45,17 @@ class Int8(ByteCodec):
     def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the integers and the scales; a scale that is not finite spoils its row."""
         rows = tensor.reshape(-1, tensor.shape[-1]).float()
+        # Two passes, which take a tenth of the time of a norm. What is no number stays none.
         largest = rows.abs().amax(dim=1 if self.by == "row" else 0, keepdim=True)
         scale = largest / _MOST
-        # A row of zeros has the scale 0, and one that is not finite a scale that is not finite.
-        # Neither is divided by, since no integer is made of what is not a number.
-        usable = torch.where(torch.isfinite(scale) & (scale > 0), scale, 1.0)
-        whole = torch.round(rows / usable).nan_to_num_(0.0, _MOST, -_MOST)
-        return whole.clamp_(-_MOST, _MOST).to(torch.int8), scale
+        # A row of zeros has the scale 0. A scale that is not finite says that its row is not, and
+        # what integers stand there does not count.
+        whole = rows / torch.where(scale > 0, scale, 1.0)
+        # Beside the smallest of all numbers a scale is inexact.
+        return whole.round_().clamp_(-_MOST, _MOST).to(torch.int8), scale
 
     def unpack(self, parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return the integers times their scales; of a scale that is not finite, no number."""
         whole, scale = parts
         finite = torch.where(torch.isfinite(scale), scale, torch.nan)
-        return (whole.float() * finite).to(dtype).reshape(shape)
+        return torch.mul(whole, finite).to(dtype).reshape(shape)

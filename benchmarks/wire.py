@@ -1,0 +1,215 @@
+"""Eight stages whose links are slower than their layers: torch's pipeline, ours, ours with codecs.
+
+The stages are emulated (see emulated.py), and what they exchange is real: 256 KiB of values in one
+direction and of gradients in the other for each micro-batch, 64 columns of 4 bytes for each of 1024
+tokens. The rate of the links is such that the values of a micro-batch occupy a link for 86/14 of
+the time that a stage computes with it, as in a step of ProtocolNanoGPT (204 M parameters, 8 stages,
+200 Mbit/s: 86 of 100 seconds are wire). There are two wires:
+
+- ``namespaces``: eight network namespaces in a row, joined by veth pairs that tc shapes; see
+  chain.py. It needs root.
+- ``emulated``: threads of one process, and a transport on which messages queue and arrive late.
+
+    python benchmarks/wire.py namespaces torch 1f1b
+    python benchmarks/wire.py emulated ours async-1f1b --codec "int8 with feedback"
+
+The last line is one JSON object, with the seconds of an update while the pipe goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from chain import address, chain
+from emulated import slow_links
+from slow_link import ENDING_S, NarrowLinks, Unavailable, child
+from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
+
+from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
+from pipedream_rt.codecs import BFloat16, Int8, Projection, TopK
+from pipedream_rt.observe import summarize
+
+STAGES, MICRO_BATCHES, TOKENS, WIDTH = 8, 64, 1024, 64
+FORWARD_S, BACKWARD_S = 0.005, 0.010
+WIRE_OVER_COMPUTE = 86 / 14
+TRANSFER_S = WIRE_OVER_COMPUTE * (FORWARD_S + BACKWARD_S)
+SIZE = 4 * WIDTH * TOKENS
+RATE = 8 * SIZE / TRANSFER_S
+"""Bits per second of each direction of a link."""
+
+DELAY_S = 0.001
+"""Seconds under way besides, on the emulated wire: 50 ms beside steps of 100 s would be less."""
+
+MOST_SLACK = 3
+START_S = 120.0
+
+CODECS: dict[str, Any] = {
+    "": None,
+    "bfloat16": BFloat16(),
+    "int8 with feedback": Int8(feedback=True),
+    "top 10 % with feedback": TopK(0.1),
+    "20 of 64 columns, bfloat16": Projection(64, 20, dtype=torch.bfloat16),
+    "36 of 64 columns, int8": [Projection(64, 36), Int8()],
+}
+"""Those of benchmarks/learning.py, on the same 64 columns."""
+
+
+def workload(updates: int) -> Workload:
+    """What is trained."""
+    return Workload(
+        "emulated", stages=STAGES, micro_batches=MICRO_BATCHES, updates=updates, samples=TOKENS,
+        width=WIDTH, forward_s=FORWARD_S, backward_s=BACKWARD_S,
+    )  # fmt: skip
+
+
+def slack_for(schedule: str, size: float) -> int:
+    """Return the slack of each hop that the simulator finds to be the least as good as any."""
+    costs = Costs(
+        forward=((FORWARD_S,),),
+        backward=((BACKWARD_S,),),
+        activation_bytes=(size,),
+        bandwidth=RATE / 8,
+        latency=DELAY_S,
+    )
+    plans = [
+        plan_for(schedule, num_stages=STAGES, per_update=MICRO_BATCHES, slack=slack)
+        for slack in range(MOST_SLACK + 1)
+    ]
+    takes = [summarize(simulate(plan, costs, 4 * MICRO_BATCHES)).makespan for plan in plans]
+    return next(slack for slack, seconds in enumerate(takes) if seconds <= 1.01 * min(takes))
+
+
+def coded_size(codec: Any) -> float:
+    """Return the bytes that cross in the place of the values of a micro-batch."""
+    tensor = torch.randn(TOKENS, WIDTH)
+    parts: tuple[torch.Tensor, ...] = (tensor,)
+    for each in codec if isinstance(codec, list) else [codec] if codec else []:
+        of_graph = hasattr(each, "encode")
+        parts = (each.encode(parts[0]),) if of_graph else each.pack(parts[0])
+    return float(sum(part.nbytes for part in parts))
+
+
+def trained(w: Workload, schedule: str, codec: str, slack: int, workers: Any) -> dict[str, Any]:
+    """Train with our pipeline; return the seconds of an update."""
+    optimizer, options = optimizer_choice(w)
+    data = batches(w)
+    with Pipeline(
+        whole(w),
+        stages=STAGES,
+        loss_fn=loss_fn,
+        optimizer=(optimizer, options),
+        schedule=schedule,  # type: ignore[arg-type]
+        micro_batches=MICRO_BATCHES,
+        corrections=(),
+        layout=Layout(slack=slack, codecs=CODECS[codec]),
+        recovery=Recovery(heartbeat=timedelta(seconds=60), start=timedelta(seconds=START_S)),
+        workers=workers,
+    ) as pipe:
+        came = [time.perf_counter() for _ in pipe.train_epoch(data)]
+    return {"update_s": (came[-1] - came[WARM_UP - 1]) / w.updates}
+
+
+def across_chain(w: Workload, words: list[str], log: Any) -> dict[str, Any]:
+    """Start a worker on each machine of a chain and the coordinator beside them.
+
+    Raises:
+        Unavailable: This machine cannot pretend to be several.
+        ChildProcessError: The coordinator failed.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PIPEDREAM_RT_")}
+    environment = {**kept, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
+    at = f"{address(STAGES)}:29500"
+    with chain(STAGES, RATE, (1 << 20) + 8 * SIZE) as machines, ExitStack() as children:
+        for number, machine in enumerate(machines[:-1]):
+            named = ("--name", f"worker-{number}", "--bind", "me", "--timeout", f"{START_S:g}")
+            started = child(
+                machine, "-m", "pipedream_rt.workers", at, *named, stdout=log, stderr=log,
+                env=environment,
+            )  # fmt: skip
+            children.enter_context(started)
+        this = str(Path(__file__).resolve())
+        coordinator = children.enter_context(
+            child(
+                machines[-1],
+                this,
+                *words,
+                "--join",
+                at,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+        )
+        said, _ = coordinator.communicate(timeout=600)
+        if coordinator.returncode:
+            raise ChildProcessError(f"the coordinator ended with {coordinator.returncode}")
+        coordinator.wait(ENDING_S)
+    outcome: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return outcome
+
+
+def torchs(w: Workload, schedule: str) -> dict[str, Any]:
+    """Train with torch.distributed.pipelining, a rank on each machine of a chain."""
+    script = str(Path(__file__).resolve().parent / "peers" / "torch_pipelining.py")
+    with chain(STAGES, RATE, (1 << 20) + 8 * SIZE) as machines:
+        environment = {**os.environ, "PEERS_MACHINES": ",".join(machines), "PEERS_INTERFACE": "me"}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", script, w.to_json(), schedule],
+            env=environment, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+    if done.returncode:
+        raise ChildProcessError(done.stderr)
+    return {"update_s": json.loads(done.stdout.splitlines()[-1])["seconds"] / w.updates}
+
+
+@click.command()
+@click.argument("wire", type=click.Choice(["namespaces", "emulated"]))
+@click.argument("who", type=click.Choice(["torch", "ours"]))
+@click.argument("schedule")
+@click.option("--codec", type=click.Choice(list(CODECS)), default="")
+@click.option("--updates", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--join", hidden=True, help="Only coordinate workers that join at this address.")
+def main(wire: str, who: str, schedule: str, codec: str, updates: int, join: str | None) -> None:
+    """Measure one case."""
+    torch.set_num_threads(1)
+    w = workload(updates)
+    size = coded_size(CODECS[codec])
+    slack = slack_for(schedule, size) if who == "ours" and schedule.startswith("async") else 0
+    try:
+        if who == "torch":
+            if wire != "namespaces" or codec:
+                raise click.UsageError("torch runs in namespaces, and has no codecs")
+            found = torchs(w, schedule)
+        elif join is not None:
+            found = trained(w, schedule, codec, slack, join)
+        elif wire == "emulated":
+            links = slow_links(lambda: NarrowLinks(RATE, DELAY_S))
+            found = trained(w, schedule, codec, slack, links)
+        else:
+            with tempfile.TemporaryFile("w+") as log:
+                try:
+                    found = across_chain(w, sys.argv[1:], log)
+                except ChildProcessError as error:
+                    log.seek(0)
+                    raise click.ClickException(f"{error}; they said:\n{log.read()}") from error
+    except Unavailable as error:
+        click.echo(json.dumps({"unavailable": str(error)}))
+        sys.exit(3)
+    facts = {"slack": slack, "bytes": size, "dense_bytes": SIZE, "transfer_s": TRANSFER_S}
+    click.echo(json.dumps({**found, **facts}))
+
+
+if __name__ == "__main__":
+    main()
