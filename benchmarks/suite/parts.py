@@ -202,7 +202,7 @@ def _updates_needed() -> dict[tuple[str, str], float]:
 def _wire_table(lines: list[Line]) -> Table:
     """Seconds of an update, and the time to the loss of synchronous training."""
     table = table_of(
-        "64 micro-batches per update on 8 workers; how many times sooner than the first of its wire",
+        "64 micro-batches per update, 8 workers; how many times sooner than the first of its wire",
         *("<wire", "<who", "<schedule", "<codec", "slack", "KiB", "s per update", "of the wire"),
         *("sooner", "updates needed", "sooner at the loss"),
     )

@@ -15,6 +15,7 @@ from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.given_optimizer import build_prototype, placeholder
 from pipedream_rt.messages.keys import GROUP, OPTIMIZER, Key, StepState, by_name, optimizer_state
 from pipedream_rt.models.code import code_of
+from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.stage.optimizer import (
     GroupSpec,
     Hyper,
@@ -227,7 +228,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Let learning-rate schedulers see that a step was made; the pipeline calls this."""
         self._injecting = True
         try:
-            self.step()
+            step(self)
         finally:
             self._injecting = False
 

@@ -27,6 +27,7 @@ from pipedream_rt.devices import HOST, Device, Late
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.code import code_of, refuse_other_code
+from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
@@ -430,7 +431,7 @@ class Stage:
             optimizer = None if made.skipped else self.optimizer.prepare(made.hyper)
             if optimizer is not None:
                 with self._around(made, optimizer):
-                    optimizer.step()
+                    step(optimizer)
         gifts: dict[EdgeKind, Any] = {}
         for after in self._afters:
             gifts |= after(made, self.optimizer.torch_optimizer)

@@ -1,7 +1,8 @@
 """Signatures: the proof that bytes come from one member, for another one, and come in their turn.
 
-Every signature is an HMAC-SHA256 with a key that only the members of a group know. Bytes whose
-signature is wrong are not parsed any further.
+Every signature is made with a key that only the members of a group know. Bytes whose signature is
+wrong are not parsed any further. Proofs, of which there are few, are HMAC-SHA256. Messages, of
+which there are many, are signed by BLAKE2b with a key (RFC 7693), in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ class Signer:
 
     def __init__(self, key: bytes, generation: int, sender: int, recipient: int) -> None:
         """Begin to count at 0."""
-        # A copy of what has taken in the key is three times as fast as a new HMAC.
-        self._keyed = hmac.new(key, digestmod="sha256")
+        # A copy of what has taken in the key spares the time for the key.
+        self._keyed = hashlib.blake2b(key=key, digest_size=DIGEST)
         self._between = (generation & 0xFFFFFFFF, sender, recipient)
         self._number = 0
 
     def sign(self, *parts: bytes) -> bytes:
         """Return the signature of what is sent next. One thread at a time."""
-        turn = _TURN.pack(*self._between, self._number)
-        self._number += 1
         signed = self._keyed.copy()
-        signed.update(_framed((turn, *parts)))
+        signed.update(_TURN.pack(*self._between, self._number))
+        self._number += 1
+        for part in parts:
+            signed.update(_LENGTH.pack(len(part)))
+            signed.update(part)
         return signed.digest()
 
     def check(self, signature: bytes, *parts: bytes) -> None:

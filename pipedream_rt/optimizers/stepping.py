@@ -1,0 +1,43 @@
+"""The step of a torch optimizer, without what torch records of it for nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as _hooks_of_all
+
+
+def step(optimizer: Optimizer) -> None:
+    """Call the step of an optimizer.
+
+    torch wraps the steps of all classes, to record each for its profiler and to call hooks. Where
+    no profiler is on and there is no hook, that is 40 microseconds for nothing, several times what
+    a small optimizer computes. It changes no result.
+
+    Args:
+        optimizer: The optimizer, of whatever class.
+    """
+    wrapped: Any = type(optimizer).step
+    # A wrapper of somebody else's may have taken over the attributes of torch's.
+    is_torchs = getattr(wrapped, "__code__", None) is _WRAPPER
+    if not is_torchs or "step" in vars(optimizer) or _is_seen(optimizer):
+        optimizer.step()
+    else:
+        wrapped.__wrapped__(optimizer)
+
+
+_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of the wrapper, which is the same for all classes."""
+
+
+def _is_seen(optimizer: Optimizer) -> bool:
+    """Whether a profiler or a hook wants to know of a step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _hooks_of_all._global_optimizer_pre_hooks
+        or _hooks_of_all._global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()
+    )
