@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipedream_rt.observe.replay import Replay
     from pipedream_rt.observe.trace import Trace
     from pipedream_rt.pipeline import Pipeline
-    from pipedream_rt.planning.link_costs import LinkCosts, measure_links
+    from pipedream_rt.planning.link_costs import LinkCosts, measure_codec, measure_links
     from pipedream_rt.planning.profile import LayerCosts, Profile
     from pipedream_rt.planning.profiling import profile
     from pipedream_rt.schedules import Action, Kind, Plan, Shape, check, plan_for
@@ -95,6 +95,7 @@ __all__ = [
     "VersionError",
     "WorkerLost",
     "check",
+    "measure_codec",
     "measure_links",
     "plan_for",
     "profile",
@@ -130,6 +131,7 @@ _HOMES = {
     "Trace": "pipedream_rt.observe.trace",
     "Training": "pipedream_rt.job.options",
     "check": "pipedream_rt.schedules",
+    "measure_codec": "pipedream_rt.planning.link_costs",
     "measure_links": "pipedream_rt.planning.link_costs",
     "plan_for": "pipedream_rt.schedules",
     "profile": "pipedream_rt.planning.profiling",

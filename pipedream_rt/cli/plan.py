@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from pipedream_rt.planning.explanation import (
     published_stages,
     published_text,
 )
-from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, Slowdown
 from pipedream_rt.planning.planner import CHOICES, partitions
 from pipedream_rt.planning.published import MODELS, Published, solve
@@ -53,6 +54,22 @@ def _workers(context: click.Context, option: click.Parameter, text: str) -> tupl
     if not all(p.isascii() and p.isdecimal() and len(p) < 5 and int(p) for p in parts):
         raise click.BadParameter(f"give a number, or 4x2 for 2 servers of 4, not {text!r}")
     return tuple(map(int, parts))
+
+
+def _codec(context: click.Context, option: click.Parameter, text: str | None) -> LinkCodec | None:
+    """Read what a codec makes of the bytes, and the time that it takes for 10^6 of them.
+
+    Raises:
+        BadParameter: It is something else.
+    """
+    if text is None:
+        return None
+    ratio, _, time = text.partition(",")
+    try:
+        return LinkCodec(ratio=float(ratio), seconds_per_byte=seconds(time or "0") / 1e6)
+    except ValueError:
+        text = f"give 0.27, or 0.27,1ms with the time for a MB, not {text!r}"
+        raise click.BadParameter(text) from None
 
 
 def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slowdown:
@@ -105,6 +122,8 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
               help="Ours, the released code of PipeDream, or the paper's.")  # fmt: skip
 @click.option("--straight", is_flag=True, help="With a published cost model: no replicas.")
 @click.option("--fewer", is_flag=True, help="With the same: machines may be left over.")
+@click.option("--codec", callback=_codec, metavar="RATIO[,TIME]",
+              help="Edges may have a codec: share of the bytes, and time for a MB.")  # fmt: skip
 @click.option("--compression", type=float,
               help="With pipedream: count transfers, compressed by this factor.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="What limits it, and what would change it.")
@@ -119,6 +138,7 @@ def plan(
     memory: tuple[float, ...] | None,
     speed: tuple[float, ...] | None,
     order: str | None,
+    codec: LinkCodec | None,
     cost_model: str,
     straight: bool,
     fewer: bool,
@@ -139,9 +159,9 @@ def plan(
     cuts = cuts_of(files.load(profile), branches)
     if cost_model != "runtime":
         _refuse_given(cost_model, "latency", "choices", "max_replicas", "slowdown", "copies")
-        if speed is not None or len(memory or ()) > 1 or explain or svg is not None:
+        if speed is not None or len(memory or ()) > 1 or explain or svg is not None or codec:
             raise ConfigError(
-                f"--speed, --explain, --svg and memory of each go not with {cost_model}"
+                f"--speed, --explain, --svg, --codec and memory of each go not with {cost_model}"
             )
         asked = Published(
             model=cost_model,
@@ -159,7 +179,7 @@ def plan(
             "--straight, --fewer and --compression go with --cost-model pipedream or paper; "
             "--max-replicas 1 gives straight pipelines"
         )
-    machines = _machines(workers, bandwidth, latency, memory, speed)
+    machines = replace(_machines(workers, bandwidth, latency, memory, speed), codec=codec)
     choose = functools.partial(
         partitions,
         cuts,

@@ -100,6 +100,11 @@ def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:
         taken = found.of_bytes
     else:
         made = f"; call it: {codec.__name__}()" if isinstance(codec, type) else ""
+        if codec == "auto":
+            made = (
+                "; which links are slow is not known here: give Machines(codec=measure_codec(...)) "
+                "to the planner, and Partition.codecs(...) to Layout"
+            )
         raise ConfigError(
             f"codecs must be codecs of pipedream_rt.codecs, by edge or for all, not {codec!r}{made}"
         )

@@ -216,8 +216,8 @@ class Costing:
             cut: The cut.
         """
         both = [*workers, *following]
-        size = float(self.cuts.passing[cut])
-        return self.machines.latency_of(both) + size / self.machines.bandwidth_of(both)
+        seconds = self._crossing(self.machines.bandwidth_of(both))
+        return self.machines.latency_of(both) + float(seconds[cut])
 
     def memory(self, replicas: int, after: int, where: Any = EVERY) -> Floats:
         """Return the memory that each span takes on a replica.
@@ -246,4 +246,34 @@ class Costing:
             following: Those of the stage behind it.
         """
         bandwidth = self.machines.bandwidth_of([*workers, *following])
-        return self.cuts.passing / (min(len(workers), len(following)) * bandwidth)
+        return self._crossing(min(len(workers), len(following)) * bandwidth)
+
+    def _crossing(self, bandwidth: float) -> Floats:
+        """Return, by cut, the seconds in which a value crosses, coded where that is sooner.
+
+        The time for the codec counts as time of the link, which is more than it costs where the
+        ends have nothing else to do.
+        """
+        plain: Floats = self.cuts.passing / bandwidth
+        coded = self._coded(bandwidth)
+        return plain if coded is None else np.minimum(plain, coded)
+
+    def _coded(self, bandwidth: float) -> Floats | None:
+        """Return, by cut, the seconds in which a coded value crosses; None without a codec."""
+        codec = self.machines.codec
+        if codec is None:
+            return None
+        found: Floats = self.cuts.passing * (codec.ratio / bandwidth + codec.seconds_per_byte)
+        return found
+
+    def is_coded(self, workers: Sequence[int], following: Sequence[int], cut: int) -> bool:
+        """Whether the codec pays on the links between two stages.
+
+        Args:
+            workers: The workers of the stage before the cut.
+            following: Those of the stage behind it.
+            cut: The cut.
+        """
+        bandwidth = self.machines.bandwidth_of([*workers, *following])
+        coded = self._coded(bandwidth)
+        return coded is not None and bool(coded[cut] < self.cuts.passing[cut] / bandwidth)

@@ -54,7 +54,7 @@ def partition_text(partition: Partition) -> str:
                 _layers_text(stage),
                 _workers_text(stage.workers),
                 seconds_text(stage.period),
-                "" if is_last else seconds_text(stage.transfer),
+                "" if is_last else seconds_text(stage.transfer) + " coded" * stage.coded,
                 "" if is_last else str(stage.slack),
                 str(stage.in_flight),
                 str(stage.versions),
@@ -66,7 +66,9 @@ def partition_text(partition: Partition) -> str:
         f"{partition.schedule}, {partition.per_update} micro-batches per update: "
         f"{partition.throughput:.4g} micro-batches/s on {partition.workers} workers"
     )
-    return "\n".join([head, table(rows)])
+    edges = ", ".join(map(str, partition.codecs(None)))
+    coded = [f"the codec pays on the edges {edges}: Layout(codecs={{...}})"] if edges else []
+    return "\n".join([head, table(rows), *coded])
 
 
 def partition_html(partition: Partition) -> str:

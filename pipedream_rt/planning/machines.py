@@ -38,6 +38,31 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCodec:
+    """What a codec makes of a link; see `measure_codec`.
+
+    Attributes:
+        ratio: The share of the bytes that crosses.
+        seconds_per_byte: The seconds that both ends take together for a byte of the value.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    ratio: float
+    seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 0 < self.ratio <= 1:
+            raise ConfigError(f"the ratio of a codec is above 0 and at most 1, not {self.ratio!r}")
+        if not 0 <= self.seconds_per_byte < math.inf:
+            raise ConfigError(
+                f"the seconds per byte of a codec are at least 0, not {self.seconds_per_byte!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
     """The workers, and the links between them.
 
@@ -50,6 +75,7 @@ class Machines:
         bandwidth_within: The same between two workers of one server.
         latency: The seconds that a message is under way besides, between servers.
         latency_within: The same within a server.
+        codec: The codec that edges may have on which it pays; None for none.
 
     Raises:
         ConfigError: There is no worker, or a number is out of range.
@@ -60,6 +86,7 @@ class Machines:
     bandwidth_within: float = math.inf
     latency: float = 0.0
     latency_within: float = 0.0
+    codec: LinkCodec | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""

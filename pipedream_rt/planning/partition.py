@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from pipedream_rt.planning.costing import Costing
 from pipedream_rt.planning.search import Stage
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.simulation import Costs, simulate
+
+C = TypeVar("C")
 
 Slowdown = Sequence[tuple[float, float]]
 """Points of a curve: mean staleness, and the factor of the samples that are needed."""
@@ -65,6 +67,7 @@ class PlannedStage:
         in_flight: The most micro-batches in flight on each of its workers.
         versions: The weight versions that each of its workers keeps.
         staleness: The most updates between a version that is read and the one that it steps.
+        coded: Whether a codec pays on the link behind it.
     """
 
     layers: tuple[str, ...]
@@ -77,6 +80,7 @@ class PlannedStage:
     in_flight: int
     versions: int
     staleness: int
+    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,14 @@ class Partition:
             return f"the link from stage {hop} to stage {hop + 1}"
         return f"stage {slowest}"
 
+    def codecs(self, codec: C) -> dict[tuple[int, int], C]:
+        """Return what `Layout` takes as ``codecs``: a codec for the edges on which one pays.
+
+        Args:
+            codec: The codec, of which `Machines` had the costs.
+        """
+        return {(s, s + 1): codec for s, stage in enumerate(self.stages) if stage.coded}
+
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         derived = ("shape", "workers", "worth", "memory", "staleness", "bottleneck")
@@ -167,6 +179,7 @@ def partition_of(
     hops = list(pairwise(stages))
     transfers = [float(costing.transfers(a.workers, b.workers)[a.end]) for a, b in hops]
     latencies = [costing.latency(a.workers, b.workers, a.end) for a, b in hops]
+    coded = [costing.is_coded(a.workers, b.workers, a.end) for a, b in hops]
     period = max(*periods, *transfers, _SHORTEST)
     slacks = _slacks(costing, stages, period, latencies)
     rough = rough or not max(periods) or costing.per_update > _MOST_SIMULATED
@@ -190,6 +203,7 @@ def partition_of(
                 in_flight=costing.in_flight(replicas, after),
                 versions=costing.versions(replicas, after),
                 staleness=costing.staleness(replicas, after),
+                coded=(*coded, False)[number],
             )
         )
     if rough:

@@ -154,3 +154,19 @@ def test_options_that_a_published_model_would_ignore_are_refused(words):
     result = run(CLASSIFIER, "--cost-model", "paper", *words)
     assert result.exit_code != 0
     assert f"{words[0]} goes not with --cost-model paper" in result.output
+
+
+def test_a_codec_for_the_slow_link():
+    words = (CLASSIFIER, "--workers", "4", "--bandwidth", "1Gbit", "--max-replicas", "1")
+    words = (*words, "--schedule", "async-1f1b")
+    plain, coded = plan_of(*words)[0], plan_of(*words, "--codec", "0.27,1ms")[0]
+    assert coded["throughput"] > plain["throughput"]
+    assert any(stage["coded"] for stage in coded["stages"])
+    assert "the codec pays on the edges" in run(*words, "--codec", "0.27").output
+
+
+@pytest.mark.parametrize("text", ["much", "0.3,soon", "2", "0"])
+def test_what_is_no_codec_is_refused(text):
+    result = run(CLASSIFIER, "--codec", text)
+    assert result.exit_code != 0
+    assert "codec" in result.output

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipedream_rt import ConfigError, measure_links
+from pipedream_rt import ConfigError, measure_codec, measure_links
+from pipedream_rt.codecs import BFloat16, Int8, Projection, TopK
 
 
 @pytest.mark.processes
@@ -25,3 +26,19 @@ def test_links_between_processes_of_this_machine():
 def test_what_cannot_be_measured_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         measure_links(**options)
+
+
+@pytest.mark.parametrize(
+    ("codec", "ratio"),
+    [(Int8(), (1 << 20) / (1 << 22)), (BFloat16(), 0.5), (TopK(0.25), 0.375)],
+    ids=repr,
+)
+def test_what_a_codec_costs(codec, ratio):
+    found = measure_codec(codec, shape=(256, 1024), repeats=2)
+    assert found.ratio == pytest.approx(ratio, rel=0.01)
+    assert 0 < found.seconds_per_byte < 1e-6
+
+
+def test_a_codec_that_takes_nothing_has_no_costs():
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        measure_codec(Projection(8, 2), shape=(4, 16))

@@ -10,7 +10,7 @@ from pipedream_rt.observe.summary import summarize
 from pipedream_rt.planning.costing import Costing
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.explanation import choices_text, explained, partition_text
-from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, partition_of
 from pipedream_rt.planning.planner import DATA_PARALLEL, partitions
 from pipedream_rt.planning.search import Stage
@@ -173,3 +173,42 @@ def test_it_is_explained_what_would_change_the_answer():
         "one micro-batch per update",
     ):
         assert expected in text
+
+
+# -- codecs ---------------------------------------------------------------------------------------
+
+
+def two_servers(codec):
+    """Four workers on two servers, with a slow link between these."""
+    workers = tuple(Worker(server=number // 2) for number in range(4))
+    return Machines(workers=workers, bandwidth=25e6, bandwidth_within=1e10, codec=codec)
+
+
+def test_a_codec_is_chosen_for_the_link_on_which_it_pays():
+    profile = chain(*[0.01] * 4, output_bytes=1e6)
+    options = {"choices": ["async-1f1b"], "per_update": 8, "replicas": 1, "workers": [4]}
+    plain = partitions(cuts_of(profile), two_servers(None), **options)[0]
+    codec = LinkCodec(ratio=0.25, seconds_per_byte=1e-9)
+    coded = partitions(cuts_of(profile), two_servers(codec), **options)[0]
+    assert [stage.coded for stage in coded.stages] == [False, True, False, False]
+    assert coded.codecs("int8") == {(1, 2): "int8"}
+    assert plain.codecs("int8") == {}
+    assert coded.stages[1].transfer == pytest.approx(1e6 * (0.25 / 25e6 + 1e-9))
+    assert coded.throughput > 2 * plain.throughput
+    assert "the codec pays on the edges (1, 2)" in partition_text(coded)
+    assert "codec" not in partition_text(plain)
+
+
+def test_a_codec_that_takes_longer_than_the_link_is_not_chosen():
+    profile = chain(*[0.01] * 4, output_bytes=1e6)
+    slow = LinkCodec(ratio=0.25, seconds_per_byte=1e-6)
+    found = partitions(cuts_of(profile), two_servers(slow), choices=["async-1f1b"], workers=[4])[0]
+    assert found.codecs("int8") == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{"ratio": 0}, {"ratio": 1.1}, {"ratio": 1, "seconds_per_byte": -1}]
+)
+def test_a_codec_that_makes_no_sense_is_refused(options):
+    with pytest.raises(ConfigError, match="codec"):
+        LinkCodec(**options)
