@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,8 @@ from pipedream_rt.simulation import fit, simulate
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 WIDTH, SAMPLES = 256, 8
 MEASURED, SIMULATED = (8, 16, 32), (100, 1000)
+IDLE_S = 5.0
+"""Seconds for which the coordinator is watched while nothing is fed: it gets signs of life."""
 
 
 def trained(stages: int, times: tuple[float, float], updates: int, k: int) -> dict[str, Any]:
@@ -61,11 +64,15 @@ def trained(stages: int, times: tuple[float, float], updates: int, k: int) -> di
         seconds = time.perf_counter() - start
         spent = [sum(processor_s(pid).values()) - b for pid, b in zip(pids, before, strict=True)]
         trace = pipe.trace()
+        idle = processor_s(os.getpid())
+        threading.Event().wait(IDLE_S)
+        rest = sum(processor_s(os.getpid()).values()) - sum(idle.values())
     count = updates * k
     first = len(came) // 3  # by then the pipe is full, and what comes does so at its own pace
     return {
         "trace": trace,
         "rate": (len(came) - 1 - first) * k / (came[-1] - came[first]),
+        "idle_share": rest / IDLE_S,
         "coordinator_s": spent[0] / count,
         "worker_s": statistics.fmean(spent[1:]) / count,
         "busy": sum(spent) / seconds / (os.cpu_count() or 1),
@@ -114,6 +121,7 @@ def main(as_json: bool, updates: int, most: int) -> None:
                 "error": guess / rate - 1, "of_the_layers": rate / ideal,
                 "coordinator_ms": 1e3 * found["coordinator_s"],
                 "worker_ms": 1e3 * found["worker_s"], "processors_busy": found["busy"],
+                "idle_share": found["idle_share"],
             }
         )  # fmt: skip
     for stages in SIMULATED:
@@ -148,6 +156,9 @@ def main(as_json: bool, updates: int, most: int) -> None:
     console.print(", ".join(f"{name} {value:.3f}" for name, value in facts.items()))
     bears = 1e3 / facts["coordinator_ms"]
     console.print(f"the coordinator bears {bears:.0f} micro-batches per second, of any workers")
+    seen = [line for line in lines if "idle_share" in line]
+    of_one = seen[-1]["idle_share"] / seen[-1]["workers"]
+    console.print(f"signs of life of a worker take {of_one:.4%} of a processor there")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Codecs on the edges of a pipeline: the bits of the oracle with the same codec, through kills."""
 
+import dataclasses
 import functools
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from pipedream_rt.codecs import (
 )
 from pipedream_rt.codecs.projection import orthonormal
 from pipedream_rt.errors import ConfigError, StageFailed
+from pipedream_rt.stage.rules.coding import Coding
 
 pytestmark = pytest.mark.threads
 
@@ -214,6 +217,25 @@ def test_a_killed_worker_changes_no_bit(tmp_path):
         assert_same(pipe.state_dict(), undisturbed[0])
 
 
+def test_after_another_split_the_residuals_of_the_same_edges_go_on(tmp_path):
+    """Where the model is cut elsewhere too, the numbers of the stages are others."""
+    given = {
+        "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"], "workers": "serial",
+        "codecs": Int8(feedback=True), "schedule": "1f1b",
+    }  # fmt: skip
+    with Pipeline(kitchen_sink(), stages=[5, 9], checkpoint=tmp_path, **given) as pipe:
+        for _ in pipe.train_epoch(DATA):
+            pass
+        pipe.save()
+    residuals = []
+    go_on = Checkpoints(tmp_path, resume=True)
+    with Pipeline(kitchen_sink(), stages=[1, 5, 9], checkpoint=go_on, **given) as pipe:
+        for stage in pipe._group.cluster._hosts:
+            for each in stage._stages.values():
+                residuals += [key.name for key in each.rule(Coding).state()]
+    assert sorted(set(residuals)) == ["4 -> 5", "8 -> 9"]
+
+
 def test_after_another_split_residuals_of_other_edges_are_left_out(tmp_path):
     given = {
         "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"], "workers": "serial",
@@ -252,14 +274,15 @@ def test_an_evaluation_has_the_codecs_of_the_graph_alone():
     assert_same(evaluated(TopK(0.2))[1], evaluated(TopK(0.2), evaluate=False)[1])
 
 
-def test_gradients_that_are_not_finite_skip_their_update_and_spoil_no_other():
-    """With scaled losses the first scale is too large, and residuals must not keep what came."""
+def test_gradients_that_are_not_finite_skip_their_update():
     scale = LossScale(init_scale=2.0**126)
     state, losses = train(
-        Int8(feedback=True), schedule="1f1b", micro_batches=2, loss_scale=scale, optimizer="sgd"
+        Int8(), schedule="1f1b", micro_batches=2, loss_scale=scale, optimizer="sgd"
     )
     assert all(value.isfinite().all() for value in state.values())
     assert losses[0] != losses[-1]
+    with pytest.raises(ConfigError, match="another scale"):
+        train(TopK(), schedule="1f1b", micro_batches=2, loss_scale=scale)
 
 
 class Mixed(nn.Module):
@@ -290,10 +313,11 @@ def test_only_what_asks_for_a_gradient_is_packed():
         for _ in pipe.train_epoch(data):
             pass
         found = pipe.statistics()[0]
+        text = pipe.explain()
     plain = 4 * 8 * (4 + 1 + 4)
-    assert found["activations_packed"] == 3
-    assert found["activations_bytes"] == 3 * plain
-    assert found["activations_packed_bytes"] == 3 * (plain - 4 * 8 * 3 + 4 * 4)
+    coded_size = plain - 4 * 8 * 3 + 4 * 4
+    assert found["packed"] == [[0, 1, "forward", 3, 3 * plain, 3 * coded_size]]
+    assert f"{coded_size} B of values in the place of {plain} B, for a micro-batch" in text
 
 
 # -- bad input ------------------------------------------------------------------------------------
@@ -319,6 +343,58 @@ class Whole(GraphCodec):
         return coded.to(dtype)
 
 
+class Elsewhere(Transposes):
+    direction = "up"
+
+
+class Learns(nn.Linear, GraphCodec):
+    """Has weights of its own."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+
+
+class Cuts(Whole):
+    """Lets no gradient through."""
+
+    def encode(self, tensor):
+        return tensor.detach().clone()
+
+
+class Sparse(Transposes):
+    def pack(self, tensor):
+        return (tensor.to_sparse(),)
+
+
+@dataclasses.dataclass
+class Unhashable(Transposes):
+    """As a dataclass is that is not frozen; it raises late in a run."""
+
+    places: list = dataclasses.field(default_factory=list)
+
+    def pack(self, tensor):
+        self.places.append(1)
+        if len(self.places) > 9:
+            raise ZeroDivisionError("its own words")
+        return (tensor.clone(),)
+
+    def unpack(self, parts, shape, dtype):
+        return parts[0]
+
+
+def test_an_error_of_a_codec_names_it_and_the_edge():
+    words = r"from stage \d to stage \d: the codec .*Unhashable.* raised ZeroDivisionErr"
+    with pytest.raises(StageFailed, match=words):
+        train(Unhashable())
+
+
+def test_a_codec_that_does_not_pickle_is_named():
+    codec = Transposes()
+    codec.lock = threading.Lock()
+    with pytest.raises(ConfigError, match="the codec Transposes"):
+        train(codec)
+
+
 @pytest.mark.parametrize(
     ("codec", "words"),
     [(Transposes(), "Transposes.* was given a tensor of float32 of shape .* must give back"),
@@ -341,8 +417,70 @@ def test_what_goes_wrong_in_a_run_names_the_codec_and_the_edge(codec, words):
         ([Int8(), TopK()], "two of one kind"),
         ([BFloat16(), Projection(16, 4)], "two of one kind"),
         ({(0, 1): None}, "not None"),
+        (Elsewhere(), "the direction of a codec"),
+        (Learns(), "has parameters"),
+        (Cuts(), "no gradient comes back"),
+        (Sparse(), "tuple of dense tensors"),
     ],
 )
 def test_what_is_no_codec_is_refused_before_anything_starts(codecs, words):
     with pytest.raises(ConfigError, match=words):
         train(codecs)
+
+
+@pytest.mark.parametrize("codecs", ["int8", Int8])
+def test_with_one_stage_too(codecs):
+    with pytest.raises(ConfigError, match="must be codecs"):
+        Pipeline(kitchen_sink(), loss_fn=F.cross_entropy, workers="serial", codecs=codecs)
+
+
+# -- residuals ------------------------------------------------------------------------------------
+
+
+class TwoValues(nn.Module):
+    """Gives two tensors, of which a micro-batch uses both or the second alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x), self.linear(2 * x)
+
+
+class UsesSome(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, value):
+        self.calls += 1
+        first, second = value
+        return self.linear(second if self.calls % 2 else first + second)
+
+
+class Records(ByteCodec):
+    """Loses everything, so that a residual is all that came before at its place."""
+
+    direction, feedback = "backward", True
+
+    def pack(self, tensor):
+        return (torch.zeros_like(tensor),)
+
+    def unpack(self, parts, shape, dtype):
+        return parts[0]
+
+
+def test_residuals_stay_with_their_tensor_where_some_have_no_gradient():
+    torch.manual_seed(0)
+    data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
+    given = {"stages": 2, "loss_fn": F.mse_loss, "optimizer": OPTIMIZERS["sgd"]}
+    with Pipeline(
+        nn.Sequential(TwoValues(), UsesSome()), codecs=Records(), workers="serial", **given
+    ) as pipe:
+        for _ in pipe.train_epoch(data):
+            pass
+        (stage,) = pipe._group.cluster._hosts[1]._stages.values()
+        kept = {key.path[-1]: value for key, value in stage.rule(Coding).state().items()}
+    assert sorted(kept) == [0, 1]
+    assert not torch.equal(kept[0], kept[1])

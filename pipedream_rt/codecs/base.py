@@ -15,13 +15,15 @@ ends of an edge. What feedback keeps of an edge stands with the stage that sends
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, PipelineError
 
 Direction: TypeAlias = Literal["both", "forward", "backward"]
 """Which way a codec is for: values, gradients, or both."""
@@ -135,6 +137,16 @@ def require_direction(direction: object) -> None:
         raise ConfigError(f"the direction of a codec is one of {names}, not {direction!r}")
 
 
+def require_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}, of a codec, is True or False, not {value!r}")
+
+
 def require_same(
     found: object, shape: torch.Size, dtype: torch.dtype, codec: Codec, where: str
 ) -> Tensor:
@@ -170,12 +182,60 @@ def require_parts(found: object, codec: Codec, where: str) -> tuple[Tensor, ...]
     Raises:
         ConfigError: It is no tuple of tensors.
     """
-    if isinstance(found, tuple) and all(isinstance(part, Tensor) for part in found):
+    if isinstance(found, tuple) and all(map(_can_cross, found)):
+        return found
+    kinds = ", ".join(map(_kind_of, found)) if isinstance(found, tuple) else _kind_of(found)
+    raise ConfigError(
+        f"{where}: the codec {codec!r} must pack a tensor as a tuple of dense tensors, it returned "
+        f"{kinds}"
+    )
+
+
+def _can_cross(part: object) -> bool:
+    """Whether a part of what was packed is a tensor that can be sent."""
+    dense = isinstance(part, Tensor) and part.layout is torch.strided
+    return dense and not part.is_quantized and not part.is_meta  # type: ignore[attr-defined]
+
+
+def _kind_of(part: object) -> str:
+    """Return what a part is, for people."""
+    if not isinstance(part, Tensor):
+        return type(part).__name__
+    return f"a tensor of {part.dtype}, {part.layout}, on {part.device}"
+
+
+def require_floating(found: object, codec: Codec, where: str) -> Tensor:
+    """Return what a codec has encoded.
+
+    Raises:
+        ConfigError: It is none that can ask for a gradient.
+    """
+    if isinstance(found, Tensor) and found.is_floating_point() and _can_cross(found):
         return found
     raise ConfigError(
-        f"{where}: the codec {codec!r} must pack a tensor as a tuple of tensors, it returned "
-        f"{type(found).__name__}"
+        f"{where}: the codec {codec!r} must encode as a floating-point tensor, through which "
+        f"autograd derives, and made {_kind_of(found)}; a codec that packs bytes is a ByteCodec"
     )
+
+
+_STOPS: type[Exception] = getattr(checkpoint, "_StopRecomputationError", PipelineError)
+"""What ends the second computation of activations, once it has made what the backward needs."""
+
+
+@contextmanager
+def naming(codec: Codec, where: str) -> Iterator[None]:
+    """Say of an error of a codec, in the body, which one it was and where.
+
+    Raises:
+        RuntimeError: The codec has raised an error.
+    """
+    try:
+        yield
+    except (PipelineError, _STOPS):
+        raise
+    except Exception as error:  # a foreign codec may raise anything
+        text = f"{where}: the codec {codec!r} raised {type(error).__name__}: {error}"
+        raise RuntimeError(text) from error
 
 
 PROBES = ((4, 32), (2, 3, 64))
@@ -197,14 +257,8 @@ def try_out(codec: Codec, where: str) -> None:
         try:
             if not codec.takes(probe):
                 continue
-            with torch.no_grad():
-                if isinstance(codec, GraphCodec):
-                    found: object = codec.decode(codec.encode(probe), probe.shape, probe.dtype)
-                else:
-                    assert isinstance(codec, ByteCodec)
-                    parts = require_parts(codec.pack(probe), codec, where)
-                    found = codec.unpack(parts, probe.shape, probe.dtype)
-        except ConfigError:
+            found = _there_and_back(codec, probe, where)
+        except PipelineError:
             raise
         except Exception as error:  # a foreign codec may raise anything
             raise ConfigError(
@@ -212,3 +266,26 @@ def try_out(codec: Codec, where: str) -> None:
                 f"{type(error).__name__}: {error}"
             ) from error
         require_same(found, probe.shape, probe.dtype, codec, where)
+
+
+def _there_and_back(codec: Codec, probe: Tensor, where: str) -> object:
+    """Return what a codec makes of a tensor.
+
+    Raises:
+        ConfigError: It cannot cross, or no gradient comes back.
+    """
+    if isinstance(codec, ByteCodec):
+        with torch.no_grad():
+            parts = require_parts(codec.pack(probe), codec, where)
+            return codec.unpack(parts, probe.shape, probe.dtype)
+    assert isinstance(codec, GraphCodec)
+    probe.requires_grad_()
+    with torch.enable_grad():
+        found = require_floating(codec.encode(probe), codec, where)
+        arrives = codec.decode(found, probe.shape, probe.dtype)
+    if isinstance(arrives, Tensor) and not arrives.requires_grad:
+        raise ConfigError(
+            f"{where}: no gradient comes back through the codec {codec!r}, so the stages before it "
+            "would learn nothing; a codec outside of autograd is a ByteCodec"
+        )
+    return arrives

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction
+from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction, require_flag
 from pipedream_rt.errors import ConfigError
 
 _MOST = 127
@@ -35,6 +35,7 @@ class Int8(ByteCodec):
     def __post_init__(self) -> None:
         """Check the values."""
         require_direction(self.direction)
+        require_flag("feedback", self.feedback)
         if self.by not in ("row", "channel"):
             raise ConfigError(f'Int8 scales by "row" or "channel", not by {self.by!r}')
 

@@ -46,12 +46,15 @@ class Projection(GraphCodec):
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (columns, rank))
         if not whole or not 0 < rank <= columns:
             raise ConfigError(
-                f"a projection has from 1 to {columns!r} columns of {columns!r}, not {rank!r}"
+                "a projection has a number of columns, and a rank from 1 to that number, not "
+                f"{columns!r} and {rank!r}"
             )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"a projection crosses in a floating-point dtype, not in {dtype!r}")
         if basis is None:
             basis = orthonormal(columns, rank, seed)
+        elif not isinstance(basis, Tensor):
+            raise ConfigError(f"the basis must be a tensor, not a {type(basis).__name__}")
         elif basis.shape != (columns, rank):
             raise ConfigError(
                 f"the basis must have the shape {(columns, rank)}, not {tuple(basis.shape)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction
+from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction, require_flag
 from pipedream_rt.errors import ConfigError
 
 _SHORT = 1 << 15
@@ -34,13 +34,14 @@ class TopK(ByteCodec):
     def __post_init__(self) -> None:
         """Check the values."""
         require_direction(self.direction)
+        require_flag("feedback", self.feedback)
         number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
         if not number or not 0 < self.share <= 1:
             raise ConfigError(f"TopK has a share above 0 and at most 1, not {self.share!r}")
 
     def takes(self, tensor: Tensor) -> bool:
-        """Take floating-point tensors with elements."""
-        return super().takes(tensor) and tensor.numel() > 0
+        """Take floating-point tensors with elements of two bytes or more."""
+        return super().takes(tensor) and tensor.numel() > 0 and tensor.dtype.itemsize > 1
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the elements and their places in the row."""

@@ -74,12 +74,7 @@ def explain(
         f"{tie.name} is used on the stages {', '.join(map(str, tie.stages))}; the first owns it"
         for tie in plan.ties
     ]
-    lines += [f"edge {each}" for each in codecs]
-    lines += [
-        f"  {plan.title_of(address)} sends {text}"
-        for address, counters in zip(plan.addresses, statistics, strict=True)
-        if (text := _coded(counters))
-    ]
+    lines += _of_codecs(codecs, statistics)
     if shares_memory and plan.workers > 1:
         lines.append(
             f"values of {SMALLEST >> 10} KiB and more go from worker to worker in memory that both "
@@ -88,25 +83,35 @@ def explain(
     return "\n".join([*lines, table(rows)])
 
 
-_WAYS = (
-    ("values", ("values", "encoded"), ("activations", "packed")),
-    ("gradients", ("gradients", "packed")),
-)
-
-
-def _coded(counters: Mapping[str, Any]) -> str:
-    """Return what codecs make of a micro-batch that a stage sends; nothing if they have not yet."""
+def _of_codecs(texts: Sequence[str], statistics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return for each edge with codecs what it has, and what crosses of a micro-batch."""
     found = []
-    for what, *steps in _WAYS:
-        means = [
-            (counters[f"{name}_bytes"] / count, counters[f"{name}_{done}_bytes"] / count)
-            for name, done in steps
-            if (count := counters.get(f"{name}_{done}", 0))
-        ]
-        if means:
-            before, after = means[0][0], means[-1][1]
-            found.append(f"{bytes_text(after)} of {what} in the place of {bytes_text(before)}")
-    return ", ".join(found)
+    for text in texts:
+        begin, _, end = text.partition(":")[0].split(" ")
+        edge = int(begin), int(end)
+        encoded = _mean(statistics, "encoded", edge, "forward")
+        found.append(f"edge {text}")
+        for what, direction in (("values", "forward"), ("gradients", "backward")):
+            packed = _mean(statistics, "packed", edge, direction)
+            if steps := [each for each in (encoded, packed) if each is not None]:
+                before, after = bytes_text(steps[0][0]), bytes_text(steps[-1][1])
+                found.append(f"  {after} of {what} in the place of {before}, for a micro-batch")
+    return found
+
+
+def _mean(
+    statistics: Sequence[Mapping[str, Any]], done: str, edge: tuple[int, int], direction: str
+) -> tuple[float, float] | None:
+    """Return the mean bytes of a micro-batch on an edge, before and after; None if there were none.
+
+    A gradient of an encoded value has the size of that.
+    """
+    rows = [row for counters in statistics for row in counters.get(done, ())]
+    mine = [row[3:] for row in rows if tuple(row[:2]) == edge and row[2] == direction]
+    count, before, after = (
+        (sum(numbers) for numbers in zip(*mine, strict=True)) if mine else (0, 0, 0)
+    )
+    return (before / count, after / count) if count else None
 
 
 def _on_device(counters: Mapping[str, Any]) -> list[str]:

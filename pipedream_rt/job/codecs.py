@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from pipedream_rt.codecs.base import ByteCodec, Codec, GraphCodec, OutsideGraph, try_out
+from torch import nn
+
+from pipedream_rt.codecs.base import (
+    ByteCodec,
+    Codec,
+    GraphCodec,
+    OutsideGraph,
+    require_direction,
+    try_out,
+)
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.rules.coding import EdgeCodecs
+
+_LONGEST = 1000
+"""Characters of the text of an edge, which a manifest keeps."""
 
 OfEdge: TypeAlias = Codec | Sequence[Codec]
 """A codec, or one of each kind, of which that of the graph comes first."""
@@ -50,7 +62,17 @@ class Codecs(NamedTuple):
             names: Returns what codecs are called.
         """
         edges = sorted(self.of_graph.keys() | self.of_bytes.keys())
-        return [f"{b} -> {e}: {', '.join(names(self.of((b, e))))}" for b, e in edges]
+        return [f"{b} -> {e}: {', '.join(names(self._given((b, e))))}"[:_LONGEST] for b, e in edges]
+
+    def _given(self, edge: tuple[int, int]) -> list[Codec]:
+        """Return the codecs of an edge as the script has given them."""
+        return [c.codec if isinstance(c, OutsideGraph) else c for c in self.of(edge)]
+
+    @property
+    def feeds_gradients_back(self) -> bool:
+        """Whether a codec keeps what it has lost of gradients."""
+        codecs = self.of_bytes.values()
+        return any(codec.feedback and codec.direction != "forward" for codec in codecs)
 
 
 def codecs_of(option: Any, plan: Plan) -> Codecs:
@@ -67,6 +89,11 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
     if option is None:
         return found
     links = list(plan.links or ())
+    if not isinstance(option, Mapping) and not links:  # with one stage nothing crosses
+        nowhere = Codecs({}, {})
+        for codec in option if isinstance(option, list | tuple) else (option,):
+            _take(nowhere, (0, 0), codec)
+        return found
     by_edge = option if isinstance(option, Mapping) else dict.fromkeys(links, option)
     for edge, given in by_edge.items():
         if edge not in links:
@@ -92,6 +119,13 @@ def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:
     Raises:
         ConfigError: It is none, or the second one of its kind.
     """
+    if isinstance(codec, Codec):
+        require_direction(codec.direction)
+    if isinstance(codec, nn.Module) and next(codec.parameters(), None) is not None:
+        raise ConfigError(
+            f"the codec {type(codec).__name__} has parameters, which no optimizer would step; what "
+            "is learned is a layer of the model, as those of learned_projection"
+        )
     if isinstance(codec, GraphCodec) and codec.direction == "both":
         taken: dict[tuple[int, int], Any] = found.of_graph
     elif isinstance(codec, GraphCodec):

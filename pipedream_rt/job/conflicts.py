@@ -43,6 +43,7 @@ class Facts:
         averages: Whether weights are averaged.
         corrections: The corrections for staleness.
         recomputes: Whether stages compute activations again.
+        feeds_back: Whether codecs keep what they have lost of gradients.
         tied: A weight that several stages use.
         hooked: A parameter with a hook on its gradient.
         tied_hooked: One that is tied too.
@@ -66,6 +67,7 @@ class Facts:
     averages: bool = False
     corrections: Sequence[Correction] = ()
     recomputes: bool = False
+    feeds_back: bool = False
     tied: str = ""
     hooked: str = ""
     tied_hooked: str = ""
@@ -127,6 +129,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         "{half} is float16, and its gradients cannot be scaled back",
         "keep parameters in float32 and let autocast make float16 of them",
         lambda f: f.scaled and f.half,
+    ),
+    Conflict(
+        "scaled losses (float16)", "codecs that feed gradients back",
+        "what a codec has lost of a gradient is added to a later one, whose loss may have another "
+        "scale",
+        'use bfloat16, or a codec with feedback=False or direction="forward"',
+        lambda f: f.scaled and f.feeds_back,
     ),
     Conflict(
         "replicas", "tied weights on several stages",

@@ -131,8 +131,9 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     recompute = recomputing(training.recompute, plan.num_stages)
     plan, facts = _proved(plan, model, parts, options, bool(recompute))
     corrections = correcting(options.corrections, plan, optimizer)
-    refuse_conflicts(replace(facts, corrections=corrections))
     codecs = codecs_of(options.layout.codecs, plan)
+    feeds_back = codecs.feeds_gradients_back
+    refuse_conflicts(replace(facts, corrections=corrections, feeds_back=feeds_back))
     # Workers elsewhere may have devices that nobody knows of here.
     settings = settings_now(of_devices=bool(devices) or not starts_here)
     common = StageSpec(

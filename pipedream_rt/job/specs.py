@@ -113,9 +113,11 @@ def _pieces(
     yield "loss_fn", loss
     for hook in spec.hooks:
         yield f"the hook of {hook.parameter}", hook.call
+    for codec in spec.codecs.values():
+        yield f"the codec {type(codec).__name__}", codec
     for rule in spec.rules:
         for thing in rule.things():
-            yield f"the correction {type(thing).__name__}", thing
+            yield f"the {rule.called} {type(thing).__name__}", thing
 
 
 def _copied(data: Any) -> Tensor:

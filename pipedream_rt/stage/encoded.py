@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import GraphCodec, require_same
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.codecs.base import GraphCodec, naming, require_floating, require_same
 from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
 
@@ -47,7 +46,7 @@ class GraphCoding:
         self._to = {end: codec for (begin, end), codec in codecs.items() if begin == stage}
         self._from = {begin: codec for (begin, end), codec in codecs.items() if end == stage}
         self._stage, self._autocast = stage, autocast
-        self._counts = [0, 0, 0]
+        self._counts = {target: [0, 0, 0] for target in self._to}
 
     def encoded(self, target: int, value: Any) -> Any:
         """Return what goes to a stage in the place of a value; the value itself without a codec.
@@ -64,20 +63,27 @@ class GraphCoding:
             for tensor in tensors:
                 if codec.takes(tensor):
                     was.append([name_of_dtype(tensor.dtype), list(tensor.shape)])
-                    made.append(_coded(codec, tensor, f"the edge {self._stage} -> {target}"))
+                    where = f"the edge {self._stage} -> {target}"
+                    with naming(codec, where):
+                        found = codec.encode(tensor)
+                    made.append(require_floating(found, codec, where))
                 else:
                     was.append([])
                     made.append(tensor)
-        counts = self._counts
-        counts[0] += 1
-        counts[1] += sum(tensor.nbytes for tensor in tensors)
-        counts[2] += sum(tensor.nbytes for tensor in made)
+        if torch.is_grad_enabled():  # a micro-batch that is trained on
+            counts = self._counts[target]
+            counts[0] += 1
+            counts[1] += sum(tensor.nbytes for tensor in tensors)
+            counts[2] += sum(tensor.nbytes for tensor in made)
         return Encoded(structure, made, was)
 
-    def statistics(self) -> dict[str, int]:
-        """Return how many values were encoded, and their bytes before and behind."""
-        names = ("values_encoded", "values_bytes", "values_encoded_bytes")
-        return dict(zip(names, self._counts, strict=True))
+    def statistics(self) -> dict[str, Any]:
+        """Return for each edge how many values were encoded, and the bytes before and after.
+
+        An entry is the stages at both ends, the direction, and these three numbers.
+        """
+        rows = self._counts.items()
+        return {"encoded": [[self._stage, target, "forward", *counts] for target, counts in rows]}
 
     def decoded(self, source: int, value: Any) -> Any:
         """Return the value in the place of which `encoded` has sent something.
@@ -96,7 +102,8 @@ class GraphCoding:
                     tensors.append(tensor)
                     continue
                 dtype, shape = dtype_of(was[0]), torch.Size(was[1])
-                found = codec.decode(tensor, shape, dtype)
+                with naming(codec, where):
+                    found = codec.decode(tensor, shape, dtype)
                 # A copy, since layers may change what they are given, and not what has come.
                 found = found.clone() if found is tensor else found
                 tensors.append(require_same(found, shape, dtype, codec, where))
@@ -107,19 +114,3 @@ class GraphCoding:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._autocast, enabled=False)
-
-
-def _coded(codec: GraphCodec, tensor: Tensor, where: str) -> Tensor:
-    """Return an encoded tensor.
-
-    Raises:
-        ConfigError: It is none that can ask for a gradient.
-    """
-    found = codec.encode(tensor)
-    if isinstance(found, Tensor) and found.is_floating_point():
-        return found
-    what = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-    raise ConfigError(
-        f"{where}: the codec {codec!r} must encode as a floating-point tensor, through which "
-        f"autograd derives, and made {what}; a codec that packs bytes is a ByteCodec"
-    )

@@ -210,13 +210,17 @@ class Exchange:
             return self._coding.unpacked(message.key.edge, message.tensors, head.coded)
 
     def _packed(
-        self, edge: Edge, micro_batch: int, tensors: tuple[Tensor, ...], wanted: Sequence[bool]
+        self,
+        edge: Edge,
+        micro_batch: int,
+        tensors: tuple[Tensor, ...],
+        places: Sequence[int | None],
     ) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return what crosses an edge in the place of tensors; see `Coding.packed`."""
         if self._coding is None:
             return tensors, []
         with self.computing:
-            return self._coding.packed(edge, micro_batch, tensors, wanted)
+            return self._coding.packed(edge, micro_batch, tensors, places)
 
     # -- what actions give ------------------------------------------------------------------------
 
@@ -267,8 +271,8 @@ class Exchange:
             else:
                 turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
                 if head.mode is Mode.TRAIN:
-                    wanted = output.requires_grad
-                    tensors, coded = self._packed(edge, head.micro_batch, tensors, wanted)
+                    places = [i if asks else None for i, asks in enumerate(output.requires_grad)]
+                    tensors, coded = self._packed(edge, head.micro_batch, tensors, places)
                 payload = MicroBatch(
                     turn=turn,
                     turns=head.turns,
@@ -299,8 +303,8 @@ class Exchange:
         position, route = self.positions[micro_batch], self.route(micro_batch)
         for edge, number in route.back:
             present, gradients = dense(found[number] if found else [])
-            asking = [True] * len(gradients)
-            sent, coded = self._packed(edge, micro_batch, gradients, asking)
+            places = [i for i, there in enumerate(present) if there]
+            sent, coded = self._packed(edge, micro_batch, gradients, places)
             self._send(edge, position, Gradient(present=present, coded=coded), sent)
 
     def reply(self, position: int, result: object, refused: str = "") -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.devices import HOST, Device
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.tree import Value, unflatten
+from pipedream_rt.messages.tree import Value, flatten, unflatten
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.program import (
     NONE_CARRIED,
@@ -197,7 +197,7 @@ class Runner:
 
         def run(*given: Any) -> list[Any]:
             # Copies, since a step may change its input in place, which the second time needs too.
-            copies = (g.clone() if isinstance(g, Tensor) else g for g in given)
+            copies = map(_copy_of, given)
             return self.run(program, dict(zip(values, copies, strict=True)), number)
 
         made: list[Any] = checkpoint(
@@ -234,7 +234,7 @@ class Runner:
             )
         return loss
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Return what codecs of the graph have counted."""
         return {} if self._coding is None else self._coding.statistics()
 
@@ -245,6 +245,14 @@ class Runner:
         if carries := self.programs[program].carries:
             self.caches[number] = {name: cloudpickle.loads(data) for name, data in carries.items()}
         return self.caches[number]
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a value with copies of its tensors, whose gradients go to the tensors."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    structure, tensors = flatten(value)
+    return unflatten(structure, [tensor.clone() for tensor in tensors])
 
 
 def _sequence(spec: StageSpec) -> StageProgram:

@@ -487,10 +487,10 @@ class Stage:
         if self._shards is not None:
             self._shards.taken = step
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Return the counters of this stage for `Pipeline.statistics`."""
         ledger = self.parameters.ledger
-        found = {
+        found: dict[str, Any] = {
             "stage": self.index,
             "updates": ledger.newest,
             "updates_skipped": 0,

@@ -114,10 +114,12 @@ def test_a_learned_projection_begins_as_an_orthonormal_one():
         (lambda: TopK(0), "above 0"),
         (lambda: TopK(1.5), "at most 1"),
         (lambda: TopK(True), "at most 1"),
-        (lambda: Projection(16, 17), "from 1 to 16"),
-        (lambda: Projection(16, 0), "from 1 to 16"),
+        (lambda: Projection(16, 17), "not 16 and 17"),
+        (lambda: Projection("16", 4), "not '16' and 4"),
         (lambda: Projection(16, 4, basis=torch.eye(4)), "shape"),
         (lambda: Projection(16, 4, dtype=torch.int8), "floating"),
+        (lambda: Projection(16, 4, basis=[[1.0]]), "must be a tensor"),
+        (lambda: Int8(feedback="no"), "True or False"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(make, words):
@@ -156,7 +158,7 @@ class Fails(ByteCodec):
     [
         (Flattens(), r"shape \(4, 32\) and made float32 of shape \(128,\)"),
         (Halves(), "float32 of shape .* and made float16"),
-        (NoTuple(), "tuple of tensors"),
+        (NoTuple(), "tuple of dense tensors"),
         (Fails(), "the codec's own words"),
         (ByteCodec(), "NotImplementedError"),
     ],

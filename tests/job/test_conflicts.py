@@ -28,6 +28,7 @@ NORM = {"clip": Clip(norm=1.0), "num_stages": 2}
 CASES = [
     ({"scaled": True}, ASYNC),
     ({"scaled": True}, {"half": "0.weight", **FLUSHES}),
+    ({"feeds_back": True}, {"scaled": True, **FLUSHES}),
     ({"tied": "0.weight"}, REPLICAS),
     ({"hooked": "0.weight", "sum_hooked": "0.weight"}, {**REPLICAS, **FLUSHES}),
     ({"sparse": "0"}, {**REPLICAS, **FLUSHES}),

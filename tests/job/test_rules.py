@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from pipedream_rt import Clip, ConfigError, LossScale, Training
+from pipedream_rt.codecs import Int8
 from pipedream_rt.corrections import DelayCompensation, Extrapolation
+from pipedream_rt.job.codecs import codecs_of
 from pipedream_rt.job.given_optimizer import Parts
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
 from pipedream_rt.schedules import plan_for
@@ -24,9 +26,10 @@ def test_float16_needs_a_scale():
 
 
 def test_there_is_a_rule_for_each_option_that_is_given_and_no_other():
-    assert rule_options(Training(), ()) == ()
+    none, int8 = codecs_of(None, PLAN), codecs_of(Int8(), PLAN)
+    assert rule_options(Training(), (), none) == ()
     every = Training(clip=Clip(norm=1.0), ema=0.9, autocast=torch.float16)
-    found = rule_options(every, (Extrapolation(),))
+    found = rule_options(every, (Extrapolation(),), int8)
     assert {type(each) for each in found} == set(ORDER)
 
 

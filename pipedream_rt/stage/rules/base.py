@@ -121,15 +121,20 @@ class Rule:
             step: The number of updates that are done.
         """
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Return counters for `Pipeline.statistics`."""
         return {}
 
 
 class RuleOption:
-    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers."""
+    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers.
+
+    Attributes:
+        called: What the objects of the user's in it are, for people.
+    """
 
     __slots__ = ()
+    called: ClassVar[str] = "correction"
 
     def rule(self, context: Context) -> Rule:
         """Return the rule of a stage."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, require_parts, require_same
+from pipedream_rt.codecs.base import ByteCodec, naming, require_parts, require_same
 from pipedream_rt.messages.keys import CODECS, Key, StepState
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
 from pipedream_rt.schedules import EdgeKind
@@ -39,6 +39,7 @@ class EdgeCodecs(RuleOption):
     """
 
     by_edge: Mapping[tuple[int, int], ByteCodec]
+    called = "codec"
 
     def rule(self, context: Context) -> Coding:
         """Return the rule of a stage."""
@@ -46,7 +47,7 @@ class EdgeCodecs(RuleOption):
 
     def things(self) -> Sequence[object]:
         """Return the codecs."""
-        return tuple(dict.fromkeys(self.by_edge.values()))
+        return tuple({id(codec): codec for codec in self.by_edge.values()}.values())
 
 
 class Coding(MicroBatchRule):
@@ -62,14 +63,14 @@ class Coding(MicroBatchRule):
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
         self._codecs: dict[Edge, ByteCodec | None] = {}
         self._ways = {kind: _Way() for kind in _ONE_WAY}
-        self._counts = {kind: [0, 0, 0] for kind in _ONE_WAY}
+        self._counts: dict[Edge, list[int]] = {}
         self._version = 0
-        stage = context.stage
-        ends = [edge for edge in by_edge if stage in edge]
-        self.names = tuple(self._cut(*edge) for edge in ends)
+        # By name, the edges of the stage, of which a checkpoint of another split may have some.
+        self._named = {self._cut(*edge): edge for edge in by_edge if context.stage in edge}
+        self.names = tuple(self._named)
 
     def _cut(self, begin: int, end: int) -> str:
-        """Return the name of an edge, which another split does not have elsewhere."""
+        """Return the name of an edge: the layers at both ends."""
         layers = self._plan.layers
         return f"{layers[begin][-1]} -> {layers[end][0]}"
 
@@ -90,7 +91,11 @@ class Coding(MicroBatchRule):
 
     @torch.no_grad()
     def packed(
-        self, edge: Edge, micro_batch: int, tensors: tuple[Tensor, ...], wanted: Sequence[bool]
+        self,
+        edge: Edge,
+        micro_batch: int,
+        tensors: tuple[Tensor, ...],
+        places: Sequence[int | None],
     ) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Pack the tensors of a micro-batch that is trained on.
 
@@ -98,7 +103,8 @@ class Coding(MicroBatchRule):
             edge: The edge.
             micro_batch: Number of the micro-batch.
             tensors: Its values, or its gradients.
-            wanted: Which of them ask for a gradient, or are one.
+            places: The place of each of them in the value, by which residuals are kept; None for
+                one that is not packed.
 
         Returns:
             What crosses, and for `unpacked` what was packed; empty if nothing was.
@@ -107,42 +113,53 @@ class Coding(MicroBatchRule):
             ConfigError: The codec gives no tensors, or others than it must.
         """
         codec = self._codec_of(edge)
-        if codec is None:
+        if codec is None or not tensors:
             return tensors, []
         self._ways[edge.kind].enter(micro_batch // self._plan.per_update)
         sent: list[Tensor] = []
         coded: list[Any] = []
-        for number, (tensor, asks) in enumerate(zip(tensors, wanted, strict=True)):
-            if asks and codec.takes(tensor):
-                parts = self._pack(codec, edge, number, tensor)
+        for tensor, place in zip(tensors, places, strict=True):
+            if place is not None and codec.takes(tensor):
+                parts = self._pack(codec, edge, place, tensor)
                 coded.append([len(parts), name_of_dtype(tensor.dtype), list(tensor.shape)])
                 sent.extend(parts)
             else:
                 coded.append([])
                 sent.append(tensor)
-        counts = self._counts[edge.kind]
+        counts = self._counts.setdefault(edge, [0, 0, 0])
         counts[0] += 1
         counts[1] += sum(tensor.nbytes for tensor in tensors)
         counts[2] += sum(tensor.nbytes for tensor in sent)
         return tuple(sent), coded if any(coded) else []
 
-    def _pack(
-        self, codec: ByteCodec, edge: Edge, number: int, tensor: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _pack(self, codec: ByteCodec, edge: Edge, place: int, tensor: Tensor) -> tuple[Tensor, ...]:
         """Pack a tensor, with what is fed back to it."""
         where = str(edge)
-        if not codec.feedback:
-            return require_parts(codec.pack(tensor), codec, where)
         residuals = self._ways[edge.kind].residuals
-        before = residuals.get((edge, number))
+        before = residuals.get((edge, place)) if codec.feedback else None
         if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
-            tensor = tensor + before
-        parts = require_parts(codec.pack(tensor), codec, where)
-        arrives = codec.unpack(parts, tensor.shape, tensor.dtype)
-        lost = tensor - require_same(arrives, tensor.shape, tensor.dtype, codec, where)
-        # What is no number has spoilt its own update, and would spoil all that come.
-        residuals[edge, number] = lost.nan_to_num_(0.0, 0.0, 0.0)
+            tensor = tensor + before.to(tensor.device)  # one of a checkpoint is on the host
+        with naming(codec, where):
+            parts = require_parts(codec.pack(tensor), codec, where)
+        if codec.feedback:
+            lost = tensor - self._unpack(codec, where, parts, tensor.shape, tensor.dtype)
+            # What is no number has spoilt its own update, and would spoil all that come.
+            residuals[edge, place] = lost.nan_to_num_(0.0, 0.0, 0.0)
         return parts
+
+    def _unpack(
+        self,
+        codec: ByteCodec,
+        where: str,
+        parts: Sequence[Tensor],
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the tensor in the place of one that was packed."""
+        with naming(codec, where):
+            found = codec.unpack(parts, shape, dtype)
+        # Layers may change it, and kernels round by its strides.
+        return require_same(found, shape, dtype, codec, where).contiguous()
 
     @torch.no_grad()
     def unpacked(
@@ -163,13 +180,12 @@ class Coding(MicroBatchRule):
         left = iter(tensors)
         found = []
         for each in coded:
-            if not each:
+            if each:
+                count, dtype, shape = each[0], dtype_of(each[1]), torch.Size(each[2])
+                parts = [next(left) for _ in range(count)]
+                found.append(self._unpack(codec, str(edge), parts, shape, dtype))
+            else:
                 found.append(next(left))
-                continue
-            count, dtype, shape = each[0], dtype_of(each[1]), torch.Size(each[2])
-            parts = [next(left) for _ in range(count)]
-            arrives = codec.unpack(parts, shape, dtype)
-            found.append(require_same(arrives, shape, dtype, codec, str(edge)))
         return tuple(found)
 
     # -- what is kept ---------------------------------------------------------------------------
@@ -184,41 +200,49 @@ class Coding(MicroBatchRule):
     def state(self) -> StepState:
         """Return the residuals behind the mini-batch whose update has made the newest version."""
         return {
-            self._key(edge, number): tensor
+            self._key(edge, place): tensor
             for way in self._ways.values()
-            for (edge, number), tensor in way.at(self._version).items()
+            for (edge, place), tensor in way.at(self._version).items()
         }
 
-    def _key(self, edge: Edge, number: int) -> Key:
-        name = self._cut(*self._ends(edge))
-        return Key(CODECS, name, (edge.kind.value, edge.source, edge.target, number))
+    def _key(self, edge: Edge, place: int) -> Key:
+        """Return the key of a residual, which does not depend on where else the model is cut."""
+        replicas = map(self._plan.replica_of, (edge.source, edge.target))
+        return Key(CODECS, self._cut(*self._ends(edge)), (edge.kind.value, *replicas, place))
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with the residuals of the edges that are there, and that this stage sends on."""
         self._version = step
-        for kind, way in self._ways.items():
+        for way in self._ways.values():
             way.begin(step)
-            for key, tensor in state.items():
-                match key:
-                    case Key(part=part, name=name, path=(word, source, target, int(number))) if (
-                        part == CODECS and word == kind.value and name in self.names
-                    ):
-                        edge = Edge(kind, int(source), int(target))
-                        if self._is_own(edge, name):
-                            way.residuals[edge, number] = tensor
+        for key, tensor in state.items():
+            if key.part == CODECS and key.name in self._named:
+                word, source, target, place = key.path
+                edge = self._edge(EdgeKind(word), key.name, int(source), int(target))
+                codec = None if edge is None else self._codec_of(edge)
+                if edge is not None and codec is not None and codec.feedback:
+                    self._ways[edge.kind].residuals[edge, int(place)] = tensor
 
-    def _is_own(self, edge: Edge, name: str) -> bool:
-        """Whether this stage sends on an edge of a checkpoint, which may be of another split."""
-        plan = self._plan
-        there = all(end in plan.addresses for end in (edge.source, edge.target))
-        return there and edge.source == self._address and self._cut(*self._ends(edge)) == name
+    def _edge(self, kind: EdgeKind, name: str, source: int, target: int) -> Edge | None:
+        """Return an edge on which this stage sends, by the replicas at its ends; or None."""
+        ends = self._named[name]
+        begin, end = ends if kind is EdgeKind.ACTIVATION else ends[::-1]
+        senders, takers = self._plan.addresses_of(begin), self._plan.addresses_of(end)
+        if source >= len(senders) or target >= len(takers):
+            return None
+        edge = Edge(kind, senders[source], takers[target])
+        return edge if edge.source == self._address else None
 
-    def statistics(self) -> dict[str, int]:
-        """Return how many micro-batches were packed, and their bytes before and behind."""
+    def statistics(self) -> dict[str, Any]:
+        """Return for each edge how many micro-batches were packed, and the bytes before and after.
+
+        An entry is the stages at both ends, the direction, and these three numbers.
+        """
         return {
-            f"{kind.value}s_{what}": count
-            for kind, counts in self._counts.items()
-            for what, count in zip(("packed", "bytes", "packed_bytes"), counts, strict=True)
+            "packed": [
+                [*self._ends(edge), _ONE_WAY[edge.kind], *counts]
+                for edge, counts in self._counts.items()
+            ]
         }
 
 
