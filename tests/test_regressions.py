@@ -511,3 +511,44 @@ def test_states_that_differ_in_what_is_no_tensor_have_other_fingerprints():
         with opened(nn.Sequential(layer, nn.Linear(8, 8))) as pipe:
             marks.add(pipe.fingerprint().digest)
     assert len(marks) == 2
+
+
+class Halves(nn.Module):
+    """Gives two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * 1, y * 2
+
+
+class AddsInPlace(nn.Module):
+    """Works in place on a tensor that it was given in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, pair):
+        first, second = pair
+        return self.linear(torch.tanh(first.mul_(3)) + second)
+
+
+def test_activations_that_are_computed_again_from_a_tuple_on_which_a_layer_works_in_place():
+    """Only a tensor that came alone was copied for the second time."""
+
+    def trained(recompute):
+        torch.manual_seed(0)
+        model = nn.Sequential(Halves(), AddsInPlace())
+        with Pipeline(
+            model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+            workers="serial", recompute=recompute,
+        ) as pipe:  # fmt: skip
+            for _ in pipe.train_epoch([(torch.ones(2, 8), torch.zeros(2, 8))] * 3):
+                pass
+            return pipe.state_dict()
+
+    assert_same(trained(True), trained(False))

@@ -35,8 +35,8 @@ class StageFingerprint:
 def of_stages(plan: Plan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the fingerprints of each stage, of those of all addresses.
 
-    Replicas have the same, but for their buffers, of which those of replica 0 count, and for a
-    divided optimizer, of which all parts count.
+    Replicas have the same, but for their buffers, of which those of replica 0 count, and for what
+    each of them keeps for its steps: a part of a divided optimizer, or residuals of its edges.
 
     Args:
         plan: The plan.
@@ -46,8 +46,8 @@ def of_stages(plan: Plan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any
     for stage in range(plan.num_stages):
         first = plan.address_of(stage)
         one = found[first]
-        if plan.shape.shards(stage):
-            parts = [found[address] for address in (first, *plan.others(first))]
+        parts = [found[address] for address in (first, *plan.others(first))]
+        if len({part["optimizer"] for part in parts}) > 1:
             optimizer = total(part["optimizer"] for part in parts)
             rest = sorted({each for part in parts for each in part["rest"]})
             one = {**one, "optimizer": optimizer, "rest": rest}
