@@ -13,7 +13,7 @@ from rich.table import Table
 from support.deadlines import LATEST_S
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.suite import runs
+from benchmarks.suite import parts, runs
 from benchmarks.workload import Workload
 
 HERE = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -124,3 +124,24 @@ def test_a_workload_that_makes_no_sense_is_refused():
         Workload("transformer", 2, 2, updates=2, samples=2, width=32, layers=3)
     with pytest.raises(ValueError, match="model is 'rnn'"):
         Workload("rnn", 2, 2, updates=2, samples=2, width=32)
+
+
+@pytest.mark.processes
+def test_a_wire_that_is_emulated_at_the_receiver():
+    """Without root, and with a codec: an update takes no less than its bytes do on the wire."""
+    words = ("emulated", "ours", "async-1f1b", "--codec", "int8 with feedback", "--updates", "1")
+    done = subprocess.run(
+        [sys.executable, HERE / "wire.py", *words], capture_output=True, text=True,
+        timeout=LATEST_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    share = line["bytes"] / line["dense_bytes"]
+    assert share == pytest.approx(0.266, abs=0.001)
+    assert line["update_s"] > 0.8 * 64 * line["transfer_s"] * share
+
+
+def test_codecs_of_the_wire_are_those_that_were_trained():
+    text = (HERE / "learning.py").read_text()
+    for _, _, codec in (row for rows in parts.WIRES.values() for row in rows):
+        assert f'"{codec}":' in text
