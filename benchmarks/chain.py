@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from slow_link import AT_ONCE_S, PAYLOAD, Unavailable, command, remove
+from slow_link import AT_ONCE_S, PAYLOAD, command, remove, require_namespaces
 
 _CLONE_NEWNET = 0x40000000
 
@@ -36,11 +35,7 @@ def chain(count: int, rate: float, room: int) -> Iterator[list[str]]:
     Raises:
         Unavailable: This machine does not allow it.
     """
-    if os.geteuid() != 0:
-        raise Unavailable("network namespaces need root")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise Unavailable(f"network namespaces need the command {tool} (package iproute2)")
+    require_namespaces()
     names = [f"chain-{os.getpid()}-{number}" for number in range(count + 1)]
     switch = f"chain-{os.getpid()}-switch"
     with ExitStack() as removal:

@@ -205,6 +205,19 @@ def remove(machine: str) -> None:
     subprocess.run(["ip", "netns", "del", machine], **options)
 
 
+def require_namespaces() -> None:
+    """Refuse a machine on which no network namespaces can be made.
+
+    Raises:
+        Unavailable: This machine does not allow it.
+    """
+    if os.geteuid() != 0:
+        raise Unavailable("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"network namespaces need the command {tool} (package iproute2)")
+
+
 @contextmanager
 def two_machines(case: Case) -> Iterator[tuple[str, str]]:
     """Make two namespaces with a shaped wire between them, and remove them with all processes.
@@ -212,11 +225,7 @@ def two_machines(case: Case) -> Iterator[tuple[str, str]]:
     Raises:
         Unavailable: This machine does not allow it.
     """
-    if os.geteuid() != 0:
-        raise Unavailable("two network namespaces need root")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise Unavailable(f"two network namespaces need the command {tool} (package iproute2)")
+    require_namespaces()
     a, b = (f"slow-link-{os.getpid()}-{end}" for end in "ab")
     with ExitStack() as removal:
         for machine in (a, b):
