@@ -39,6 +39,7 @@ from numpy import random as numpy_random
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.devices.randomness import set_states_there, states_there
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.wire import elements_of
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +137,7 @@ def _add(digest: blake2b, value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # a nested or sparse tensor, for example
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
             if value.device.type == "cpu":
-                plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-                digest.update(plain.view(torch.uint8).numpy().data)
+                digest.update(elements_of(value))
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif isinstance(value, Mapping):

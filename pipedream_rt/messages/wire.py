@@ -179,6 +179,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return raw.numpy().data
 
 
+def elements_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of the elements of a tensor in their order, whatever its strides.
+
+    Raises:
+        RuntimeError: It is sparse, or nested.
+    """
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
 def place_for(description: Sequence[Any]) -> Place:
     """Make room for a tensor that `described` described.
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipedream_rt.messages.keys import OF_OPTIMIZERS, SPLIT, Key, written
+from pipedream_rt.messages.wire import elements_of
 
 _BYTES = 16
 
@@ -39,9 +39,7 @@ def _digest(name: str, value: Any) -> str:
     digest = blake2b(digest_size=_BYTES)
     if isinstance(value, Tensor):
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        # The bytes of the elements in order, whatever the strides.
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(elements_of(value))
     else:
         digest.update(f"{name}|{value!r}".encode())
     return digest.hexdigest()

@@ -47,8 +47,9 @@ SMALLEST = 1 << 17
 """The bytes of a value from which on it goes by a slot; for smaller ones the socket is as fast."""
 
 _MOST_SLOTS = 1 << 12
-_FIRST = _MOST_SLOTS  # where the first slot begins: behind the bytes that say which are taken
 _PAGE = mmap.PAGESIZE
+# Where the first slot begins: at the first page behind the bytes that say which are taken.
+_FIRST = -(-_MOST_SLOTS // _PAGE) * _PAGE
 _ROOM = 1 << 30
 """The bytes of all slots of one end of a link at the most."""
 
