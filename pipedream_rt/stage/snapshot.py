@@ -17,6 +17,7 @@ from pipedream_rt.stage.buffers import load_buffers, names_of_buffers
 from pipedream_rt.stage.buffers import load_state as load_module_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra
+from pipedream_rt.stage.rules.coding import Coding
 from pipedream_rt.stage.rules.ema import Ema
 from pipedream_rt.stage.rules.scaling import Scaling
 from pipedream_rt.stage.rules.totals import Totals
@@ -171,9 +172,9 @@ def load_step_state(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
 
 
 def load_totals(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
-    """Let a stage go on with what all stages agree on, and leave its optimizer as it is."""
+    """Let a stage go on with what does not belong to its optimizer, which is left as it is."""
     for rule in stage.rules:
-        if isinstance(rule, Totals | Scaling):
+        if isinstance(rule, Totals | Scaling | Coding):
             rule.load_state(state, step)
 
 
