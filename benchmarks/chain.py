@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from slow_link import AT_ONCE_S, PAYLOAD, command, remove, require_namespaces
+from slow_link import PAYLOAD, command, remove, require_namespaces, shape
 
 _CLONE_NEWNET = 0x40000000
 
@@ -57,7 +57,7 @@ def chain(count: int, rate: float, room: int) -> Iterator[list[str]]:
             _route(names[left], f"{address(left + 1)}/32", "right", left)
             _route(names[left + 1], f"{address(left)}/32", "left", left + 1)
             for machine, device in ((names[left], "right"), (names[left + 1], "left")):
-                _shape(machine, device, rate / PAYLOAD, room)
+                shape(machine, device, rate / PAYLOAD, room)
         yield names
 
 
@@ -72,13 +72,6 @@ def _join(one: str, device: str, other: str, peer: str) -> None:
 def _route(machine: str, to: str, device: str, number: int) -> None:
     """Say over which device a machine reaches others."""
     command("ip", "-n", machine, "route", "add", to, "dev", device, "src", address(number))
-
-
-def _shape(machine: str, device: str, rate: float, room: int) -> None:
-    """Have a device send no more than a rate."""
-    burst = max(4096, round(rate / 8 * AT_ONCE_S))
-    words = ("rate", f"{round(rate)}bit", "burst", f"{burst}b", "limit", f"{room}b")
-    command("tc", "-n", machine, "qdisc", "add", "dev", device, "root", "tbf", *words)
 
 
 def move_to(machine: str) -> None:

@@ -239,20 +239,26 @@ def two_machines(case: Case) -> Iterator[tuple[str, str]]:
             command("ip", "-n", machine, "link", "set", "lo", "up")
             command("ip", "-n", machine, "link", "set", device, "up")
             if case.rate:
-                shape(machine, device, case)
+                # What is sent ahead has room, because what is measured is a narrow wire and not a
+                # lossy one.
+                shape(machine, device, case.rate, (1 << 20) + 8 * case.size)
         yield a, b
 
 
-def shape(machine: str, device: str, case: Case) -> None:
-    """Have a device send no more than the rate.
+def shape(machine: str, device: str, rate: float, room: int) -> None:
+    """Have a device send no more than a rate.
+
+    Args:
+        machine: The namespace.
+        device: The device.
+        rate: Bits per second.
+        room: Bytes that wait before packets are lost.
 
     Raises:
         Unavailable: The kernel cannot shape.
     """
-    burst = max(4096, round(case.rate / 8 * AT_ONCE_S))
-    # What is sent ahead has room, because what is measured is a narrow wire and not a lossy one.
-    limit = (1 << 20) + 8 * case.size
-    words = ("rate", f"{round(case.rate)}bit", "burst", f"{burst}b", "limit", f"{limit}b")
+    burst = max(4096, round(rate / 8 * AT_ONCE_S))
+    words = ("rate", f"{round(rate)}bit", "burst", f"{burst}b", "limit", f"{room}b")
     command("tc", "-n", machine, "qdisc", "add", "dev", device, "root", "tbf", *words)
 
 

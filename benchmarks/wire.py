@@ -34,11 +34,12 @@ import click
 import torch
 from chain import address, chain
 from emulated import slow_links
+from learning import CODECS as OF_LEARNING
 from slow_link import ENDING_S, NarrowLinks, Unavailable, child
 from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
-from pipedream_rt.codecs import BFloat16, Int8, Projection, TopK
+from pipedream_rt.codecs import GraphCodec
 from pipedream_rt.observe import summarize
 
 STAGES, MICRO_BATCHES, TOKENS, WIDTH = 8, 64, 1024, 64
@@ -55,15 +56,8 @@ DELAY_S = 0.001
 MOST_SLACK = 3
 START_S = 120.0
 
-CODECS: dict[str, Any] = {
-    "": None,
-    "bfloat16": BFloat16(),
-    "int8 with feedback": Int8(feedback=True),
-    "top 10 % with feedback": TopK(0.1),
-    "20 of 64 columns, bfloat16": Projection(64, 20, dtype=torch.bfloat16),
-    "36 of 64 columns, int8": [Projection(64, 36), Int8()],
-}
-"""Those of benchmarks/learning.py, on the same 64 columns."""
+CODECS = {name: codec for name, codec in OF_LEARNING.items() if "learned" not in name}
+"""Those that need no other model, on the same 64 columns."""
 
 
 def workload(updates: int) -> Workload:
@@ -96,7 +90,7 @@ def coded_size(codec: Any) -> float:
     tensor = torch.randn(TOKENS, WIDTH)
     parts: tuple[torch.Tensor, ...] = (tensor,)
     for each in codec if isinstance(codec, list) else [codec] if codec else []:
-        of_graph = hasattr(each, "encode")
+        of_graph = isinstance(each, GraphCodec)
         parts = (each.encode(parts[0]),) if of_graph else each.pack(parts[0])
     return float(sum(part.nbytes for part in parts))
 

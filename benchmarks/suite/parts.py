@@ -185,10 +185,7 @@ def _wire() -> list[Case]:
 
 
 def _updates_needed() -> dict[tuple[str, str], float]:
-    """By schedule and codec, how many times the updates of synchronous training a loss needs.
-
-    A row that was not trained counts as the schedule without a codec, whose updates are the same.
-    """
+    """By schedule and codec, how many times the updates of synchronous training a loss needs."""
     lines = map(json.loads, (RESULTS / "learning_codecs.jsonl").read_text().splitlines())
     every = list(lines)
     curve = sorted((e["updates"], e["final"]) for e in every if e["stages"] == 1)

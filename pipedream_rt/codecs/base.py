@@ -137,6 +137,26 @@ def require_direction(direction: object) -> None:
         raise ConfigError(f"the direction of a codec is one of {names}, not {direction!r}")
 
 
+class Sizes:
+    """What a codec has made of the values, or gradients, of an edge.
+
+    Attributes:
+        counts: The number of micro-batches, and their bytes before and after.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        """Count nothing yet."""
+        self.counts = [0, 0, 0]
+
+    def add(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Count the tensors of a micro-batch."""
+        self.counts[0] += 1
+        self.counts[1] += sum(tensor.nbytes for tensor in before)
+        self.counts[2] += sum(tensor.nbytes for tensor in after)
+
+
 def require_flag(name: str, value: object) -> None:
     """Refuse what is neither True nor False.
 

@@ -10,6 +10,8 @@ from pipedream_rt.observe.summary import bytes_text, table
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.shared import SMALLEST
 
+_NO_CODECS: Mapping[tuple[int, int], str] = {}
+
 
 def explain(
     plan: Plan,
@@ -17,7 +19,7 @@ def explain(
     statistics: Sequence[Mapping[str, Any]],
     how: str,
     corrections: Sequence[Correction] = (),
-    codecs: Sequence[str] = (),
+    codecs: Mapping[tuple[int, int], str] = _NO_CODECS,
     *,
     shares_memory: bool = False,
 ) -> str:
@@ -29,7 +31,7 @@ def explain(
         statistics: The counters of each stage, and of each replica; see `Pipeline.statistics`.
         how: How the model was cut.
         corrections: The corrections for staleness.
-        codecs: The codecs of each edge that has some, as text.
+        codecs: By edge, the codecs of each that has some, as text.
         shares_memory: Whether large values between workers lie in memory that both have.
     """
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
@@ -83,14 +85,14 @@ def explain(
     return "\n".join([*lines, table(rows)])
 
 
-def _of_codecs(texts: Sequence[str], statistics: Sequence[Mapping[str, Any]]) -> list[str]:
+def _of_codecs(
+    codecs: Mapping[tuple[int, int], str], statistics: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Return for each edge with codecs what it has, and what crosses of a micro-batch."""
     found = []
-    for text in texts:
-        begin, _, end = text.partition(":")[0].split(" ")
-        edge = int(begin), int(end)
+    for edge, text in codecs.items():
         encoded = _mean(statistics, "encoded", edge, "forward")
-        found.append(f"edge {text}")
+        found.append(f"edge {edge[0]} -> {edge[1]}: {text}")
         for what, direction in (("values", "forward"), ("gradients", "backward")):
             packed = _mean(statistics, "packed", edge, direction)
             if steps := [each for each in (encoded, packed) if each is not None]:

@@ -274,7 +274,7 @@ def _identity(job: Job, feeder: Feeder) -> Identity:
         threads=job.options.threads,
         loss=name_of_loss(job.loss_fn),
         corrections=names_of(job.corrections),
-        codecs=job.codecs.texts(names_of),
+        codecs=[f"{b} -> {e}: {text}" for (b, e), text in job.codecs.texts(names_of).items()],
     )
     if optimizer is None:
         return identity

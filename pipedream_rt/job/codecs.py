@@ -20,7 +20,7 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.rules.coding import EdgeCodecs
 
 _LONGEST = 1000
-"""Characters of the text of an edge, which a manifest keeps."""
+"""Characters of the codecs of an edge, which a manifest keeps."""
 
 OfEdge: TypeAlias = Codec | Sequence[Codec]
 """A codec, or one of each kind, of which that of the graph comes first."""
@@ -55,14 +55,16 @@ class Codecs(NamedTuple):
         found = (self.of_graph.get(edge), self.of_bytes.get(edge))
         return [codec for codec in found if codec is not None]
 
-    def texts(self, names: Callable[[list[Codec]], list[str]] = _printed) -> list[str]:
-        """Return what each edge with codecs has.
+    def texts(
+        self, names: Callable[[list[Codec]], list[str]] = _printed
+    ) -> dict[tuple[int, int], str]:
+        """Return, by edge, what each edge with codecs has.
 
         Args:
             names: Returns what codecs are called.
         """
         edges = sorted(self.of_graph.keys() | self.of_bytes.keys())
-        return [f"{b} -> {e}: {', '.join(names(self._given((b, e))))}"[:_LONGEST] for b, e in edges]
+        return {edge: ", ".join(names(self._given(edge)))[:_LONGEST] for edge in edges}
 
     def _given(self, edge: tuple[int, int]) -> list[Codec]:
         """Return the codecs of an edge as the script has given them."""
@@ -91,7 +93,7 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
     links = list(plan.links or ())
     if not isinstance(option, Mapping) and not links:  # with one stage nothing crosses
         nowhere = Codecs({}, {})
-        for codec in option if isinstance(option, list | tuple) else (option,):
+        for codec in _each(option):
             _take(nowhere, (0, 0), codec)
         return found
     by_edge = option if isinstance(option, Mapping) else dict.fromkeys(links, option)
@@ -102,7 +104,7 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
                 f"codecs has the edge {edge!r}, and the edges between stages are {edges}; those "
                 "from and to the script have no codec"
             )
-        for codec in given if isinstance(given, list | tuple) else (given,):
+        for codec in _each(given):
             _take(found, edge, codec)
     tried: set[int] = set()
     for edge in by_edge:
@@ -111,6 +113,11 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
                 tried.add(id(codec))
                 try_out(codec, "codecs")
     return found
+
+
+def _each(given: Any) -> Sequence[Any]:
+    """Return the codecs of an edge, of which one may be given by itself."""
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:

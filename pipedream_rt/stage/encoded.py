@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import GraphCodec, naming, require_floating, require_same
+from pipedream_rt.codecs.base import GraphCodec, Sizes, naming, require_floating, require_same
 from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
 
@@ -46,7 +46,7 @@ class GraphCoding:
         self._to = {end: codec for (begin, end), codec in codecs.items() if begin == stage}
         self._from = {begin: codec for (begin, end), codec in codecs.items() if end == stage}
         self._stage, self._autocast = stage, autocast
-        self._counts = {target: [0, 0, 0] for target in self._to}
+        self._sizes = {target: Sizes() for target in self._to}
 
     def encoded(self, target: int, value: Any) -> Any:
         """Return what goes to a stage in the place of a value; the value itself without a codec.
@@ -71,10 +71,7 @@ class GraphCoding:
                     was.append([])
                     made.append(tensor)
         if torch.is_grad_enabled():  # a micro-batch that is trained on
-            counts = self._counts[target]
-            counts[0] += 1
-            counts[1] += sum(tensor.nbytes for tensor in tensors)
-            counts[2] += sum(tensor.nbytes for tensor in made)
+            self._sizes[target].add(tensors, made)
         return Encoded(structure, made, was)
 
     def statistics(self) -> dict[str, Any]:
@@ -82,8 +79,8 @@ class GraphCoding:
 
         An entry is the stages at both ends, the direction, and these three numbers.
         """
-        rows = self._counts.items()
-        return {"encoded": [[self._stage, target, "forward", *counts] for target, counts in rows]}
+        rows = self._sizes.items()
+        return {"encoded": [[self._stage, to, "forward", *sizes.counts] for to, sizes in rows]}
 
     def decoded(self, source: int, value: Any) -> Any:
         """Return the value in the place of which `encoded` has sent something.

@@ -209,19 +209,6 @@ class Exchange:
         with self.computing:
             return self._coding.unpacked(message.key.edge, message.tensors, head.coded)
 
-    def _packed(
-        self,
-        edge: Edge,
-        micro_batch: int,
-        tensors: tuple[Tensor, ...],
-        places: Sequence[int | None],
-    ) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """Return what crosses an edge in the place of tensors; see `Coding.packed`."""
-        if self._coding is None:
-            return tensors, []
-        with self.computing:
-            return self._coding.packed(edge, micro_batch, tensors, places)
-
     # -- what actions give ------------------------------------------------------------------------
 
     def give(self, action: Action, gifts: Gifts) -> None:
@@ -270,9 +257,12 @@ class Exchange:
                 payload = Loss(loss=number, trail=trail, metrics=list(metrics), structure=structure)
             else:
                 turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
-                if head.mode is Mode.TRAIN:
+                if self._coding is not None and head.mode is Mode.TRAIN:
                     places = [i if asks else None for i, asks in enumerate(output.requires_grad)]
-                    tensors, coded = self._packed(edge, head.micro_batch, tensors, places)
+                    with self.computing:
+                        tensors, coded = self._coding.packed(
+                            edge, head.micro_batch, tensors, places
+                        )
                 payload = MicroBatch(
                     turn=turn,
                     turns=head.turns,
@@ -302,10 +292,13 @@ class Exchange:
         """
         position, route = self.positions[micro_batch], self.route(micro_batch)
         for edge, number in route.back:
-            present, gradients = dense(found[number] if found else [])
-            places = [i for i, there in enumerate(present) if there]
-            sent, coded = self._packed(edge, micro_batch, gradients, places)
-            self._send(edge, position, Gradient(present=present, coded=coded), sent)
+            present, tensors = dense(found[number] if found else [])
+            coded: list[Any] = []
+            if self._coding is not None:
+                places = [i for i, there in enumerate(present) if there]
+                with self.computing:
+                    tensors, coded = self._coding.packed(edge, micro_batch, tensors, places)
+            self._send(edge, position, Gradient(present=present, coded=coded), tensors)
 
     def reply(self, position: int, result: object, refused: str = "") -> None:
         """Send the result of a command to the coordinator, or why there is none.

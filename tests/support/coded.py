@@ -1,5 +1,7 @@
 """What arrives through codecs, said a second time and without the project: for the oracle."""
 
+import math
+
 import torch
 
 
@@ -62,9 +64,8 @@ def int8(x, dim=-1):
     return (torch.round(flat / scale_or_one).clamp(-127, 127) * scale).reshape(x.shape)
 
 
-def largest(x, count):
-    """The largest elements of each row, and zeros."""
+def largest(x, share):
+    """A share of the elements of each row, the largest ones, and zeros."""
     flat = x.reshape(-1, x.shape[-1])
-    n = max(1, -int(-count * x.shape[-1] // 1)) if isinstance(count, float) else count
-    places = flat.abs().topk(n, dim=1).indices
+    places = flat.abs().topk(math.ceil(share * x.shape[-1]), dim=1).indices
     return torch.zeros_like(flat).scatter(1, places, flat.gather(1, places)).reshape(x.shape)

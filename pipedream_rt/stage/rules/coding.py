@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, naming, require_parts, require_same
+from pipedream_rt.codecs.base import ByteCodec, Sizes, naming, require_parts, require_same
 from pipedream_rt.messages.keys import CODECS, Key, StepState
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
 from pipedream_rt.schedules import EdgeKind
@@ -25,7 +25,7 @@ from pipedream_rt.stage.rules.base import Context, MicroBatchRule, RuleOption, U
 from pipedream_rt.stage.values import Gifts
 
 Residuals = dict[tuple[Edge, int], Tensor]
-"""What packing has lost, by edge and the number of the tensor on it."""
+"""What packing has lost, by edge and the place of the tensor in its value."""
 
 _ONE_WAY = {EdgeKind.ACTIVATION: "forward", EdgeKind.GRADIENT: "backward"}
 
@@ -63,7 +63,7 @@ class Coding(MicroBatchRule):
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
         self._codecs: dict[Edge, ByteCodec | None] = {}
         self._ways = {kind: _Way() for kind in _ONE_WAY}
-        self._counts: dict[Edge, list[int]] = {}
+        self._sizes: dict[Edge, Sizes] = {}
         self._version = 0
         # By name, the edges of the stage, of which a checkpoint of another split may have some.
         self._named = {self._cut(*edge): edge for edge in by_edge if context.stage in edge}
@@ -126,10 +126,7 @@ class Coding(MicroBatchRule):
             else:
                 coded.append([])
                 sent.append(tensor)
-        counts = self._counts.setdefault(edge, [0, 0, 0])
-        counts[0] += 1
-        counts[1] += sum(tensor.nbytes for tensor in tensors)
-        counts[2] += sum(tensor.nbytes for tensor in sent)
+        self._sizes.setdefault(edge, Sizes()).add(tensors, sent)
         return tuple(sent), coded if any(coded) else []
 
     def _pack(self, codec: ByteCodec, edge: Edge, place: int, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -240,8 +237,8 @@ class Coding(MicroBatchRule):
         """
         return {
             "packed": [
-                [*self._ends(edge), _ONE_WAY[edge.kind], *counts]
-                for edge, counts in self._counts.items()
+                [*self._ends(edge), _ONE_WAY[edge.kind], *sizes.counts]
+                for edge, sizes in self._sizes.items()
             ]
         }
 
