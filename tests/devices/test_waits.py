@@ -75,7 +75,7 @@ def test_the_bits_are_the_hosts_and_nothing_is_reported(layout, options, tmp_pat
 ON_THE_HOST = {
     "devices/outgoing.py leave item",
     "models/settings.py _flushes_denormals item",
-    "stage/fingerprint.py _digest cpu",
+    "messages/wire.py elements_of cpu",
 }
 """Calls for tensors in the memory of the host, which wait for nothing."""
 
