@@ -245,8 +245,8 @@ class Costing:
             workers: The workers of the stage before the cut.
             following: Those of the stage behind it.
         """
-        bandwidth = self.machines.bandwidth_of([*workers, *following])
-        return self._crossing(min(len(workers), len(following)) * bandwidth)
+        seconds = self._crossing(self.machines.bandwidth_of([*workers, *following]))
+        return seconds / min(len(workers), len(following))
 
     def _crossing(self, bandwidth: float) -> Floats:
         """Return, by cut, the seconds in which a value crosses, coded where that is sooner.
