@@ -21,6 +21,7 @@ from pipedream_rt.checkpoint import newest_good, read_manifest, read_stage, veri
 from pipedream_rt.checkpoint.layout import size_and_digest
 
 pytestmark = pytest.mark.timeout(60)  # some of these hung for ever
+MANY = (pytest.mark.stress, pytest.mark.timeout(900))
 
 
 def sealed(fields):
@@ -138,7 +139,7 @@ def test_a_manifest_that_holds_something_else(run, fields):
     refused(root, folder)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=MANY)])
 def test_generated_manifests(run, count):
     """Bytes changed anywhere, with the checksum made right again: never another error."""
     root, folder = run
@@ -167,7 +168,7 @@ def test_generated_manifests(run, count):
     assert refusals > count // 2
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=MANY)])
 def test_generated_files_of_tensors(run, count):
     """Files that a manifest lists with their right checksums, but which are none."""
     _, folder = run
