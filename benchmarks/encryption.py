@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Frame, Links
+from pipedream_rt.transport.links import Connection, Frame, Links
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls
 
@@ -37,9 +37,8 @@ def linked(connection: socket.socket, rank: int, encrypts: bool, came: queue.Que
     if encrypts:
         connection = Tls.of_process(always=True).wrap(connection, calls=rank == 1).socket
     group = Group(generation=1, rank=rank, names=("a", "b"), hosts=(1,), key=KEY)
-    return Links(
-        group, {1 - rank: (connection, KEY)}, lambda _, frame: came.put(frame), lambda *_: None
-    )
+    ends = {1 - rank: Connection(connection, KEY)}
+    return Links(group, ends, lambda _, frame: came.put(frame), lambda *_: None)
 
 
 def answer(address: tuple[str, int], encrypts: bool, results: Any) -> None:

@@ -56,6 +56,7 @@ from torch import Tensor
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import Connection as Connected
 from pipedream_rt.transport.links import Frame, Links
 
 TIMEOUT_S = 30
@@ -88,8 +89,8 @@ class OverLink:
         self._takes, self._peer, self._lost = False, 1 - rank, ""
         key = b"k" * 32
         group = Group(generation=1, rank=rank, names=("p0", "p1"), hosts=(), key=key)
-        connections = {self._peer: (connection, key)}
-        self._links = Links(group, connections, self._receive, self._end, shares, shares)
+        connections = {self._peer: Connected(connection, key, shares)}
+        self._links = Links(group, connections, self._receive, self._end, shares)
 
     def _receive(self, rank: int, frame: Frame) -> None:
         """Keep what came, as an inbox does, and wake the thread that waits for it."""

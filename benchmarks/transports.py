@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.links import Connection as Connected
 from pipedream_rt.transport.links import Frame, Links
 
 LINK = "link"
@@ -101,7 +102,8 @@ def link(rank: int, path: str) -> Links:
                 threading.Event().wait(0.01)
     key = b"k" * 32
     group = Group(generation=1, rank=rank, names=("p0", "p1"), hosts=(), key=key)
-    return Links(group, {1 - rank: (connection, key)}, receive, lambda rank, reason: None)
+    ends = {1 - rank: Connected(connection, key)}
+    return Links(group, ends, receive, lambda rank, reason: None)
 
 
 def bounce(rank: int, rounds: int, tensor: torch.Tensor) -> list[float]:

@@ -768,7 +768,7 @@ class Pipeline:
             forwards.how + (f"\n{self._why}" if self._why else ""),
             self._job.corrections,
             self._job.codecs.texts(),
-            shares_memory=self._group.cluster.transport.shares_memory,
+            places=self._group.cluster.places,
         )
         return Lines(f"{text}\n{forwards.program()}" if program else text)
 

@@ -23,6 +23,7 @@ from pipedream_rt.cluster.control import (
 from pipedream_rt.cluster.environment import memory_is_shared, own_device, tls_of_environment
 from pipedream_rt.cluster.keys import group_key
 from pipedream_rt.cluster.meeting import Meeting
+from pipedream_rt.cluster.nearby import DoorAt, listening_nearby
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import OwnDevice
@@ -39,7 +40,7 @@ from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.turns import serve_together
 from pipedream_rt.transport.base import Sender
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connections, link_key
+from pipedream_rt.transport.links import Connection, Connections, link_key
 from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
@@ -172,15 +173,16 @@ def _join(
         tls = tls_of_environment()
     if welcome["host"] is None:
         links = _inherited_links(control, group, deadline)
-        transport.connect(links, shares=True, gives=memory_is_shared())
     else:
-        with listening(_host_of_door(control, welcome["host"], bind), 0) as door:
+        host = _host_of_door(control, welcome["host"], bind)
+        with listening(host, 0) as door, listening_nearby(tls) as nearby:
             door.setblocking(False)
-            host, port = door.getsockname()[:2]
-            control.send({"type": "door", "host": host, "port": port})
+            control.send({"type": "door", "at": DoorAt.of(door, nearby)})
             doors = _expect(control, "doors", deadline)["by_name"]
-            places = {rank: tuple(doors[name]) for rank, name in enumerate(group.names)}
-            transport.connect(Meeting(group, door, places, deadline, tls).meet(control.has_come))
+            places = {rank: DoorAt(*doors[name]) for rank, name in enumerate(group.names)}
+            meeting = Meeting(group, door, places, deadline, tls, nearby)
+            links = meeting.meet(control.has_come)
+    transport.connect(links, gives=memory_is_shared())
     endpoint.join(deadline)
 
 
@@ -193,7 +195,8 @@ def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Conn
     links: Connections = {}
     while len(links) < len(group.others):
         rank = _expect(control, "link", deadline)["rank"]
-        links[rank] = (control.take_end(), link_key(group.key, group.rank, rank))
+        key = link_key(group.key, group.rank, rank)
+        links[rank] = Connection(control.take_end(), key, carries_descriptors=True)
     return links
 
 

@@ -72,11 +72,14 @@ class Cluster(Protocol):
 
     Attributes:
         names: By worker of the plan, the name of the worker process that does its work.
+        places: By worker of the plan, a text that those have in common which share memory; empty
+            for one that shares none.
         transport: Carries the messages between the coordinator and the stages.
         has_rrefs: Whether references lead to modules, parameters and optimizers.
     """
 
     names: tuple[str, ...]
+    places: tuple[str, ...]
     transport: Transport
     has_rrefs: bool
 

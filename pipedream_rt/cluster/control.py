@@ -59,7 +59,7 @@ from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.transport.signing import DIGEST, proof
 from pipedream_rt.transport.tcp import set_timeout
 
-VERSION = 12
+VERSION = 13
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1

@@ -18,11 +18,12 @@ from pipedream_rt.cluster.keys import NONCE, group_key
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.members import Member, tell
+from pipedream_rt.cluster.nearby import DoorAt, listening_nearby
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connections, link_key
+from pipedream_rt.transport.links import Connection, Connections, link_key
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
@@ -70,8 +71,8 @@ class Formation:
         by_address = {a: index for index, member in enumerate(members) for a in member.stages}
         self._hosts = tuple(by_address[address] for address in plan.addresses)
         self._inherits = all(member.control.is_local for member in members)
-        self._found: dict[str, tuple[str, int]] = {}  # the doors that are known, by name
-        self._doors: Future[dict[str, tuple[str, int]]] = Future()  # all of them
+        self._found: dict[str, DoorAt] = {}  # the doors that are known, by name
+        self._doors: Future[dict[str, DoorAt]] = Future()  # all of them
         self._given_up = False
 
     def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: bool) -> Group:
@@ -140,14 +141,14 @@ class Formation:
             TransportError: torch could not join.
         """
         with ExitStack() as stack:
-            door = None
+            door, nearby = None, None
             if self._inherits:
-                links = self._hand_out_links(group)
-                transport.connect(links, shares=True, gives=memory_is_shared())
+                transport.connect(self._hand_out_links(group), gives=memory_is_shared())
             else:
                 door = stack.enter_context(listening(self._meeting_host(), 0))
                 door.setblocking(False)
-                self._found[_COORDINATOR] = door.getsockname()[:2]
+                nearby = stack.enter_context(listening_nearby(self._tls))
+                self._found[_COORDINATOR] = DoorAt.of(door, nearby)
             ours, theirs = socket.socketpair()
             stack.enter_context(ours)
             thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="join"))
@@ -156,8 +157,9 @@ class Formation:
                 with theirs:  # whose end is what `_exchange` waits for
                     if door is not None:
                         doors = {group.names.index(n): at for n, at in self._doors.result().items()}
-                        meeting = Meeting(group, door, doors, self._deadline, self._tls)
-                        transport.connect(meeting.meet(lambda: self._given_up))
+                        meeting = Meeting(group, door, doors, self._deadline, self._tls, nearby)
+                        links = meeting.meet(lambda: self._given_up)
+                        transport.connect(links, gives=memory_is_shared())
                     endpoint.join(self._deadline)
 
             joining = thread.submit(join)
@@ -178,6 +180,15 @@ class Formation:
             transport.tunnel.shut()
             tell(self._members, {"type": "shut"})
 
+    def places(self) -> dict[str, str]:
+        """Return, by name, a text that the members have in common which share memory.
+
+        It is empty for one that shares none.
+        """
+        if self._inherits:
+            return dict.fromkeys(self._names, "here" if memory_is_shared() else "")
+        return {name: at.place for name, at in self._found.items()}
+
     def _hand_out_links(self, group: Group) -> Connections:
         """Make a link between every two members, hand the ends out, and return our own.
 
@@ -189,13 +200,14 @@ class Formation:
             for low, high in combinations(range(len(self._names)), 2):
                 ends = socket.socketpair()
                 if low == 0:
-                    mine[high] = (ends[0], link_key(group.key, low, high))
+                    key = link_key(group.key, low, high)
+                    mine[high] = Connection(ends[0], key, carries_descriptors=True)
                 else:
                     self._hand_out_end(low, high, ends[0])
                 self._hand_out_end(high, low, ends[1])
         except BaseException:
-            for connection, _ in mine.values():
-                connection.close()
+            for connection in mine.values():
+                connection.socket.close()
             raise
         return mine
 
@@ -269,7 +281,7 @@ class Formation:
                     worker=member.name,
                     stage=member.stage,
                 )
-            self._found[member.name] = (record["host"], record["port"])
+            self._found[member.name] = DoorAt(*record["at"])
         return False
 
     def _hand_out(self) -> None:
@@ -285,9 +297,9 @@ class Formation:
 
     def _refuse_unreachable(self) -> None:
         """Refuse a member that listens on loopback while others listen elsewhere."""
-        inside = [name for name, (host, _) in self._found.items() if is_loopback(host)]
+        inside = [name for name, at in self._found.items() if is_loopback(at.host)]
         if inside and len(inside) < len(self._found):
-            where = ", ".join(f"{name} {joined(*at)}" for name, at in self._found.items())
+            where = ", ".join(f"{name} {joined(*at[:2])}" for name, at in self._found.items())
             raise RendezvousTimeout(
                 f"{', '.join(map(repr, inside))} of the group cannot be reached from other "
                 f"machines: the addresses are {where}; start such a worker with --bind and a "

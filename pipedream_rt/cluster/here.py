@@ -78,6 +78,7 @@ class ClusterHere:
             for worker in range(plan.workers)
         ]
         self.names = tuple(host.plain_name for host in self._hosts)
+        self.places = ("",) * len(self._hosts)
 
     def may_wait(self) -> None:
         """See `Cluster.may_wait`; settings of torch and hooks on all modules are the process's."""

@@ -1,8 +1,8 @@
 """The meeting: members on several machines connect to each other and prove who they are.
 
-Each member listens, at its *door*, for those of higher rank, and calls those of lower rank. The
-four words that they exchange have fixed lengths, so a stranger's bytes are compared and never
-parsed::
+Each member listens, at its *door*, for those of higher rank, and calls those of lower rank; those
+on its own machine it calls at their second door (`nearby.py`), if they have one. The four words
+that they exchange have fixed lengths, so a stranger's bytes are compared and never parsed::
 
     caller                                        door
     mark, ranks of both, nonce, proof    ──►
@@ -30,13 +30,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.crowd import accept, most_strangers
+from pipedream_rt.cluster.nearby import DoorAt, Nearby, address_of
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connections, link_key, text_of
+from pipedream_rt.transport.links import Connection, Connections, link_key, text_of
 from pipedream_rt.transport.signing import DIGEST, proof
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls, wrapped
@@ -71,6 +73,7 @@ class _Talk:
         wanted: Bytes of the word that comes next; 0 while the kernel connects.
         came: What has come of it.
         channel: What the two ends have in common where they encrypt; see `Wrapped`.
+        nearby: Whether it is one of a second door.
     """
 
     socket: socket.socket
@@ -81,6 +84,7 @@ class _Talk:
     wanted: int = 0
     came: bytes = b""
     channel: Future[bytes] | None = None
+    nearby: bool = False
 
 
 class Meeting:
@@ -89,22 +93,27 @@ class Meeting:
     Args:
         group: The group.
         door: Where this member listens; it does not block, and stays the caller's.
-        addresses: Host and port of the door of each rank.
+        addresses: Where the door of each rank is.
         deadline: When to give up.
-        tls: Encrypts the connections; None to leave them as they are.
+        tls: Encrypts the connections of this door; None to leave them as they are.
+        nearby: The second door; None if there is none.
     """
 
     def __init__(
         self,
         group: Group,
         door: socket.socket,
-        addresses: Mapping[int, tuple[str, int]],
+        addresses: Mapping[int, DoorAt],
         deadline: Deadline,
         tls: Tls | None = None,
+        nearby: Nearby | None = None,
     ) -> None:
         """Call nobody yet."""
         self._group = group
-        self._door = door
+        self._doors = [door] if nearby is None else [door, nearby.listener]
+        self._far = {  # who is called at the door for all
+            rank for rank, at in addresses.items() if nearby is None or at.place != nearby.place
+        }
         self._addresses = addresses
         self._deadline = deadline
         self._tls = tls
@@ -127,7 +136,8 @@ class Meeting:
         Raises:
             RendezvousTimeout: A member cannot be reached, or does not come in time.
         """
-        self._selector.register(self._door, selectors.EVENT_READ)
+        for door in self._doors:
+            self._selector.register(door, selectors.EVENT_READ)
         try:
             for rank in self._group.others:
                 if rank < self._group.rank:
@@ -136,8 +146,8 @@ class Meeting:
                 self._attend(ended)
             return self._met
         except BaseException:
-            for connection, _ in self._met.values():
-                connection.close()
+            for met in self._met.values():
+                met.socket.close()
             raise
         finally:
             for talk in self._talks:
@@ -157,47 +167,52 @@ class Meeting:
             del self._again[rank]
             self._call(rank)
         for key, _ in self._selector.select(_TURN_S):
-            if key.fileobj is self._door:
-                self._accept()
+            if key.data is None:
+                assert isinstance(key.fileobj, socket.socket)
+                self._accept(key.fileobj)
             elif key.data in self._talks:
                 self._attend_to(key.data)
 
     def _call(self, rank: int) -> None:
         """Connect to the door of a member of lower rank; the kernel says later whether it could."""
-        family, kind, _, _, address = socket.getaddrinfo(
-            *self._addresses[rank], type=socket.SOCK_STREAM
-        )[0]
+        at, nearby = self._addresses[rank], rank not in self._far
+        address: Any = address_of(at.name)
+        family, kind = socket.AF_UNIX, socket.SOCK_STREAM
+        if not nearby:
+            family, kind, _, _, address = socket.getaddrinfo(at.host, at.port, type=kind)[0]
         connection = socket.socket(family, kind)
         connection.setblocking(False)
-        talk = _Talk(connection, True, rank, secrets.token_bytes(_NONCE))
+        talk = _Talk(connection, True, rank, secrets.token_bytes(_NONCE), nearby=nearby)
         self._talks[talk] = None
         code = connection.connect_ex(address)
         self._selector.register(connection, selectors.EVENT_WRITE, talk)
         if code not in (0, errno.EINPROGRESS):
             self._end(talk, os.strerror(code).lower(), final=code in _FINAL)
 
-    def _accept(self) -> None:
-        """Let somebody in; the oldest has to go if there are too many."""
-        connection = accept(self._door, self._drop_oldest)
+    def _accept(self, door: socket.socket) -> None:
+        """Let somebody in at a door; the oldest has to go if there are too many."""
+        connection = accept(door, self._drop_oldest)
         if connection is None:
             return
         if sum(not talk.calls for talk in self._talks) >= self._most:
             self._drop_oldest()
         try:
-            talk = _Talk(self._ready(connection, False), False, wanted=_HELLO.size)
+            nearby = door is not self._doors[0]
+            talk = _Talk(connection, False, wanted=_HELLO.size, nearby=nearby)
+            self._prepare(talk)
         except OSError:  # whoever connected is gone again
             connection.close()
             return
         self._listen_to(talk)
 
-    def _ready(self, connection: socket.socket, calls: bool) -> socket.socket:
+    def _prepare(self, talk: _Talk) -> None:
         """Set a connection up.
 
         Raises:
             OSError: It has ended.
         """
-        prepare(connection)
-        return connection
+        if not talk.nearby:
+            prepare(talk.socket)
 
     def _encrypt(self, talk: _Talk) -> None:
         """Encrypt a connection, where that is wanted, before more is said on it.
@@ -207,7 +222,8 @@ class Meeting:
         Raises:
             OSError: It has ended.
         """
-        talk.socket, talk.channel = wrapped(self._tls, talk.socket, talk.calls)
+        if not talk.nearby:
+            talk.socket, talk.channel = wrapped(self._tls, talk.socket, talk.calls)
 
     def _drop_oldest(self) -> bool:
         """Close the oldest connection that was let in; return whether there was one."""
@@ -259,7 +275,7 @@ class Meeting:
         if code:
             raise OSError(code, os.strerror(code))
         self._leave(talk)
-        talk.socket = self._ready(talk.socket, True)
+        self._prepare(talk)
         shown = self._proof(b"hello", talk)
         me = self._group.rank
         talk.socket.sendall(_HELLO.pack(_MARK, me, talk.rank, talk.callers_nonce, shown))
@@ -340,7 +356,7 @@ class Meeting:
         self._leave(talk)
         nonces = (talk.callers_nonce, talk.doors_nonce)
         key = link_key(self._group.key, self._group.rank, talk.rank, *nonces)
-        self._met[talk.rank] = (talk.socket, key)
+        self._met[talk.rank] = Connection(talk.socket, key, talk.nearby)
 
     def _leave(self, talk: _Talk) -> None:
         """Wait for nothing more on a connection, if anything was waited for."""
@@ -349,14 +365,17 @@ class Meeting:
             self._selector.unregister(talk.socket)
 
     def _end(self, talk: _Talk, reason: str, *, final: bool = False) -> None:
-        """Close a connection; a member that was called is called again in a moment.
+        """Close a connection; a member that was called is called again, at the door for all.
 
         Raises:
             RendezvousTimeout: To call again would not help.
         """
         self._leave(talk)
         talk.socket.close()
-        if talk.calls:
+        if talk.calls and talk.nearby:
+            self._far.add(talk.rank)
+            self._again[talk.rank] = time.monotonic()
+        elif talk.calls:
             self._problems[talk.rank] = reason
             if final:
                 raise self._not_met([talk.rank])
@@ -373,11 +392,11 @@ class Meeting:
         group = self._group
         told = []
         for rank in missing:
-            host, port = self._addresses[rank]
+            at = self._addresses[rank]
             why = self._problems.get(
                 rank, "it has not called" if rank > group.rank else "no answer"
             )
-            told.append(f"{group.names[rank]!r} at {joined(host, port)}: {why}")
+            told.append(f"{group.names[rank]!r} at {joined(at.host, at.port)}: {why}")
         return RendezvousTimeout(
             f"{group.name!r} has not met {'; '.join(told)}; all workers must reach each other and "
             "the coordinator on any port, so --bind must name an interface of a network that all "

@@ -109,6 +109,10 @@ class ProcessCluster:
                 self._rpc = Endpoint(group, self._sockets.tunnel, spec.timeout)
             self._sockets.open(COORDINATOR, spec.receive, self._peer_lost)
             formation.join(group, self._sockets, self._rpc)
+            places = formation.places()
+            self.places = tuple(
+                places[member.name] for member in self._members for _ in member.seats
+            )
             self._watch.start()
         except BaseException:
             self.close()

@@ -37,9 +37,8 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
-def _places(value: Any) -> bool:
-    """The doors of members, by name: host and port of each."""
-    return mapping(is_name, row(line(255), whole(1, 65535)))(value)
+_DOOR = row(line(255), whole(1, 65535), line(255), line(255))
+"""Where the door of a member is; see `DoorAt`."""
 
 
 _LONG = 1 << 20
@@ -69,8 +68,8 @@ FIELDS: dict[str, dict[str, Check]] = {
         "path": list_of(text(1 << 16)),
     },
     "link": {"rank": whole(0, MOST_STAGES)},
-    "door": {"host": line(255), "port": whole(1, 65535)},
-    "doors": {"by_name": _places},
+    "door": {"at": _DOOR},
+    "doors": {"by_name": mapping(is_name, _DOOR)},
     "joined": {},
     "failed": {"text": text(_LONG)},
     "shut": {},

@@ -21,7 +21,7 @@ def explain(
     corrections: Sequence[Correction] = (),
     codecs: Mapping[tuple[int, int], str] = _NO_CODECS,
     *,
-    shares_memory: bool = False,
+    places: Sequence[str] = (),
 ) -> str:
     """Return the schedule in a line, and a table with a row for each stage, or replica.
 
@@ -32,7 +32,7 @@ def explain(
         how: How the model was cut.
         corrections: The corrections for staleness.
         codecs: By edge, the codecs of each that has some, as text.
-        shares_memory: Whether large values between workers lie in memory that both have.
+        places: By worker, a text that those have in common which share memory; see `Cluster`.
     """
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
@@ -77,12 +77,23 @@ def explain(
         for tie in plan.ties
     ]
     lines += _of_codecs(codecs, statistics)
-    if shares_memory and plan.workers > 1:
-        lines.append(
-            f"values of {SMALLEST >> 10} KiB and more go from worker to worker in memory that both "
-            "share, smaller ones over sockets"
-        )
+    lines += _of_memory(workers, places)
     return "\n".join([*lines, table(rows)])
+
+
+def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Return between which workers large values lie in memory that both share; none if nowhere."""
+    by_place: dict[str, dict[str, None]] = {}
+    for name, place in zip(workers, places, strict=False):
+        by_place.setdefault(place or name, {})[name] = None
+    together = [list(names) for names in by_place.values() if len(names) > 1]
+    if not together:
+        return []
+    text = f"values of {SMALLEST >> 10} KiB and more go from worker to worker in memory that both "
+    if len(by_place) == 1:
+        return [f"{text}share, smaller ones over sockets"]
+    among = " and among ".join(", ".join(names) for names in together)
+    return [f"{text}share, among {among}; smaller ones, and those to other workers, over sockets"]
 
 
 def _of_codecs(

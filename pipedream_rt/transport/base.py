@@ -29,12 +29,7 @@ class Transport(Protocol):
     - The sender does not change the tensors of a message any more.
     - When a message cannot be handed over, the transport calls the sender's ``lost`` and raises
       nothing.
-
-    Attributes:
-        shares_memory: Whether large values between workers lie in memory that both have.
     """
-
-    shares_memory: bool
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
         """Begin to receive for an address of this process.

@@ -31,7 +31,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
@@ -43,7 +43,8 @@ from pipedream_rt.messages.wire import Place, bytes_of, described, place_for
 from pipedream_rt.threads import name_this_thread
 from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.shared import SMALLEST, Slots, Views, close_all
+from pipedream_rt.transport.shared import SMALLEST
+from pipedream_rt.transport.sharing import Sharing
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
 
 _HEAD = struct.Struct(f"!{DIGEST}sBIQ")
@@ -77,14 +78,27 @@ _LONGEST_S = 86_400.0
 _LAST_S = 5.0
 """For the thread of the links to end what it is doing."""
 
-_ROOM_FOR_A_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
-
 _AT_ONCE = 64
 """Buffers that are handed to the kernel in one call."""
 
 
-Connections: TypeAlias = dict[int, tuple[socket.socket, bytes]]
-"""A socket and the key of the link, by rank of the member at its other end."""
+class Connection(NamedTuple):
+    """What a link is made of.
+
+    Attributes:
+        socket: The socket, whose two ends have proved to each other that they are members.
+        key: The key of the link.
+        carries_descriptors: Whether it is a Unix socket between two processes, beside which memory
+            can be shared.
+    """
+
+    socket: socket.socket
+    key: bytes
+    carries_descriptors: bool = False
+
+
+Connections: TypeAlias = dict[int, Connection]
+"""By rank of the member at the other end."""
 
 _log = logging.getLogger(__name__)
 
@@ -123,8 +137,8 @@ class Link:
         connection: The socket, taken over.
         sends: Signs what this end sends.
         receives: Checks what the other end has sent.
-        shares: Whether it is a Unix socket between two processes, over which descriptors go.
-        gives: Whether this end lets large tensors lie in memory that both share.
+        sharing: What this end does with shared memory, which needs a Unix socket between two
+            processes; None for nothing.
 
     Attributes:
         reading: To be held by the thread that receives, and by the one that closes.
@@ -135,8 +149,7 @@ class Link:
         connection: socket.socket,
         sends: Signer,
         receives: Signer,
-        shares: bool = False,
-        gives: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
         """Begin with nothing sent."""
         connection.setblocking(False)
@@ -152,11 +165,7 @@ class Link:
         self._coming: Frame | None = None  # its body has not come yet
         self._announced = 0  # bytes of the next frame's meta
         self._room: deque[memoryview] = deque()
-        self._shares, self._gives = shares, shares and gives
-        self._slots: Slots | None = None
-        self._passing: tuple[memoryview, Slots] | None = None  # whose descriptor goes along
-        self._came: list[int] = []  # descriptors
-        self._views: Views | None = None
+        self._sharing = sharing
 
     def fileno(self) -> int:
         """Descriptor of the socket, for selectors."""
@@ -184,8 +193,8 @@ class Link:
         """
         about: list[Any] = [described(tensor) for tensor in tensors]
         bodies = [bytes_of(tensor) for tensor in tensors]
-        if passing and self._gives:
-            self._share(about, bodies)
+        if passing and self._sharing is not None:
+            self._share(self._sharing, about, bodies)
         meta: bytes = msgpack.packb([data, about])
         if len(meta) > _LARGEST_META:
             raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
@@ -198,10 +207,11 @@ class Link:
             self._queue.extend([body for body in bodies if body.nbytes])
             return self._write() if idle else False
 
-    def _share(self, about: list[Any], bodies: list[memoryview]) -> None:
+    def _share(self, sharing: Sharing, about: list[Any], bodies: list[memoryview]) -> None:
         """Copy the bytes of large tensors into shared memory, as far as there is room.
 
         Args:
+            sharing: What this end does with shared memory.
             about: The description of each tensor, to which its place is added.
             bodies: The bytes of each, in whose place there are none.
         """
@@ -209,10 +219,12 @@ class Link:
             if body.nbytes < SMALLEST:
                 continue
             with self._lock:
-                slots = self._slots_now()
-                at = None if slots is None else slots.take(body.nbytes)
-            if slots is None or at is None:
+                if (made := sharing.made()) is not None:
+                    sharing.announce(made, self._framed(_SHARES, 0, b""), self._queue)
+                taken = sharing.take(body.nbytes)
+            if taken is None:
                 return
+            slots, *at = taken
             try:
                 slots.fill(at[0], body)
             except BaseException:  # Ctrl-C, for example
@@ -220,21 +232,6 @@ class Link:
                 raise
             about[number].extend(at)
             bodies[number] = memoryview(b"")
-
-    def _slots_now(self) -> Slots | None:
-        """Return the slots, which are made and announced when they are first needed; or None."""
-        if self._slots is None and self._gives:
-            try:
-                slots = Slots()
-            except OSError:
-                self._gives = False
-                return None
-            # In this order: Ctrl-C in between leaves slots that nobody uses.
-            head = self._framed(_SHARES, 0, b"")
-            self._passing = head, slots
-            self._queue.append(head)
-            self._slots = slots
-        return self._slots if self._gives else None  # it may have been closed meanwhile
 
     def _framed(self, kind: int, size: int, meta: bytes) -> memoryview:
         """Return head and meta of a frame, signed."""
@@ -252,13 +249,13 @@ class Link:
 
     def _write(self) -> bool:
         """Write to the socket until it takes no more; return whether nothing is left."""
-        queue = self._queue
+        queue, sharing = self._queue, self._sharing
         while queue:
             try:
-                if self._passing is None:
+                if sharing is None:
                     sent = self._socket.sendmsg(islice(queue, _AT_ONCE), (), socket.MSG_DONTWAIT)
                 else:
-                    sent = self._pass_descriptor()
+                    sent = sharing.send(self._socket, queue, _AT_ONCE)
             except BlockingIOError:
                 return False
             while queue and sent >= queue[0].nbytes:
@@ -266,18 +263,6 @@ class Link:
             if sent:
                 queue[0] = queue[0][sent:]
         return True
-
-    def _pass_descriptor(self) -> int:
-        """Write what goes before the descriptor of the slots, or that itself; return the bytes."""
-        assert self._passing is not None
-        passing, slots = self._passing
-        if self._queue[0] is not passing:
-            before = takewhile(lambda each: each is not passing, islice(self._queue, _AT_ONCE))
-            return self._socket.sendmsg(before, (), socket.MSG_DONTWAIT)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slots.fd))]
-        sent = self._socket.sendmsg([passing], rights, socket.MSG_DONTWAIT)
-        self._passing = None
-        return sent
 
     def receive(self, take: Callable[[Frame], object]) -> bool:
         """Read once, and hand over the frames of which the rest has come. Does not wait.
@@ -292,9 +277,12 @@ class Link:
             OSError: The other end is gone.
             TransportError: What came is not signed, or is no frame.
         """
-        room = self._room[0] if self._room else self._chunk
+        room, sharing = self._room[0] if self._room else self._chunk, self._sharing
         try:
-            count = self._receive_shared(room) if self._shares else self._socket.recv_into(room)
+            if sharing is None:
+                count = self._socket.recv_into(room)
+            else:
+                count = sharing.receive(self._socket, room)
         except BlockingIOError:
             return True
         if not count:
@@ -307,16 +295,6 @@ class Link:
         while (frame := self._next()) is not None:
             take(frame)
         return is_all
-
-    def _receive_shared(self, room: memoryview) -> int:
-        """Read into some room, and keep the descriptors that come along; return the bytes."""
-        count, others, _, _ = self._socket.recvmsg_into(
-            [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, data in others:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._came += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
-        return count
 
     def _fill(self, count: int) -> None:
         """Note that so many bytes of the body have come."""
@@ -372,11 +350,11 @@ class Link:
             (self._announced,) = _LENGTH.unpack(meta)
             return True
         if kind == _SHARES:
-            self._view()
+            self._shared().view()
             return True
         try:
             data, about = msgpack.unpackb(meta)
-            places = [place_for(each) if len(each) == 3 else self._place_in(each) for each in about]
+            places = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
         except _UNREADABLE as error:
             raise TransportError(f"a frame cannot be read: {error!r}") from error
         if sum(place.room.nbytes for place in places) != size:
@@ -385,44 +363,30 @@ class Link:
         self._coming = Frame(kind, data, [place.tensor for place in places])
         return False
 
-    def _view(self) -> None:
-        """Map the memory of which the descriptor has come.
+    def _shared(self) -> Sharing:
+        """Return what this end does with shared memory.
 
         Raises:
-            TransportError: None has come, as where this process may open no more.
+            TransportError: Nothing, though the other end takes it for granted.
         """
-        if not self._came:
-            raise TransportError(
-                "the descriptor of shared memory has not come; may this process open no more files?"
-            )
-        try:
-            self._views = Views(self._came.pop(0))
-        except OSError as error:
-            raise TransportError(f"shared memory cannot be mapped: {error}") from error
+        if self._sharing is None:
+            raise TransportError("the other end shares memory, and this end does not")
+        return self._sharing
 
-    def _place_in(self, about: Sequence[Any]) -> Place:
+    def _in_slot(self, about: Sequence[Any]) -> Place:
         """Return the tensor in a slot, whose bytes are there.
 
         Raises:
             TransportError: There is no such slot.
         """
-        if self._views is None:
-            raise TransportError("a tensor lies in memory that is not shared")
-        return Place(memoryview(b""), self._views.tensor(about))
+        return Place(memoryview(b""), self._shared().tensor(about))
 
     def close(self) -> None:
         """Close the socket. Shared memory goes with the last tensor over it."""
         self._socket.close()
-        close_all(self._came)
-        self._came = []
-        if self._views is not None:
-            self._views.close()
-            self._views = None
         with self._lock:
-            self._gives = False
-            if self._slots is not None:
-                self._slots.close()
-                self._slots = None
+            if self._sharing is not None:
+                self._sharing.close()
 
 
 class Links:
@@ -438,8 +402,8 @@ class Links:
         connections: What joins this member to the others; the links' own from now on.
         receive: Called with a rank and the frame that came from there; never blocks.
         lost: Called with a rank and a text, once, when the link has ended.
-        shares: Whether all links are Unix sockets to other processes of this machine.
-        gives: Whether large tensors go through memory that both ends of such a link share.
+        gives: Whether large tensors go through memory that both ends of a link share, where they
+            can.
     """
 
     def __init__(
@@ -448,7 +412,6 @@ class Links:
         connections: Connections,
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
-        shares: bool = False,
         gives: bool = False,
     ) -> None:
         """Start the thread."""
@@ -459,10 +422,9 @@ class Links:
                 connection,
                 Signer(key, group.generation, group.rank, rank),
                 Signer(key, group.generation, rank, group.rank),
-                shares,
-                gives,
+                Sharing(gives) if carries_descriptors else None,
             )
-            for rank, (connection, key) in connections.items()
+            for rank, (connection, key, carries_descriptors) in connections.items()
         }
         self._rank_of = {link.fileno(): rank for rank, link in self._links.items()}
         self._ended: dict[int, str] = {}

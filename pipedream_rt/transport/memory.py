@@ -17,8 +17,6 @@ from pipedream_rt.transport.base import Lost, Receive
 class MemoryTransport:
     """The transport within one process. Messages are encoded and decoded as on any other."""
 
-    shares_memory = False
-
     def __init__(self) -> None:
         """Have no receiver yet."""
         self._open: dict[int, tuple[Receive, Lost]] = {}

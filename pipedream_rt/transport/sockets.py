@@ -54,28 +54,17 @@ class SocketTransport:
         self._group = group
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
-        self.shares_memory = False
         self._life = Lifecycle("the transport")
         self.tunnel = Tunnel(group, self._send_stream)
 
-    def connect(self, connections: Connections, shares: bool = False, gives: bool = False) -> None:
+    def connect(self, connections: Connections, gives: bool = False) -> None:
         """Begin to receive over connections, which are the transport's from now on.
 
         Args:
             connections: What joins this member to the others.
-            shares: Whether all of them are Unix sockets to other processes of this machine, beside
-                which large values can go through shared memory.
-            gives: Whether values of this process do.
+            gives: Whether large values go through shared memory, where connections allow it.
         """
-        self.shares_memory = shares and gives
-        self._links = Links(
-            self._group,
-            connections,
-            self._receive,
-            self._end_of_link,
-            shares,
-            self.shares_memory,
-        )
+        self._links = Links(self._group, connections, self._receive, self._end_of_link, gives)
 
     @property
     def waiter(self) -> Waiter | None:

@@ -11,6 +11,7 @@ import pytest
 
 from pipedream_rt.cluster import meeting as module
 from pipedream_rt.cluster.meeting import Meeting
+from pipedream_rt.cluster.nearby import DoorAt, address_of, listening_nearby
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
@@ -27,7 +28,7 @@ def group(rank, count=3, key=KEY, generation=1):
 class Members:
     """Some members, each of which meets the others on a thread of its own."""
 
-    def __init__(self, stack, count, host="127.0.0.1", seconds=20):
+    def __init__(self, stack, count, host="127.0.0.1", seconds=20, nearby=()):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.doors = [
             stack.enter_context(socket.create_server((host, 0), family=family))
@@ -35,7 +36,11 @@ class Members:
         ]
         for door in self.doors:
             door.setblocking(False)
-        self.addresses = {rank: door.getsockname()[:2] for rank, door in enumerate(self.doors)}
+        self.nearby = [
+            stack.enter_context(listening_nearby(None)) if rank in nearby else None
+            for rank in range(count)
+        ]
+        self.addresses = dict(enumerate(map(DoorAt.of, self.doors, self.nearby)))
         self.count, self.seconds = count, seconds
         self.met, self.errors = [None] * count, [None] * count
         self._threads = []
@@ -52,8 +57,9 @@ class Members:
     def _meet(self, rank, **kwargs):
         deadline = Deadline(timedelta(seconds=self.seconds))
         meeting = Meeting(
-            group(rank, self.count, **kwargs), self.doors[rank], self.addresses, deadline, self.tls
-        )
+            group(rank, self.count, **kwargs), self.doors[rank], self.addresses, deadline, self.tls,
+            self.nearby[rank],
+        )  # fmt: skip
         try:
             self.met[rank] = meeting.meet()
         except RendezvousTimeout as error:
@@ -70,19 +76,19 @@ class Members:
         keys = set()
         for rank, met in enumerate(self.met):
             assert set(met) == set(range(self.count)) - {rank}
-            for other, (connection, key) in met.items():
-                theirs, same = self.met[other][rank]
-                assert key == same
+            for other, mine in met.items():
+                theirs = self.met[other][rank]
+                assert mine[1:] == theirs[1:]
                 if self.tls is None:
-                    assert connection.getpeername() == theirs.getsockname()
-                keys.add(key)
+                    assert mine.socket.getpeername() == theirs.socket.getsockname()
+                keys.add(mine.key)
         assert len(keys) == self.count * (self.count - 1) // 2
 
     def close(self):
         self.join()
         for met in self.met:
-            for connection, _ in (met or {}).values():
-                connection.close()
+            for each in (met or {}).values():
+                each.socket.close()
 
 
 @pytest.fixture
@@ -98,8 +104,64 @@ def test_every_two_members_meet(stack, host):
     members.check()
 
 
+@pytest.mark.parametrize("nearby", [range(5), (1, 3, 4), (2,)], ids=str)
+def test_members_that_have_a_second_door_meet_there(stack, nearby):
+    members = Members(stack, 5, nearby=nearby)
+    members.meet()
+    members.check()
+    for rank, met in enumerate(members.met):
+        for other, each in met.items():
+            both = {rank, other} <= set(nearby)
+            assert each.carries_descriptors is both
+            assert (each.socket.family == socket.AF_UNIX) is both
+
+
+def test_a_second_door_that_nobody_opens_is_not_waited_for(stack):
+    """As where the other member may not reach it: there is the first door."""
+    members = Members(stack, 3, nearby=range(3))
+    members.nearby[0].listener.close()
+    members.meet(1, 2)
+    members.nearby[0] = None
+    members.meet(0)
+    members.check()
+    assert members.met[1][2].carries_descriptors
+    assert not members.met[0][2].carries_descriptors
+
+
+def test_a_member_of_another_network_namespace_is_called_at_the_first_door(stack):
+    members = Members(stack, 2, nearby=range(2))
+    members.addresses[0] = members.addresses[0]._replace(place="elsewhere")
+    members.meet()
+    members.check()
+    assert not members.met[1][0].carries_descriptors
+
+
+def test_a_stranger_at_a_second_door_disturbs_nobody(stack):
+    members = Members(stack, 3, nearby=range(3))
+    for number in range(200):
+        stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+        stranger.connect(address_of(members.addresses[number % 2].name))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"[: number % 30])
+    members.meet()
+    members.check()
+
+
+def test_what_stays_in_the_machine_is_encrypted_where_that_is_wanted():
+    with listening_nearby(Tls.of_process(always=True)) as nearby:
+        assert nearby is None
+    with listening_nearby(Tls.of_process()) as nearby:
+        assert nearby is not None
+
+
+def test_nobody_is_told_of_a_second_door_where_memory_is_not_shared(monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", "off")
+    with listening_nearby(None) as nearby:
+        assert nearby is None
+
+
 def connect(stack, members, rank):
-    return stack.enter_context(socket.create_connection(members.addresses[rank], timeout=20))
+    at = members.addresses[rank]
+    return stack.enter_context(socket.create_connection(at[:2], timeout=20))
 
 
 def test_strangers_of_all_kinds_disturb_nobody(stack):
@@ -128,7 +190,7 @@ def test_the_first_word_of_a_member_is_worth_nothing_to_who_repeats_it(stack):
     members = Members(stack, 2)
     with socket.create_server(("127.0.0.1", 0)) as relay:
         relay.settimeout(20)
-        true, members.addresses[0] = members.addresses[0], relay.getsockname()
+        true, members.addresses[0] = members.addresses[0], DoorAt(*relay.getsockname())
         members.meet(1)
         caught, _ = relay.accept()
         hello = b""
@@ -137,7 +199,7 @@ def test_the_first_word_of_a_member_is_worth_nothing_to_who_repeats_it(stack):
                 hello += caught.recv(1000)
             members.addresses[0] = true  # the member is called again, and finds the right door
             members.meet(0)
-            repeated = stack.enter_context(socket.create_connection(true, timeout=20))
+            repeated = stack.enter_context(socket.create_connection(true[:2], timeout=20))
             repeated.sendall(hello)
             answer = b""
             while len(answer) < module._ANSWER.size:
@@ -166,7 +228,7 @@ def test_who_does_not_know_the_key_is_told_of_by_name(stack):
     members.meet(0)
     members.meet(1, key=b"x" * 32)
     members.join()
-    host, port = members.addresses[0]
+    host, port = members.addresses[0][:2]
     assert f"'m1' has not met 'm0' at {host}:{port}: " in members.errors[1]
     assert "'m1'" in members.errors[0]
     assert "it has not called" in members.errors[0]
@@ -213,22 +275,25 @@ class Breaking(socket.socket):
         return super().sendall(*arguments)
 
 
+@pytest.mark.parametrize("nearby", [(), (0, 1)], ids=["far", "nearby"])
 @pytest.mark.parametrize("calls", [True, False])
 @pytest.mark.parametrize("uses", range(6))
-def test_a_connection_that_breaks_at_any_word_is_made_again(stack, monkeypatch, calls, uses):
+def test_a_connection_that_breaks_at_any_word_is_made_again(
+    stack, monkeypatch, calls, uses, nearby
+):
     """Whoever is at the other end, and whatever was said before; or the meeting ends in time."""
-    ready, broken = Meeting._ready, []
+    prepare, broken = Meeting._prepare, []
 
-    def breaking(self, connection, outwards):
-        made = ready(self, connection, outwards)
-        if outwards is not calls or broken:
-            return made
-        broken.append(Breaking(fileno=made.detach()))
-        broken[0].left = uses
-        return broken[0]
+    def breaking(self, talk):
+        prepare(self, talk)
+        if talk.calls is calls and not broken:
+            broken.append(Breaking(fileno=talk.socket.detach()))
+            broken[0].left = uses
+            talk.socket = broken[0]
 
-    monkeypatch.setattr(Meeting, "_ready", breaking)
-    members = Members(stack, 2, seconds=2 if (calls, uses) == (True, 3) else 20)
+    monkeypatch.setattr(Meeting, "_prepare", breaking)
+    seconds = 2 if (calls, uses) == (True, 3) else 20
+    members = Members(stack, 2, seconds=seconds, nearby=nearby)
     members.meet()
     if (calls, uses) == (True, 3):  # the door has met the caller, which does not know it
         members.join()
@@ -239,15 +304,15 @@ def test_a_connection_that_breaks_at_any_word_is_made_again(stack, monkeypatch, 
 
 
 def test_a_connection_that_is_reset_before_a_word_is_made_again(stack, monkeypatch):
-    ready, reset = Meeting._ready, []
+    prepare, reset = Meeting._prepare, []
 
-    def resetting(self, connection, outwards):
-        if outwards and not reset:
-            reset.append(connection)
+    def resetting(self, talk):
+        if talk.calls and not reset:
+            reset.append(talk)
             raise OSError(22, "Invalid argument")
-        return ready(self, connection, outwards)
+        prepare(self, talk)
 
-    monkeypatch.setattr(Meeting, "_ready", resetting)
+    monkeypatch.setattr(Meeting, "_prepare", resetting)
     members = Members(stack, 2)
     members.meet()
     members.check()
@@ -260,7 +325,7 @@ class Between:
         self._tls = Tls(lambda: _of_process(-1))
         self._door = members.addresses[0]
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        members.addresses = {**members.addresses, 0: self._listener.getsockname()}
+        members.addresses = {**members.addresses, 0: DoorAt(*self._listener.getsockname())}
         self._stack, self.seen = stack, []
         thread = threading.Thread(target=self._run)
         thread.start()
@@ -271,7 +336,7 @@ class Between:
         with suppress(OSError):
             while True:
                 caller, _ = self._listener.accept()
-                door = socket.create_connection(self._door, timeout=20)
+                door = socket.create_connection(self._door[:2], timeout=20)
                 hello = caller.recv(module._HELLO.size, socket.MSG_WAITALL)
                 door.sendall(hello)
                 ends = self._tls.wrap(caller, False).socket, self._tls.wrap(door, True).socket
@@ -299,9 +364,7 @@ def test_members_meet_encrypted(stack):
     members.tls = Tls.of_process(always=True)
     members.meet()
     members.check()
-    for met in members.met:
-        for connection, _ in met.values():
-            connection.close()
+    members.close()
     members.tls.finish(Deadline(timedelta(seconds=20)))
 
 

@@ -131,6 +131,22 @@ def test_the_replicas_of_a_stage_are_on_two_machines(hosts):
     assert run.wait_for("restarts") == "restarts 1"
 
 
+def test_memory_is_shared_within_each_machine(hosts):
+    """One of the workers is killed meanwhile, and those of its machine meet again."""
+    names = ("a1", "a2", "b1", "b2")
+    workers = {name: hosts.worker(name[0], name, ADDRESS, "--persist") for name in names}
+    large = ("--samples", "5000", "--steps", "12")
+    run = script(hosts, *large, "--pause-at", "5")
+    run.wait_for("paused after 5")
+    workers["a2"].signal(KILL)
+    hosts.worker("a", "a2", ADDRESS, "--persist")
+    run.go_on()
+    assert run.wait_for("in memory that both share, among a1, a2 and among b1, b2; smaller ones")
+    assert run.ended() == 0, run.text
+    assert run.lines[-2] == expected(4, *large)
+    assert run.wait_for("restarts") == "restarts 1"
+
+
 def test_the_bandwidth_of_a_cable_is_measured(hosts):
     if shutil.which("tc") is None:
         pytest.skip("to slow a cable down needs the command tc (package iproute2)")

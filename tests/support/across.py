@@ -17,7 +17,8 @@ def train(arguments):
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)) for _ in range(4))
     )
-    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(arguments.steps)]
+    samples = arguments.samples
+    data = [(torch.randn(samples, 8), torch.randn(samples, 8)) for _ in range(arguments.steps)]
     with Pipeline(
         model, stages=arguments.stages, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
         workers=arguments.workers, micro_batches=1, corrections=(),
@@ -33,6 +34,7 @@ def train(arguments):
             if result.step in arguments.pause_at:
                 print("paused after", result.step, flush=True)
                 sys.stdin.readline()
+        print(pipe.explain(), flush=True)
         state = pipe.state_dict()
         print("restarts", len(pipe.restarts), flush=True)
     digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
@@ -45,6 +47,7 @@ if __name__ == "__main__":
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--replicas", type=int, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--heartbeat", type=float, default=10)
     parser.add_argument("--start", type=float, default=60)
     parser.add_argument("--max-restarts", type=int, default=8)

@@ -12,7 +12,7 @@ from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.messages.message import Gradient, Message
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import link_key
+from pipedream_rt.transport.links import Connection, link_key
 from pipedream_rt.transport.memory import MemoryTransport
 from pipedream_rt.transport.rpc.endpoint import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
@@ -32,7 +32,7 @@ class Together:
         links = [{}, {}, {}]
         for low, high in ((0, 1), (0, 2), (1, 2)):
             ends, key = socket.socketpair(), link_key(b"k" * 32, low, high)
-            links[low][high], links[high][low] = (ends[0], key), (ends[1], key)
+            links[low][high], links[high][low] = (Connection(end, key) for end in ends)
         for part, own in zip(self._parts, links, strict=True):
             part.connect(own)
 

@@ -13,7 +13,7 @@ import torch
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Link, Links, link_key
+from pipedream_rt.transport.links import Connection, Link, Links, link_key
 from pipedream_rt.transport.signing import Signer
 
 KEY = b"k" * 32
@@ -187,9 +187,9 @@ class Member:
 def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
     ends, other = socket.socketpair(), socket.socketpair()
     keys = {rank: link_key(KEY, 0, rank) for rank in (1, 2)}
-    middle = Member(0, {1: (ends[0], keys[1]), 2: (other[0], keys[2])})
-    end = Member(1, {0: (ends[1], keys[1])})
-    third = Member(2, {0: (other[1], keys[2])})
+    middle = Member(0, {1: Connection(ends[0], keys[1]), 2: Connection(other[0], keys[2])})
+    end = Member(1, {0: Connection(ends[1], keys[1])})
+    third = Member(2, {0: Connection(other[1], keys[2])})
     assert end.links.send(0, 7, b"x") is None
     assert middle.came.get(timeout=20)[1].data == b"x"
     end.links.close()
@@ -207,7 +207,7 @@ def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
 def two_members():
     ends = socket.socketpair()
     key = link_key(KEY, 0, 1)
-    return Member(0, {1: (ends[0], key)}), Member(1, {0: (ends[1], key)})
+    return Member(0, {1: Connection(ends[0], key)}), Member(1, {0: Connection(ends[1], key)})
 
 
 @pytest.mark.parametrize("seed", range(4))

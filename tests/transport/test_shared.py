@@ -2,16 +2,22 @@
 
 import gc
 import os
+import secrets
 import signal
 import socket
+import subprocess
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.faults import kill
+from support.nodes import COMMAND
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from support.slurm import free_ports
 from torch import nn
 
 from pipedream_rt import Checkpoints, Recovery
@@ -20,6 +26,7 @@ from pipedream_rt.messages.wire import bytes_of, described
 from pipedream_rt.transport import links, shared
 from pipedream_rt.transport.links import Link
 from pipedream_rt.transport.shared import SMALLEST, Slots, Views
+from pipedream_rt.transport.sharing import Sharing
 from pipedream_rt.transport.signing import Signer
 
 KEY = b"k" * 32
@@ -141,7 +148,10 @@ def test_a_place_that_makes_no_sense_is_refused(block, change):
 def pair(shares=True):
     ends = socket.socketpair()
     signers = [(Signer(KEY, 1, a, b), Signer(KEY, 1, b, a)) for a, b in ((0, 1), (1, 0))]
-    return [Link(end, *both, shares, shares) for end, both in zip(ends, signers, strict=True)]
+    return [
+        Link(end, *both, Sharing(True) if shares else None)
+        for end, both in zip(ends, signers, strict=True)
+    ]
 
 
 def exchanged(left, right, tensors, passing=True):
@@ -252,8 +262,8 @@ def test_memory_that_cannot_be_mapped_here_goes_over_the_socket(monkeypatch):
 
 def test_an_end_that_gives_no_memory_takes_some():
     ends = socket.socketpair()
-    left = Link(ends[0], Signer(KEY, 1, 0, 1), Signer(KEY, 1, 1, 0), True, True)
-    right = Link(ends[1], Signer(KEY, 1, 1, 0), Signer(KEY, 1, 0, 1), True, False)
+    left = Link(ends[0], Signer(KEY, 1, 0, 1), Signer(KEY, 1, 1, 0), Sharing(True))
+    right = Link(ends[1], Signer(KEY, 1, 1, 0), Signer(KEY, 1, 0, 1), Sharing(False))
     sent = [torch.rand(COUNT)]
     for one, other in ((left, right), (right, left)):
         assert torch.equal(exchanged(one, other, sent)[0], sent[0])
@@ -352,6 +362,47 @@ def test_the_bits_are_those_of_one_process(expected, monkeypatch, said):
     found = trained()
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
+
+
+def maps(pid):
+    """How many pieces of a block a process has in its memory."""
+    return Path(f"/proc/{pid}/maps").read_text().count("/memfd:pipedream-rt")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("encrypts", ["", "on"])
+def test_workers_that_were_started_elsewhere_on_this_machine_share_too(
+    expected, monkeypatch, encrypts
+):
+    """They have met at their second doors; one is killed and started again, and they meet anew."""
+    monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
+    monkeypatch.setenv("PIPEDREAM_RT_TLS", encrypts)
+    address, environment = f"127.0.0.1:{free_ports(1)}", dict(os.environ)  # a pipeline clears it
+
+    def start(name):
+        command = [*COMMAND, "worker", address, "--name", name, "--persist"]
+        return subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+
+    with ExitStack() as opened:
+        workers = {name: start(name) for name in ("a", "b", "c", "d")}
+        for worker in workers.values():
+            opened.callback(worker.wait)
+            opened.callback(worker.kill)
+        told, before = [], []
+
+        def disturb(pipe):
+            told.append(pipe.explain())
+            before.extend(maps(worker.pid) for worker in workers.values())
+            workers["b"].kill()
+            workers["again"] = start("b")
+            opened.callback(workers["again"].wait)
+            opened.callback(workers["again"].kill)
+
+        found = trained(disturb, workers=address, recovery=Recovery(max_restarts=1))
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+    assert ("in memory that both share" in told[0]) is not bool(encrypts)
+    assert all(before) is not bool(encrypts)
 
 
 @pytest.mark.processes

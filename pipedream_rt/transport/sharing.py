@@ -1,0 +1,156 @@
+"""What one end of a link does with shared memory: its own slots, and those of the other end.
+
+The descriptor of an end's slots goes along with a frame of its own (``SCM_RIGHTS``), before the
+first frame that has a tensor in a slot. See `shared.py` for the slots themselves.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice, takewhile
+from typing import Any
+
+from torch import Tensor
+
+from pipedream_rt.errors import TransportError
+from pipedream_rt.transport.shared import Slots, Views, close_all
+
+_ROOM_FOR_A_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
+
+
+class Sharing:
+    """One end's part in the memory that both ends of a link share.
+
+    One thread at a time calls the methods of the sender, but for `fill`; one thread at a time those
+    of the receiver.
+
+    Args:
+        gives: Whether this end lets large tensors lie in slots.
+    """
+
+    def __init__(self, gives: bool) -> None:
+        """Begin without slots; they are made when the first large tensor goes."""
+        self._gives = gives
+        self._slots: Slots | None = None
+        self._announcing: tuple[memoryview, Slots] | None = None
+        self._came: list[int] = []  # descriptors
+        self._views: Views | None = None
+
+    # -- the sender -----------------------------------------------------------------------------
+
+    def made(self) -> Slots | None:
+        """Make the slots, which `announce` tells the other end of; None if there are to be none."""
+        if self._slots is not None or not self._gives:
+            return None
+        try:
+            return Slots()
+        except OSError:
+            self._gives = False
+            return None
+
+    def announce(self, slots: Slots, frame: memoryview, frames: deque[memoryview]) -> None:
+        """Use slots from now on, whose descriptor goes with a frame that is sent next.
+
+        Args:
+            slots: The slots.
+            frame: The frame.
+            frames: What is to be sent, to which it is added.
+        """
+        # In this order: Ctrl-C in between leaves slots that nobody uses.
+        self._announcing = frame, slots
+        frames.append(frame)
+        self._slots = slots
+
+    def take(self, size: int) -> tuple[Slots, int, int] | None:
+        """Take a slot for a tensor.
+
+        Returns:
+            The slots, of which one has to be filled; its number, and where it begins. None where
+            there is no room, and where memory is not shared (any more).
+        """
+        slots = self._slots
+        at = None if slots is None else slots.take(size)
+        return None if slots is None or at is None else (slots, *at)
+
+    def send(self, connection: socket.socket, frames: deque[memoryview], most: int) -> int:
+        """Write frames to a socket, and the descriptor with the one that it belongs to.
+
+        Args:
+            connection: The socket.
+            frames: What is to be sent, in order.
+            most: How many buffers are handed to the kernel in one call.
+
+        Returns:
+            The bytes that were taken.
+
+        Raises:
+            OSError: The other end is gone, or the socket takes nothing now.
+        """
+        if self._announcing is None:
+            return connection.sendmsg(islice(frames, most), (), socket.MSG_DONTWAIT)
+        frame, slots = self._announcing
+        if frames[0] is not frame:
+            before = takewhile(lambda each: each is not frame, islice(frames, most))
+            return connection.sendmsg(before, (), socket.MSG_DONTWAIT)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slots.fd))]
+        sent = connection.sendmsg([frame], rights, socket.MSG_DONTWAIT)
+        self._announcing = None
+        return sent
+
+    # -- the receiver ---------------------------------------------------------------------------
+
+    def receive(self, connection: socket.socket, room: memoryview) -> int:
+        """Read into some room, and keep the descriptors that come along; return the bytes.
+
+        Raises:
+            OSError: The other end is gone, or there is nothing to read now.
+        """
+        count, others, _, _ = connection.recvmsg_into(
+            [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in others:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._came += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        return count
+
+    def view(self) -> None:
+        """Map the memory of which the descriptor has come.
+
+        Raises:
+            TransportError: None has come, as where this process may open no more files.
+        """
+        if not self._came:
+            raise TransportError(
+                "the descriptor of shared memory has not come; may this process open no more files?"
+            )
+        try:
+            self._views = Views(self._came.pop(0))
+        except OSError as error:
+            raise TransportError(f"shared memory cannot be mapped: {error}") from error
+
+    def tensor(self, about: Sequence[Any]) -> Tensor:
+        """Return the tensor in a slot of the other end; see `Views.tensor`.
+
+        Raises:
+            TransportError: There is no such slot.
+        """
+        if self._views is None:
+            raise TransportError("a tensor lies in memory that is not shared")
+        return self._views.tensor(about)
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close all descriptors. The memory goes with the last tensor over it. Idempotent."""
+        self._gives = False
+        close_all(self._came)
+        self._came = []
+        if self._views is not None:
+            self._views.close()
+            self._views = None
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
