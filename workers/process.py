@@ -148,7 +148,7 @@ def host_stage(
     serve = functools.partial(serve_together, hosts, threads, transport.waiter)
     thread = threading.Thread(target=serve, name=hosts[0].name)
     thread.start()
-    control.send({"type": "joined"})
+    control.send({"type": "joined", "nearby": transport.nearby})
     beat = timedelta(seconds=welcome["beat_s"])
     return _until_exit(control, hosts, thread, transport, endpoint, beat)
 

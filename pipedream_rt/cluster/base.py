@@ -72,8 +72,8 @@ class Cluster(Protocol):
 
     Attributes:
         names: By worker of the plan, the name of the worker process that does its work.
-        places: By worker of the plan, a text that those have in common which share memory; empty
-            for one that shares none.
+        places: By worker of the plan, a text that is the same for those which share memory with
+            each other; empty for one that shares none.
         transport: Carries the messages between the coordinator and the stages.
         has_rrefs: Whether references lead to modules, parameters and optimizers.
     """

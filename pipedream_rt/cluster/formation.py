@@ -72,6 +72,7 @@ class Formation:
         self._hosts = tuple(by_address[address] for address in plan.addresses)
         self._inherits = all(member.control.is_local for member in members)
         self._found: dict[str, DoorAt] = {}  # the doors that are known, by name
+        self._nearby: dict[str, set[int]] = {}  # whom each has met at a Unix door, by rank
         self._doors: Future[dict[str, DoorAt]] = Future()  # all of them
         self._given_up = False
 
@@ -181,13 +182,21 @@ class Formation:
             tell(self._members, {"type": "shut"})
 
     def places(self) -> dict[str, str]:
-        """Return, by name, a text that the members have in common which share memory.
+        """Return, by worker, a text that is the same for those which share memory with each other.
 
-        It is empty for one that shares none.
+        It is empty for one that does not share memory with all others of its machine.
         """
         if self._inherits:
             return dict.fromkeys(self._names, "here" if memory_is_shared() else "")
-        return {name: at.place for name, at in self._found.items()}
+        by_rank = {r: self._found[n].place for r, n in enumerate(self._names) if r}
+        together = {
+            rank: {other for other, its in by_rank.items() if its == place and other != rank}
+            for rank, place in by_rank.items()
+        }
+        return {
+            self._names[rank]: place * (together[rank] <= self._nearby[self._names[rank]])
+            for rank, place in by_rank.items()
+        }
 
     def _hand_out_links(self, group: Group) -> Connections:
         """Make a link between every two members, hand the ends out, and return our own.
@@ -274,6 +283,7 @@ class Formation:
             raise member.lost(self._local.ending(member.name), error) from error
         for record in records:
             if record["type"] == "joined":
+                self._nearby[member.name] = set(record["nearby"])
                 return True  # a sign of life may have come behind it
             if record["type"] != "door":
                 raise WorkerLost(

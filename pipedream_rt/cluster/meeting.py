@@ -1,7 +1,7 @@
 """The meeting: members on several machines connect to each other and prove who they are.
 
 Each member listens, at its *door*, for those of higher rank, and calls those of lower rank; those
-on its own machine it calls at their second door (`nearby.py`), if they have one. The four words
+on its own machine it calls at their Unix doors (`nearby.py`), if they have some. The four words
 that they exchange have fixed lengths, so a stranger's bytes are compared and never parsed::
 
     caller                                        door
@@ -11,9 +11,9 @@ that they exchange have fixed lengths, so a stranger's bytes are compared and ne
     proof                                ──►
                                          ◄──      proof
 
-Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks, the nonces
-and, but for the first, the certificate with which the door encrypts. So a word that is repeated
-later, or elsewhere, proves nothing, and nobody can be in between.
+Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks, the kind
+of the door, the nonces and, but for the first, the certificate with which the door encrypts. So a
+word that is repeated later, or elsewhere, proves nothing, and nobody can be in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.crowd import accept, most_strangers
-from pipedream_rt.cluster.nearby import DoorAt, Nearby, address_of
+from pipedream_rt.cluster.nearby import DoorAt, UnixDoor
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
@@ -73,7 +73,7 @@ class _Talk:
         wanted: Bytes of the word that comes next; 0 while the kernel connects.
         came: What has come of it.
         channel: What the two ends have in common where they encrypt; see `Wrapped`.
-        nearby: Whether it is one of a second door.
+        nearby: Whether it leads to a Unix door, and not to a TCP door.
     """
 
     socket: socket.socket
@@ -92,11 +92,11 @@ class Meeting:
 
     Args:
         group: The group.
-        door: Where this member listens; it does not block, and stays the caller's.
+        door: The TCP door of this member; it does not block, and stays the caller's.
         addresses: Where the door of each rank is.
         deadline: When to give up.
-        tls: Encrypts the connections of this door; None to leave them as they are.
-        nearby: The second door; None if there is none.
+        tls: Encrypts the connections of TCP doors; None to leave them as they are.
+        nearby: The Unix door of this member; None if it has none.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Meeting:
         addresses: Mapping[int, DoorAt],
         deadline: Deadline,
         tls: Tls | None = None,
-        nearby: Nearby | None = None,
+        nearby: UnixDoor | None = None,
     ) -> None:
         """Call nobody yet."""
         self._group = group
         self._doors = [door] if nearby is None else [door, nearby.listener]
-        self._far = {  # who is called at the door for all
+        self._far = {  # who is called at a TCP door
             rank for rank, at in addresses.items() if nearby is None or at.place != nearby.place
         }
         self._addresses = addresses
@@ -176,7 +176,7 @@ class Meeting:
     def _call(self, rank: int) -> None:
         """Connect to the door of a member of lower rank; the kernel says later whether it could."""
         at, nearby = self._addresses[rank], rank not in self._far
-        address: Any = address_of(at.name)
+        address: Any = at.unix_address
         family, kind = socket.AF_UNIX, socket.SOCK_STREAM
         if not nearby:
             family, kind, _, _, address = socket.getaddrinfo(at.host, at.port, type=kind)[0]
@@ -344,7 +344,8 @@ class Meeting:
         # The caller says hello before it knows with whose certificate it is encrypted.
         channel = b"" if word == b"hello" or talk.channel is None else talk.channel.result(0)
         nonces = (talk.callers_nonce, talk.doors_nonce)
-        return proof(self._group.key, b"meeting", word, about, *nonces, channel)
+        kind = b"unix" if talk.nearby else b"tcp"
+        return proof(self._group.key, b"meeting", kind, word, about, *nonces, channel)
 
     def _refuse_met(self, talk: _Talk) -> None:
         """Refuse a member that has been met already, or that is not to call."""
@@ -365,7 +366,7 @@ class Meeting:
             self._selector.unregister(talk.socket)
 
     def _end(self, talk: _Talk, reason: str, *, final: bool = False) -> None:
-        """Close a connection; a member that was called is called again, at the door for all.
+        """Close a connection; a member that was called is called again, at its TCP door.
 
         Raises:
             RendezvousTimeout: To call again would not help.
@@ -373,6 +374,8 @@ class Meeting:
         self._leave(talk)
         talk.socket.close()
         if talk.calls and talk.nearby:
+            name = self._group.names[talk.rank]
+            _log.info("%r cannot be met at a Unix socket, and is called by TCP: %s", name, reason)
             self._far.add(talk.rank)
             self._again[talk.rank] = time.monotonic()
         elif talk.calls:

@@ -1,14 +1,18 @@
-"""The second door of a member: a Unix socket, for the members that are on the same machine.
+"""The Unix door of a member, for the members that are on the same machine.
 
-A link over it is cheaper than one over TCP, and memory can be shared beside it. It lies in Linux's
-abstract namespace, which is that of the network: containers of one pod find each other there, and
-two network namespaces of one kernel do not. So the *place* of a member is the kernel and the
-network namespace that it runs in. Who calls at this door proves who it is as at the other one.
+A member listens at its TCP door for all others, and at a Unix socket for those that find it: a link
+over that is cheaper, and memory can be shared beside it. The socket lies in Linux's abstract
+namespace, which is that of the network: containers of one pod find each other there, and two
+network namespaces of one kernel do not. So the *place* of a member is the kernel and the network
+namespace that it runs in. The name of a door is no secret, as the kernel lists it; who calls there
+proves who it is as at a TCP door.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator
@@ -17,17 +21,24 @@ from typing import NamedTuple
 
 from pipedream_rt.cluster.addresses import boot_id
 from pipedream_rt.cluster.environment import memory_is_shared
+from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.tls import Tls
 
 _BACKLOG = 4096
+_TOKEN = re.compile(r"[0-9a-f]{16}|")
 
 
-class Nearby(NamedTuple):
-    """The second door of this member.
+def is_token(value: object) -> bool:
+    """Whether a value can be a place, or the name of a Unix door; an empty text can."""
+    return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
+
+
+class UnixDoor(NamedTuple):
+    """The Unix door of this member.
 
     Attributes:
         listener: Listens, and does not block.
-        place: What the members have in common that find this door.
+        place: A text that is the same for the members that find this door.
         name: The name of this door.
     """
 
@@ -40,10 +51,11 @@ class DoorAt(NamedTuple):
     """Where a member listens for the others.
 
     Attributes:
-        host: Numeric address of its door.
-        port: Port of its door.
-        place: What the members have in common that find its second door; empty if it has none.
-        name: The name of its second door.
+        host: Numeric address of its TCP door.
+        port: Port of its TCP door.
+        place: A text that is the same for the members that find its Unix door; empty if there is
+            none.
+        name: The name of its Unix door.
     """
 
     host: str
@@ -52,14 +64,26 @@ class DoorAt(NamedTuple):
     name: str = ""
 
     @staticmethod
-    def of(door: socket.socket, nearby: Nearby | None) -> DoorAt:
-        """Return where this member listens."""
+    def of(door: socket.socket, nearby: UnixDoor | None) -> DoorAt:
+        """Return where this member listens.
+
+        Args:
+            door: Its TCP door.
+            nearby: Its Unix door, if it has one.
+        """
         host, port = door.getsockname()[:2]
-        return DoorAt(host, port) if nearby is None else DoorAt(host, port, *nearby[1:])
+        return (
+            DoorAt(host, port) if nearby is None else DoorAt(host, port, nearby.place, nearby.name)
+        )
+
+    @property
+    def unix_address(self) -> str:
+        """The address of its Unix door, which lies in no file system."""
+        return _address_of(self.name)
 
 
 @contextmanager
-def listening_nearby(tls: Tls | None) -> Iterator[Nearby | None]:
+def listening_nearby(tls: Tls | None) -> Iterator[UnixDoor | None]:
     """Listen for members of the same machine until the block ends.
 
     Args:
@@ -71,7 +95,7 @@ def listening_nearby(tls: Tls | None) -> Iterator[Nearby | None]:
     """
     nearby = None
     if memory_is_shared() and (tls is None or not tls.always):
-        with suppress(OSError):  # then there is the other door
+        with suppress(OSError):  # then there is the TCP door alone
             nearby = _opened()
     try:
         yield nearby
@@ -80,7 +104,7 @@ def listening_nearby(tls: Tls | None) -> Iterator[Nearby | None]:
             nearby.listener.close()
 
 
-def _opened() -> Nearby | None:
+def _opened() -> UnixDoor | None:
     """Return a door; None where the system does not say which kernel it is.
 
     Raises:
@@ -89,16 +113,18 @@ def _opened() -> Nearby | None:
     network, kernel = os.stat("/proc/self/ns/net"), boot_id()
     if not kernel:
         return None
-    name = f"pipedream-rt-{secrets.token_hex(16)}"
+    place = f"{kernel}/{network.st_dev}/{network.st_ino}"
+    name = secrets.token_hex(8)
     with ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+        close_in_forked_children(listener)
         listener.setblocking(False)
-        listener.bind(address_of(name))
+        listener.bind(_address_of(name))
         listener.listen(_BACKLOG)
         undo.pop_all()
-    return Nearby(listener, f"{kernel}/{network.st_dev}/{network.st_ino}", name)
+    return UnixDoor(listener, hashlib.blake2b(place.encode(), digest_size=8).hexdigest(), name)
 
 
-def address_of(name: str) -> str:
-    """Return the address of a second door, which lies in no file system."""
-    return f"\0{name}"
+def _address_of(name: str) -> str:
+    """Return the address of a Unix door."""
+    return f"\0pipedream-rt-{name}"

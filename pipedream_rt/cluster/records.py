@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from pipedream_rt.cluster.keys import NONCE
+from pipedream_rt.cluster.nearby import is_token
 from pipedream_rt.schedules.shape import MOST_STAGES
 from pipedream_rt.schema import (
     Check,
@@ -37,7 +38,7 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
-_DOOR = row(line(255), whole(1, 65535), line(255), line(255))
+_DOOR = row(line(255), whole(1, 65535), is_token, is_token)
 """Where the door of a member is; see `DoorAt`."""
 
 
@@ -70,7 +71,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "link": {"rank": whole(0, MOST_STAGES)},
     "door": {"at": _DOOR},
     "doors": {"by_name": mapping(is_name, _DOOR)},
-    "joined": {},
+    "joined": {"nearby": list_of(_NUMBER)},
     "failed": {"text": text(_LONG)},
     "shut": {},
     "story": {"text": maybe(text(_LONG))},

@@ -32,7 +32,7 @@ def explain(
         how: How the model was cut.
         corrections: The corrections for staleness.
         codecs: By edge, the codecs of each that has some, as text.
-        places: By worker, a text that those have in common which share memory; see `Cluster`.
+        places: By worker, a text that is the same for those which share memory; see `Cluster`.
     """
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
@@ -86,14 +86,22 @@ def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:
     by_place: dict[str, dict[str, None]] = {}
     for name, place in zip(workers, places, strict=False):
         by_place.setdefault(place or name, {})[name] = None
-    together = [list(names) for names in by_place.values() if len(names) > 1]
+    together = [names for names in map(list, by_place.values()) if len(names) > 1]
     if not together:
         return []
     text = f"values of {SMALLEST >> 10} KiB and more go from worker to worker in memory that both "
     if len(by_place) == 1:
         return [f"{text}share, smaller ones over sockets"]
-    among = " and among ".join(", ".join(names) for names in together)
+    among = " and among ".join(_listed(names, list(dict.fromkeys(workers))) for names in together)
     return [f"{text}share, among {among}; smaller ones, and those to other workers, over sockets"]
+
+
+def _listed(names: list[str], workers: list[str]) -> str:
+    """Return names as a text; several that follow each other are the first and the last of them."""
+    first = workers.index(names[0])
+    if len(names) > 4 and workers[first : first + len(names)] == names:
+        return f"{names[0]} to {names[-1]}"
+    return ", ".join(names)
 
 
 def _of_codecs(

@@ -219,8 +219,8 @@ class Link:
             if body.nbytes < SMALLEST:
                 continue
             with self._lock:
-                if (made := sharing.made()) is not None:
-                    sharing.announce(made, self._framed(_SHARES, 0, b""), self._queue)
+                if (slots := sharing.new_slots()) is not None:
+                    sharing.announce(slots, self._framed(_SHARES, 0, b""), self._queue)
                 taken = sharing.take(body.nbytes)
             if taken is None:
                 return
@@ -364,10 +364,10 @@ class Link:
         return False
 
     def _shared(self) -> Sharing:
-        """Return what this end does with shared memory.
+        """Return what this end does with shared memory, of which the other end has just told.
 
         Raises:
-            TransportError: Nothing, though the other end takes it for granted.
+            TransportError: This end shares none.
         """
         if self._sharing is None:
             raise TransportError("the other end shares memory, and this end does not")

@@ -24,8 +24,8 @@ _ROOM_FOR_A_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
 class Sharing:
     """One end's part in the memory that both ends of a link share.
 
-    One thread at a time calls the methods of the sender, but for `fill`; one thread at a time those
-    of the receiver.
+    One thread at a time calls the methods of the sender, and one thread at a time those of the
+    receiver.
 
     Args:
         gives: Whether this end lets large tensors lie in slots.
@@ -41,8 +41,12 @@ class Sharing:
 
     # -- the sender -----------------------------------------------------------------------------
 
-    def made(self) -> Slots | None:
-        """Make the slots, which `announce` tells the other end of; None if there are to be none."""
+    def new_slots(self) -> Slots | None:
+        """Make the slots, of which `announce` tells the other end.
+
+        Returns:
+            The slots; None if they are there already, or if there are to be none.
+        """
         if self._slots is not None or not self._gives:
             return None
         try:
@@ -59,10 +63,9 @@ class Sharing:
             frame: The frame.
             frames: What is to be sent, to which it is added.
         """
-        # In this order: Ctrl-C in between leaves slots that nobody uses.
         self._announcing = frame, slots
-        frames.append(frame)
         self._slots = slots
+        frames.append(frame)
 
     def take(self, size: int) -> tuple[Slots, int, int] | None:
         """Take a slot for a tensor.

@@ -47,6 +47,9 @@ class SocketTransport:
 
     Args:
         group: The group.
+
+    Attributes:
+        nearby: The ranks of the members with which memory can be shared.
     """
 
     def __init__(self, group: Group) -> None:
@@ -54,6 +57,7 @@ class SocketTransport:
         self._group = group
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
+        self.nearby: list[int] = []
         self._life = Lifecycle("the transport")
         self.tunnel = Tunnel(group, self._send_stream)
 
@@ -64,6 +68,7 @@ class SocketTransport:
             connections: What joins this member to the others.
             gives: Whether large values go through shared memory, where connections allow it.
         """
+        self.nearby = [rank for rank, each in connections.items() if each.carries_descriptors]
         self._links = Links(self._group, connections, self._receive, self._end_of_link, gives)
 
     @property

@@ -11,7 +11,7 @@ import pytest
 
 from pipedream_rt.cluster import meeting as module
 from pipedream_rt.cluster.meeting import Meeting
-from pipedream_rt.cluster.nearby import DoorAt, address_of, listening_nearby
+from pipedream_rt.cluster.nearby import DoorAt, listening_nearby
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
@@ -105,7 +105,7 @@ def test_every_two_members_meet(stack, host):
 
 
 @pytest.mark.parametrize("nearby", [range(5), (1, 3, 4), (2,)], ids=str)
-def test_members_that_have_a_second_door_meet_there(stack, nearby):
+def test_members_that_have_a_unix_door_meet_there(stack, nearby):
     members = Members(stack, 5, nearby=nearby)
     members.meet()
     members.check()
@@ -116,8 +116,8 @@ def test_members_that_have_a_second_door_meet_there(stack, nearby):
             assert (each.socket.family == socket.AF_UNIX) is both
 
 
-def test_a_second_door_that_nobody_opens_is_not_waited_for(stack):
-    """As where the other member may not reach it: there is the first door."""
+def test_a_unix_door_that_nobody_opens_is_not_waited_for(stack):
+    """As where the other member may not reach it: there is the TCP door."""
     members = Members(stack, 3, nearby=range(3))
     members.nearby[0].listener.close()
     members.meet(1, 2)
@@ -128,7 +128,7 @@ def test_a_second_door_that_nobody_opens_is_not_waited_for(stack):
     assert not members.met[0][2].carries_descriptors
 
 
-def test_a_member_of_another_network_namespace_is_called_at_the_first_door(stack):
+def test_a_member_of_another_network_namespace_is_called_at_its_tcp_door(stack):
     members = Members(stack, 2, nearby=range(2))
     members.addresses[0] = members.addresses[0]._replace(place="elsewhere")
     members.meet()
@@ -136,14 +136,49 @@ def test_a_member_of_another_network_namespace_is_called_at_the_first_door(stack
     assert not members.met[1][0].carries_descriptors
 
 
-def test_a_stranger_at_a_second_door_disturbs_nobody(stack):
+def test_a_stranger_at_a_unix_door_disturbs_nobody(stack):
     members = Members(stack, 3, nearby=range(3))
     for number in range(200):
         stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-        stranger.connect(address_of(members.addresses[number % 2].name))
+        stranger.connect(members.addresses[number % 2].unix_address)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"[: number % 30])
     members.meet()
     members.check()
+
+
+class Crossing:
+    """Somebody who takes calls by TCP, and passes all on to the Unix door of the same member."""
+
+    def __init__(self, stack, members):
+        self._door = members.addresses[0].unix_address
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        members.addresses[0] = DoorAt(*self._listener.getsockname())
+        self._stack, self.seen = stack, []
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(self._listener.shutdown, socket.SHUT_RDWR)
+
+    def _run(self):
+        with suppress(OSError):
+            while True:
+                caller, _ = self._listener.accept()
+                with caller, socket.socket(socket.AF_UNIX) as door:
+                    door.connect(self._door)
+                    while data := caller.recv(4096):
+                        self.seen.append(data)
+                        door.sendall(data)
+                        caller.sendall(door.recv(4096))
+
+
+def test_both_ends_know_which_door_it_is(stack):
+    """Else one end would share memory, and the other one would not know how."""
+    members = Members(stack, 2, seconds=1, nearby=range(2))
+    between = Crossing(stack, members)
+    members.meet()
+    members.join()
+    assert members.met == [None, None]
+    assert between.seen
 
 
 def test_what_stays_in_the_machine_is_encrypted_where_that_is_wanted():
@@ -153,7 +188,7 @@ def test_what_stays_in_the_machine_is_encrypted_where_that_is_wanted():
         assert nearby is not None
 
 
-def test_nobody_is_told_of_a_second_door_where_memory_is_not_shared(monkeypatch):
+def test_nobody_is_told_of_a_unix_door_where_memory_is_not_shared(monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", "off")
     with listening_nearby(None) as nearby:
         assert nearby is None

@@ -16,6 +16,7 @@ from pipedream_rt.coordinator.explanation import _of_memory
         ("abc", ("here", "here", ""), "share, among a, b; smaller ones, and those to other"),
         ("abcd", ("x", "x", "y", "y"), "share, among a, b and among c, d; smaller ones"),
         ("abcd", ("x", "y", "x", "z"), "share, among a, c; smaller ones"),
+        ("abcdefg", ("x",) * 5 + ("y",) * 2, "share, among a to e and among f, g; smaller ones"),
         ("aabb", ("x", "x", "x", "x"), "share, smaller ones over sockets"),
     ],
 )

@@ -374,7 +374,7 @@ def maps(pid):
 def test_workers_that_were_started_elsewhere_on_this_machine_share_too(
     expected, monkeypatch, encrypts
 ):
-    """They have met at their second doors; one is killed and started again, and they meet anew."""
+    """They have met at their Unix doors; one is killed and started again, and they meet anew."""
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
     monkeypatch.setenv("PIPEDREAM_RT_TLS", encrypts)
     address, environment = f"127.0.0.1:{free_ports(1)}", dict(os.environ)  # a pipeline clears it
