@@ -146,14 +146,14 @@ def test_a_stranger_at_a_unix_door_disturbs_nobody(stack):
     members.check()
 
 
-class Crossing:
-    """Somebody who takes calls by TCP, and passes all on to the Unix door of the same member."""
+class Relay:
+    """Somebody who takes the calls to the TCP door of a member; `relay` says what he does then."""
 
     def __init__(self, stack, members):
-        self._door = members.addresses[0].unix_address
+        self.at = members.addresses[0]
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        members.addresses[0] = DoorAt(*self._listener.getsockname())
-        self._stack, self.seen = stack, []
+        members.addresses = {**members.addresses, 0: DoorAt(*self._listener.getsockname())}
+        self.stack, self.seen = stack, []
         thread = threading.Thread(target=self._run)
         thread.start()
         stack.callback(thread.join)
@@ -162,13 +162,19 @@ class Crossing:
     def _run(self):
         with suppress(OSError):
             while True:
-                caller, _ = self._listener.accept()
-                with caller, socket.socket(socket.AF_UNIX) as door:
-                    door.connect(self._door)
-                    while data := caller.recv(4096):
-                        self.seen.append(data)
-                        door.sendall(data)
-                        caller.sendall(door.recv(4096))
+                self.relay(self._listener.accept()[0])
+
+
+class Crossing(Relay):
+    """Passes all on to the Unix door of the same member."""
+
+    def relay(self, caller):
+        with caller, socket.socket(socket.AF_UNIX) as door:
+            door.connect(self.at.unix_address)
+            while data := caller.recv(4096):
+                self.seen.append(data)
+                door.sendall(data)
+                caller.sendall(door.recv(4096))
 
 
 def test_both_ends_know_which_door_it_is(stack):
@@ -353,31 +359,18 @@ def test_a_connection_that_is_reset_before_a_word_is_made_again(stack, monkeypat
     members.check()
 
 
-class Between:
-    """Somebody between a caller and a door, who has a certificate of his own and passes all on."""
+class Between(Relay):
+    """Is between a caller and a door, has a certificate of his own, and passes all on."""
 
-    def __init__(self, stack, members):
-        self._tls = Tls(lambda: _of_process(-1))
-        self._door = members.addresses[0]
-        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        members.addresses = {**members.addresses, 0: DoorAt(*self._listener.getsockname())}
-        self._stack, self.seen = stack, []
-        thread = threading.Thread(target=self._run)
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(self._listener.shutdown, socket.SHUT_RDWR)
-
-    def _run(self):
-        with suppress(OSError):
-            while True:
-                caller, _ = self._listener.accept()
-                door = socket.create_connection(self._door[:2], timeout=20)
-                hello = caller.recv(module._HELLO.size, socket.MSG_WAITALL)
-                door.sendall(hello)
-                ends = self._tls.wrap(caller, False).socket, self._tls.wrap(door, True).socket
-                for end in ends:
-                    self._stack.callback(end.close)
-                self._pass_on(*ends)
+    def relay(self, caller):
+        tls = Tls(lambda: _of_process(-1))
+        door = socket.create_connection(self.at[:2], timeout=20)
+        hello = caller.recv(module._HELLO.size, socket.MSG_WAITALL)
+        door.sendall(hello)
+        ends = tls.wrap(caller, False).socket, tls.wrap(door, True).socket
+        for end in ends:
+            self.stack.callback(end.close)
+        self._pass_on(*ends)
 
     def _pass_on(self, one, other):
         with suppress(OSError), selectors.DefaultSelector() as selector:
