@@ -66,8 +66,8 @@ def partition_text(partition: Partition) -> str:
         f"{partition.schedule}, {partition.per_update} micro-batches per update: "
         f"{partition.throughput:.4g} micro-batches/s on {partition.workers} workers"
     )
-    edges = ", ".join(map(str, partition.codecs(None)))
-    coded = [f"the codec pays on the edges {edges}: Layout(codecs={{...}})"] if edges else []
+    edges = ", ".join(f"{edge}: codec" for edge in partition.codecs(None))
+    coded = [f"the codec pays, as Layout(codecs={{{edges}}})"] if edges else []
     return "\n".join([head, table(rows), *coded])
 
 

@@ -195,7 +195,7 @@ def test_a_codec_is_chosen_for_the_link_on_which_it_pays():
     assert plain.codecs("int8") == {}
     assert coded.stages[1].transfer == pytest.approx(1e6 * (0.25 / 25e6 + 1e-9))
     assert coded.throughput > 2 * plain.throughput
-    assert "the codec pays on the edges (1, 2)" in partition_text(coded)
+    assert "the codec pays, as Layout(codecs={(1, 2): codec})" in partition_text(coded)
     assert "codec" not in partition_text(plain)
 
 
@@ -212,3 +212,14 @@ def test_a_codec_that_takes_longer_than_the_link_is_not_chosen():
 def test_a_codec_that_makes_no_sense_is_refused(options):
     with pytest.raises(ConfigError, match="codec"):
         LinkCodec(**options)
+
+
+def test_a_codec_is_weighed_for_replicas_as_it_counts():
+    """Two links share the micro-batches, and the time at their ends too."""
+    cuts = cuts_of(chain(*[0.01] * 4, output_bytes=1e6))
+    codec = LinkCodec(ratio=0.25, seconds_per_byte=2e-8)
+    plain, coded = (Costing(cuts, two_servers(each)) for each in (None, codec))
+    both = (0, 1), (2, 3)
+    assert coded.is_coded(*both, 1)
+    assert coded.transfers(*both)[1] == pytest.approx(1e6 * (0.25 / 25e6 + 2e-8) / 2)
+    assert coded.transfers(*both)[1] < plain.transfers(*both)[1]
