@@ -8,6 +8,7 @@ import threading
 import traceback
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from support.device import differs, standin
@@ -17,6 +18,12 @@ from support.ticking import Clock
 from pipedream_rt import Pipeline
 from pipedream_rt.cluster import environment as environment_of_job
 from pipedream_rt.cluster.fork_server import fork_server
+
+# How long an example takes says something of the machine alone.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser):

@@ -203,7 +203,7 @@ def check(schedule, workers, script):
 
 def settings_for(examples):
     return settings(
-        max_examples=examples, deadline=None, print_blob=True,
+        max_examples=examples, print_blob=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ def test_a_file_that_is_not_there(tmp_path):
         run().save(tmp_path / "no" / "folder")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(schedules(most=4), st.integers(1, 4))
 def test_a_replay_does_the_same(schedule, updates):
     trace = simulate(schedule, unit(), updates * schedule.per_update)

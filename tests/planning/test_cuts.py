@@ -15,7 +15,7 @@ def before(cuts, cut):
     return frozenset(cuts.layers_between(-1, cut))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(profile=profiles(most=6, branches=True))
 def test_the_cuts_are_all_ideals(profile):
     cuts = cuts_of(profile)

@@ -12,7 +12,7 @@ from pipedream_rt.planning.profile import LayerCosts, Profile
 GRAPHS = Path(__file__).parent / "graphs"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(profile=profiles(branches=True))
 def test_what_is_saved_is_loaded(tmp_path_factory, profile):
     path = tmp_path_factory.mktemp("profiles") / "model.profile"

@@ -44,7 +44,7 @@ def simulated(profile, schedule, k, slacks, latency):
     return summarize(trace).throughput
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seconds=st.lists(st.integers(5, 30).map(lambda x: x / 10), min_size=1, max_size=6),
     schedule=st.sampled_from(["async-1f1b", "2bw", "1f1b"]),

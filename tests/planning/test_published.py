@@ -119,13 +119,13 @@ def agrees(profile, asked):
     assert machines <= math.prod(asked.machines)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(profile=profiles(most=5, branches=True), asked=questions(levels=1))
 def test_on_one_level_no_plan_is_faster(profile, asked):
     agrees(profile, asked)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(profile=profiles(most=4), asked=questions(levels=2))
 def test_on_two_levels_no_plan_of_a_chain_is_faster(profile, asked):
     agrees(profile, asked)

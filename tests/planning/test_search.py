@@ -103,7 +103,7 @@ def machines(draw):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     data=st.data(),
     machines=machines(),

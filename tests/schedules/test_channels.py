@@ -138,7 +138,7 @@ def anything(draw):
     return plan.with_norms() if may_have_norms and draw(st.booleans()) else plan
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(anything(), st.integers(1, 6), st.data())
 def test_what_is_given_is_needed_and_a_flush_leaves_nothing_on_the_way(plan, updates, data):
     k = plan.per_update

@@ -179,7 +179,7 @@ def test_the_judge_accepts_what_is_built_in(schedule):
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(replicated(most=4), st.integers(1, 12), st.data())
 def test_replicas_obey_the_rules_in_any_numbers(plan, updates, data):
     """With and without a limit of credits, and with flushes on the way."""

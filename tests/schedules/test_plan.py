@@ -469,7 +469,7 @@ def test_the_staleness_of_a_stage(name, options, expected):
     assert [plan.staleness(stage) for stage in range(4)] == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(replicated(most=3))
 def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
     wanted = {kind: set() for kind in EdgeKind}

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.costs import random_costs, unit
 from support.shapes import schedules
@@ -33,7 +33,6 @@ def run(name="1f1b", updates=10, **changes):
     return simulate(schedule, COSTS.changed(**changes), updates * 4)
 
 
-@settings(deadline=None)
 @given(schedules(most=4), random_costs())
 def test_what_is_fitted_to_a_simulation_gives_it_again(schedule, costs):
     """Without a bandwidth, whose queues are no longer there to be seen, the very same spans."""

@@ -113,7 +113,7 @@ def test_samples_are_taken_in_turn():
 # Properties.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules(most=4) | replicated(), random_costs(), st.integers(1, 4), st.integers(1, 4))
 def test_it_equals_a_simulation_by_events(schedule, costs, updates, credits):
     """Which takes the earliest possible action next, and knows nothing of this one's order."""
@@ -127,7 +127,6 @@ def test_it_equals_a_simulation_by_events(schedule, costs, updates, credits):
     assert found == slow_simulation(schedule, costs, micro_batches, credits)
 
 
-@settings(deadline=None)
 @given(schedules(), random_costs(), st.integers(1, 5))
 def test_it_ends_within_the_stated_bounds(schedule, costs, updates):
     summary = summarize(simulate(schedule, costs, updates * schedule.per_update))
@@ -140,7 +139,6 @@ def test_it_ends_within_the_stated_bounds(schedule, costs, updates):
 milliseconds = st.integers(1, 9)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["gpipe", "1f1b"]),
     st.integers(1, 9),
@@ -157,7 +155,6 @@ def test_the_bubble_of_gpipe_and_1f1b(name, n, k, f, b):
     assert summary.bubble == pytest.approx([(n - 1) / (k + n - 1)] * n)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), milliseconds, milliseconds)
 def test_the_bubble_of_interleaving(n, groups, v, f, b):
     """(n-1)/(vM+n-1)."""
@@ -169,7 +166,6 @@ def test_the_bubble_of_interleaving(n, groups, v, f, b):
     assert summary.bubble == pytest.approx([(n - 1) / (v * m + n - 1)] * n)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(0, 9))
 def test_the_bubble_of_zero_bubble(n, more):
     """n-1 of the 3(n-1) units of 1F1B: a third, if there are enough micro-batches to fill with."""
@@ -181,7 +177,6 @@ def test_the_bubble_of_zero_bubble(n, more):
     assert round(summarize(plain_1f1b).makespan * 1000) == 3 * k + 3 * (n - 1)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["async-1f1b", "2bw", "async-1f1b+vertical-sync"]),
     st.integers(1, 6),
@@ -198,7 +193,6 @@ def test_asynchronous_schedules_have_no_bubble_in_steady_state(name, n, k, f, b)
     assert (spans["ready"][1:] == spans["start"][1:]).all()
 
 
-@settings(deadline=None)
 @given(
     schedules(most=4),
     random_costs(),
