@@ -115,7 +115,7 @@ def host_stage(
         if name is not None and not control.is_local:
             device_there(name, number)
         make_room(len(group.others), welcome["rpc"])
-        transport = SocketTransport(group)
+        transport = SocketTransport(group, gives=memory_is_shared())
         endpoint = Endpoint(group, transport.tunnel, timeout) if welcome["rpc"] else NoEndpoint()
         _join(control, welcome, group, transport, endpoint, bind, tls)
     except (PipelineError, RuntimeError, OSError) as error:
@@ -182,7 +182,7 @@ def _join(
             places = {rank: DoorAt(*doors[name]) for rank, name in enumerate(group.names)}
             meeting = Meeting(group, door, places, deadline, tls, nearby)
             links = meeting.meet(control.has_come)
-    transport.connect(links, gives=memory_is_shared())
+    transport.connect(links)
     endpoint.join(deadline)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 
-_BACKLOG = 4096
+BACKLOG = 4096
 """Connections that may wait to be taken: all workers of a large job come at once."""
 
 _NO_PORT_LEFT = (
@@ -73,7 +73,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         raise (PortTaken if taken and port else ConfigError)(

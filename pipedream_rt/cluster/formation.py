@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from itertools import combinations
 
-from pipedream_rt.cluster.addresses import is_loopback, joined, listening
+from pipedream_rt.cluster.addresses import is_loopback, listening
 from pipedream_rt.cluster.environment import memory_is_shared
 from pipedream_rt.cluster.keys import NONCE, group_key
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -144,7 +144,7 @@ class Formation:
         with ExitStack() as stack:
             door, nearby = None, None
             if self._inherits:
-                transport.connect(self._hand_out_links(group), gives=memory_is_shared())
+                transport.connect(self._hand_out_links(group))
             else:
                 door = stack.enter_context(listening(self._meeting_host(), 0))
                 door.setblocking(False)
@@ -159,8 +159,7 @@ class Formation:
                     if door is not None:
                         doors = {group.names.index(n): at for n, at in self._doors.result().items()}
                         meeting = Meeting(group, door, doors, self._deadline, self._tls, nearby)
-                        links = meeting.meet(lambda: self._given_up)
-                        transport.connect(links, gives=memory_is_shared())
+                        transport.connect(meeting.meet(lambda: self._given_up))
                     endpoint.join(self._deadline)
 
             joining = thread.submit(join)
@@ -188,14 +187,13 @@ class Formation:
         """
         if self._inherits:
             return dict.fromkeys(self._names, "here" if memory_is_shared() else "")
-        by_rank = {r: self._found[n].place for r, n in enumerate(self._names) if r}
-        together = {
-            rank: {other for other, its in by_rank.items() if its == place and other != rank}
-            for rank, place in by_rank.items()
-        }
+        ranks: dict[str, set[int]] = {}  # of the workers at each place
+        for rank, name in enumerate(self._names[1:], 1):
+            ranks.setdefault(self._found[name].place, set()).add(rank)
         return {
-            self._names[rank]: place * (together[rank] <= self._nearby[self._names[rank]])
-            for rank, place in by_rank.items()
+            self._names[rank]: place if there - {rank} <= self._nearby[self._names[rank]] else ""
+            for place, there in ranks.items()
+            for rank in there
         }
 
     def _hand_out_links(self, group: Group) -> Connections:
@@ -309,7 +307,7 @@ class Formation:
         """Refuse a member that listens on loopback while others listen elsewhere."""
         inside = [name for name, at in self._found.items() if is_loopback(at.host)]
         if inside and len(inside) < len(self._found):
-            where = ", ".join(f"{name} {joined(*at[:2])}" for name, at in self._found.items())
+            where = ", ".join(f"{name} {at.tcp_address}" for name, at in self._found.items())
             raise RendezvousTimeout(
                 f"{', '.join(map(repr, inside))} of the group cannot be reached from other "
                 f"machines: the addresses are {where}; start such a worker with --bind and a "

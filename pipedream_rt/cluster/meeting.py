@@ -32,7 +32,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.crowd import accept, most_strangers
 from pipedream_rt.cluster.nearby import DoorAt, UnixDoor
 from pipedream_rt.deadline import Deadline
@@ -176,11 +175,14 @@ class Meeting:
     def _call(self, rank: int) -> None:
         """Connect to the door of a member of lower rank; the kernel says later whether it could."""
         at, nearby = self._addresses[rank], rank not in self._far
-        address: Any = at.unix_address
-        family, kind = socket.AF_UNIX, socket.SOCK_STREAM
-        if not nearby:
-            family, kind, _, _, address = socket.getaddrinfo(at.host, at.port, type=kind)[0]
-        connection = socket.socket(family, kind)
+        family: int
+        address: Any
+        if nearby:
+            family, address = socket.AF_UNIX, at.unix_address
+        else:
+            found = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = found[0]
+        connection = socket.socket(family, socket.SOCK_STREAM)
         connection.setblocking(False)
         talk = _Talk(connection, True, rank, secrets.token_bytes(_NONCE), nearby=nearby)
         self._talks[talk] = None
@@ -395,11 +397,10 @@ class Meeting:
         group = self._group
         told = []
         for rank in missing:
-            at = self._addresses[rank]
             why = self._problems.get(
                 rank, "it has not called" if rank > group.rank else "no answer"
             )
-            told.append(f"{group.names[rank]!r} at {joined(at.host, at.port)}: {why}")
+            told.append(f"{group.names[rank]!r} at {self._addresses[rank].tcp_address}: {why}")
         return RendezvousTimeout(
             f"{group.name!r} has not met {'; '.join(told)}; all workers must reach each other and "
             "the coordinator on any port, so --bind must name an interface of a network that all "

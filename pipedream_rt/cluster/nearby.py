@@ -19,12 +19,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
-from pipedream_rt.cluster.addresses import boot_id
+from pipedream_rt.cluster.addresses import BACKLOG, boot_id, joined
 from pipedream_rt.cluster.environment import memory_is_shared
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.tls import Tls
 
-_BACKLOG = 4096
 _TOKEN = re.compile(r"[0-9a-f]{16}|")
 
 
@@ -71,10 +70,13 @@ class DoorAt(NamedTuple):
             door: Its TCP door.
             nearby: Its Unix door, if it has one.
         """
-        host, port = door.getsockname()[:2]
-        return (
-            DoorAt(host, port) if nearby is None else DoorAt(host, port, nearby.place, nearby.name)
-        )
+        at = DoorAt(*door.getsockname()[:2])
+        return at if nearby is None else at._replace(place=nearby.place, name=nearby.name)
+
+    @property
+    def tcp_address(self) -> str:
+        """``HOST:PORT`` of its TCP door."""
+        return joined(self.host, self.port)
 
     @property
     def unix_address(self) -> str:
@@ -120,7 +122,7 @@ def _opened() -> UnixDoor | None:
         close_in_forked_children(listener)
         listener.setblocking(False)
         listener.bind(_address_of(name))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         undo.pop_all()
     return UnixDoor(listener, hashlib.blake2b(place.encode(), digest_size=8).hexdigest(), name)
 

@@ -10,7 +10,7 @@ from typing import Any
 from pipedream_rt.cluster.base import ClusterSpec, Reference, once
 from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.engines.base import Keeper
-from pipedream_rt.cluster.environment import rpc_of_environment
+from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
 from pipedream_rt.cluster.fork_server import fork_server
 from pipedream_rt.cluster.formation import Formation
 from pipedream_rt.cluster.keepers import BY_HAND
@@ -103,7 +103,7 @@ class ProcessCluster:
                 generation=spec.generation, timeout=spec.timeout, key=door.key.key,
                 rpc=self.has_rrefs,
             )  # fmt: skip
-            self._sockets = SocketTransport(group)
+            self._sockets = SocketTransport(group, gives=memory_is_shared())
             self.transport: Transport = self._sockets
             if self.has_rrefs:
                 self._rpc = Endpoint(group, self._sockets.tunnel, spec.timeout)

@@ -252,7 +252,7 @@ class Link:
         queue, sharing = self._queue, self._sharing
         while queue:
             try:
-                if sharing is None:
+                if sharing is None or sharing.announcing is None:
                     sent = self._socket.sendmsg(islice(queue, _AT_ONCE), (), socket.MSG_DONTWAIT)
                 else:
                     sent = sharing.send(self._socket, queue, _AT_ONCE)

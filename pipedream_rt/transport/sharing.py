@@ -29,13 +29,17 @@ class Sharing:
 
     Args:
         gives: Whether this end lets large tensors lie in slots.
+
+    Attributes:
+        announcing: The frame with which the descriptor of the slots has to go, and the slots; None
+            if there is none to be sent.
     """
 
     def __init__(self, gives: bool) -> None:
         """Begin without slots; they are made when the first large tensor goes."""
         self._gives = gives
         self._slots: Slots | None = None
-        self._announcing: tuple[memoryview, Slots] | None = None
+        self.announcing: tuple[memoryview, Slots] | None = None
         self._came: list[int] = []  # descriptors
         self._views: Views | None = None
 
@@ -63,7 +67,7 @@ class Sharing:
             frame: The frame.
             frames: What is to be sent, to which it is added.
         """
-        self._announcing = frame, slots
+        self.announcing = frame, slots
         self._slots = slots
         frames.append(frame)
 
@@ -79,7 +83,7 @@ class Sharing:
         return None if slots is None or at is None else (slots, *at)
 
     def send(self, connection: socket.socket, frames: deque[memoryview], most: int) -> int:
-        """Write frames to a socket, and the descriptor with the one that it belongs to.
+        """Write what goes before the descriptor, or that with its frame, while it is announced.
 
         Args:
             connection: The socket.
@@ -92,15 +96,14 @@ class Sharing:
         Raises:
             OSError: The other end is gone, or the socket takes nothing now.
         """
-        if self._announcing is None:
-            return connection.sendmsg(islice(frames, most), (), socket.MSG_DONTWAIT)
-        frame, slots = self._announcing
+        assert self.announcing is not None
+        frame, slots = self.announcing
         if frames[0] is not frame:
             before = takewhile(lambda each: each is not frame, islice(frames, most))
             return connection.sendmsg(before, (), socket.MSG_DONTWAIT)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slots.fd))]
         sent = connection.sendmsg([frame], rights, socket.MSG_DONTWAIT)
-        self._announcing = None
+        self.announcing = None
         return sent
 
     # -- the receiver ---------------------------------------------------------------------------

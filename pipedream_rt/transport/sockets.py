@@ -47,29 +47,29 @@ class SocketTransport:
 
     Args:
         group: The group.
+        gives: Whether large values go through shared memory, where connections allow it.
 
     Attributes:
         nearby: The ranks of the members with which memory can be shared.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, gives: bool = False) -> None:
         """Begin without links; `connect` gives them."""
-        self._group = group
+        self._group, self._gives = group, gives
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
         self.nearby: list[int] = []
         self._life = Lifecycle("the transport")
         self.tunnel = Tunnel(group, self._send_stream)
 
-    def connect(self, connections: Connections, gives: bool = False) -> None:
+    def connect(self, connections: Connections) -> None:
         """Begin to receive over connections, which are the transport's from now on.
 
         Args:
             connections: What joins this member to the others.
-            gives: Whether large values go through shared memory, where connections allow it.
         """
         self.nearby = [rank for rank, each in connections.items() if each.carries_descriptors]
-        self._links = Links(self._group, connections, self._receive, self._end_of_link, gives)
+        self._links = Links(self._group, connections, self._receive, self._end_of_link, self._gives)
 
     @property
     def waiter(self) -> Waiter | None:

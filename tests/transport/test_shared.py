@@ -379,24 +379,23 @@ def test_workers_that_were_started_elsewhere_on_this_machine_share_too(
     monkeypatch.setenv("PIPEDREAM_RT_TLS", encrypts)
     address, environment = f"127.0.0.1:{free_ports(1)}", dict(os.environ)  # a pipeline clears it
 
-    def start(name):
-        command = [*COMMAND, "worker", address, "--name", name, "--persist"]
-        return subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-
     with ExitStack() as opened:
-        workers = {name: start(name) for name in ("a", "b", "c", "d")}
-        for worker in workers.values():
+
+        def start(name):
+            command = [*COMMAND, "worker", address, "--name", name, "--persist"]
+            worker = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
             opened.callback(worker.wait)
             opened.callback(worker.kill)
+            return worker
+
+        workers = {name: start(name) for name in ("a", "b", "c", "d")}
         told, before = [], []
 
         def disturb(pipe):
             told.append(pipe.explain())
             before.extend(maps(worker.pid) for worker in workers.values())
             workers["b"].kill()
-            workers["again"] = start("b")
-            opened.callback(workers["again"].wait)
-            opened.callback(workers["again"].kill)
+            start("b")
 
         found = trained(disturb, workers=address, recovery=Recovery(max_restarts=1))
     assert found[0] == expected[0]
