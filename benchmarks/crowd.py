@@ -45,7 +45,7 @@ def be_worker(name: str, address: str, secret: Secret) -> None:
             break
         except NoPlace:  # dropped as a stranger among too many: a worker comes again too
             control.close()
-    control.send({"type": "ready", "processor": "a kind"})
+    control.send({"type": "ready", "processor": "a kind", "obstacle": ""})
     control.receive(Deadline(timedelta(minutes=5)))
 
 

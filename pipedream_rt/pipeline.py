@@ -769,6 +769,7 @@ class Pipeline:
             self._job.corrections,
             self._job.codecs.texts(),
             places=self._group.cluster.places,
+            endpoints=self._group.cluster.endpoints,
         )
         return Lines(f"{text}\n{forwards.program()}" if program else text)
 

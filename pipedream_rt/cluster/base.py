@@ -75,13 +75,15 @@ class Cluster(Protocol):
         places: By worker of the plan, a text that is the same for those which share memory with
             each other; empty for one that shares none.
         transport: Carries the messages between the coordinator and the stages.
-        has_rrefs: Whether references lead to modules, parameters and optimizers.
+        without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
+        endpoints: What `Pipeline.explain` says of torch RPC; empty for stages in this process.
     """
 
     names: tuple[str, ...]
     places: tuple[str, ...]
     transport: Transport
-    has_rrefs: bool
+    without_rpc: str
+    endpoints: str
 
     def may_wait(self) -> None:
         """Refuse to be waited for where the script has changed what workers here compute with.

@@ -17,7 +17,8 @@ network: only a worker that inherits its connection gets the key, with the call.
     refused reason  ->              the worker ends, or tries again later; or
     over code       ->              the script has ended for good, and so does the worker; or
     admitted        ->              proof of the secret; the worker imports torch
-                    <- ready        the worker has imported torch; its kind of processor
+                    <- ready        the worker has imported torch; its kind of processor,
+                                    and what keeps torch RPC from being fenced off there
     welcome         ->              a nonce for a key, rank, names, ...
     link rank       ->              with it comes a socket, the worker's end of its link to the
                                     member of that rank; one for each, if it was started here; else

@@ -207,4 +207,5 @@ class Door:
         for record in records:
             if record["type"] == "ready":
                 member.ready, member.processor = True, record["processor"]
+                member.obstacle = record["obstacle"]
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.transport.rpc.fence import Wish
 from pipedream_rt.transport.tls import Tls
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
@@ -75,7 +76,8 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 """What tells a process its number among those of its machine: we and torchrun set the first."""
 
 RPC = "PIPEDREAM_RT_RPC"
-"""The user sets it for the script: ``off`` to leave torch RPC out."""
+"""The user sets it for the script: ``off`` to leave torch RPC out, ``on`` to have it even where no
+fence can stand around it."""
 
 _TOKEN = re.compile(r"[0-9A-Za-z+/=_-]{32,}")
 """A secret of the user's: what programs make that draw random texts, in hexadecimal or base64."""
@@ -251,16 +253,19 @@ def is_token(text: str) -> bool:
     return bool(_TOKEN.fullmatch(text)) and len(set(text)) >= _FEWEST and not repeats
 
 
-def rpc_of_environment() -> bool:
+def rpc_of_environment() -> Wish:
     """Return whether the workers become endpoints of torch RPC.
 
     Raises:
         ConfigError: The variable says something else than on or off.
     """
-    said = os.environ.get(RPC, "on").lower()
-    if said not in ("on", "off", ""):
-        raise ConfigError(f"{RPC} must be on or off, not {said!r}")
-    return said != "off"
+    match said := os.environ.get(RPC, "").lower():
+        case "on" | "off":
+            return said
+        case "":
+            return "auto"
+        case _:
+            raise ConfigError(f"{RPC} must be on or off, not {said!r}")
 
 
 def tls_of_environment() -> Tls | None:

@@ -31,7 +31,7 @@ from pipedream_rt.transport.tls import Tls
 _TURN_S = 0.5
 """Seconds after which the deadlines are looked at again, whatever comes."""
 
-_COORDINATOR = "coordinator"
+COORDINATOR_NAME = "coordinator"
 """Name of the coordinator in the group."""
 
 
@@ -67,7 +67,7 @@ class Formation:
         self._members = members
         self._local = local
         self._deadline = deadline
-        self._names = (_COORDINATOR, *(member.name for member in members))
+        self._names = (COORDINATOR_NAME, *(member.name for member in members))
         by_address = {a: index for index, member in enumerate(members) for a in member.stages}
         self._hosts = tuple(by_address[address] for address in plan.addresses)
         self._inherits = all(member.control.is_local for member in members)
@@ -149,7 +149,7 @@ class Formation:
                 door = stack.enter_context(listening(self._meeting_host(), 0))
                 door.setblocking(False)
                 nearby = stack.enter_context(listening_nearby(self._tls))
-                self._found[_COORDINATOR] = DoorAt.of(door, nearby)
+                self._found[COORDINATOR_NAME] = DoorAt.of(door, nearby)
             ours, theirs = socket.socketpair()
             stack.enter_context(ours)
             thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="join"))

@@ -54,10 +54,11 @@ class ClusterHere:
     Attributes:
         names: Names of the workers.
         transport: Carries the messages.
-        has_rrefs: See `Cluster`.
+        without_rpc: See `Cluster`.
+        endpoints: See `Cluster`.
     """
 
-    has_rrefs = True
+    without_rpc = endpoints = ""
 
     def __init__(self, spec: ClusterSpec, transport: Transport) -> None:
         """Make a host for each worker, for whose stages `_open` is called then."""

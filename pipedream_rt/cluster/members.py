@@ -52,6 +52,7 @@ class Member:
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
+        obstacle: Why torch RPC cannot be fenced off there; see `pipedream_rt.transport.rpc.fence`.
         stopped: Whether its stages compute no more, or its connection has ended.
         heard: When it last sent anything, in seconds of the monotonic clock.
         doing: Text form of the action that it announced last; empty where a job asks for none.
@@ -69,6 +70,7 @@ class Member:
     stage: int | None = None
     ready: bool = False
     processor: str = ""
+    obstacle: str = ""
     stopped: bool = False
     heard: float = field(default_factory=time.monotonic)
     doing: str = ""

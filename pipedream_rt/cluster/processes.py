@@ -12,7 +12,7 @@ from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.engines.base import Keeper
 from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
 from pipedream_rt.cluster.fork_server import fork_server
-from pipedream_rt.cluster.formation import Formation
+from pipedream_rt.cluster.formation import COORDINATOR_NAME, Formation
 from pipedream_rt.cluster.keepers import BY_HAND
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import tell
@@ -26,6 +26,7 @@ from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.transport.base import Transport
 from pipedream_rt.transport.room import make_room
+from pipedream_rt.transport.rpc import fence
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
 
@@ -66,10 +67,12 @@ class ProcessCluster:
             RendezvousTimeout: Some workers did not join in time.
             WorkerLost: A worker died on the way.
         """
-        self.has_rrefs = rpc_of_environment()
-        if self.has_rrefs:
+        wish = rpc_of_environment()
+        obstacles = {COORDINATOR_NAME: fence.obstacle()}
+        self.without_rpc = fence.why_left_out(wish, obstacles)
+        if not self.without_rpc:
             refuse_second()
-        make_room(spec.crew.most, self.has_rrefs)
+        make_room(spec.crew.most, rpc=not self.without_rpc)
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
@@ -96,17 +99,24 @@ class ProcessCluster:
             self._local.start(every if door.listener is None else own)
             rendezvous.gather(deadline)
             self.names = tuple(member.name for member in self._members for _ in member.seats)
+            obstacles.update((member.name, member.obstacle) for member in self._members)
+            self.without_rpc = fence.why_left_out(wish, obstacles)
+            self.endpoints = fence.in_words(self.without_rpc, obstacles)
+            fence.tell(self.without_rpc, obstacles)
             formation = Formation(
                 spec.plan, self._members, self._local, deadline, spec.heartbeat, door.tls
             )
             group = formation.welcome(
                 generation=spec.generation, timeout=spec.timeout, key=door.key.key,
-                rpc=self.has_rrefs,
+                rpc=not self.without_rpc,
             )  # fmt: skip
             self._sockets = SocketTransport(group, gives=memory_is_shared())
             self.transport: Transport = self._sockets
-            if self.has_rrefs:
-                self._rpc = Endpoint(group, self._sockets.tunnel, spec.timeout)
+            self._rpc = (
+                NoEndpoint(self.without_rpc)
+                if self.without_rpc
+                else Endpoint(group, self._sockets.tunnel, spec.timeout)
+            )
             self._sockets.open(COORDINATOR, spec.receive, self._peer_lost)
             formation.join(group, self._sockets, self._rpc)
             places = formation.places()

@@ -53,7 +53,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "admitted": {"proof": exactly(32)},
     "over": {"code": whole(0, 255), "proof": exactly(32)},
     # What a member has signed.
-    "ready": {"processor": line(255)},
+    "ready": {"processor": line(255), "obstacle": line(255)},
     "welcome": {
         "nonce": exactly(NONCE),
         "beat_s": seconds,

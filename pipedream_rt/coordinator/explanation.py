@@ -22,6 +22,7 @@ def explain(
     codecs: Mapping[tuple[int, int], str] = _NO_CODECS,
     *,
     places: Sequence[str] = (),
+    endpoints: str = "",
 ) -> str:
     """Return the schedule in a line, and a table with a row for each stage, or replica.
 
@@ -33,6 +34,7 @@ def explain(
         corrections: The corrections for staleness.
         codecs: By edge, the codecs of each that has some, as text.
         places: By worker, a text that is the same for those which share memory; see `Cluster`.
+        endpoints: What is to be said of torch RPC; see `Cluster`.
     """
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
@@ -78,6 +80,8 @@ def explain(
     ]
     lines += _of_codecs(codecs, statistics)
     lines += _of_memory(workers, places)
+    if endpoints:
+        lines.append(endpoints)
     return "\n".join([*lines, table(rows)])
 
 

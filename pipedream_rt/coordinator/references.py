@@ -22,7 +22,7 @@ from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec
-from pipedream_rt.transport.rpc.endpoint import LEFT_OUT
+from pipedream_rt.transport.rpc.fence import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,16 @@ class StageHandle:
 class _Nowhere:
     """A reference to a parameter where torch RPC was left out: it stands for its name alone."""
 
+    def __init__(self, why: str) -> None:
+        self._why = why
+
     def to_here(self) -> Any:
         """Refuse.
 
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(LEFT_OUT)
+        raise ConfigError(refusal(self._why))
 
     def local_value(self) -> Any:
         """See `to_here`."""
@@ -111,11 +114,11 @@ class References:
         References are compared by identity, so each is made once in a generation.
         """
         group = self._group
-        if not group.cluster.has_rrefs:
-            # Made once: nothing leads anywhere, so they hold in later generations too.
-            if not self._by_generation:
+        if why := group.cluster.without_rpc:
+            # Made once, before all generations: nothing leads anywhere, so they hold in each.
+            if 0 not in self._by_generation:
                 names = self._model.names.values()
-                self._by_generation[0] = [(_Nowhere(), name) for name in names]
+                self._by_generation[0] = [(_Nowhere(why), name) for name in names]
             return self._by_generation[0]
         references = group.call(
             lambda cluster: (

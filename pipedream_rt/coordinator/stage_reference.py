@@ -17,7 +17,7 @@ from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage.methods import METHODS
-from pipedream_rt.transport.rpc.endpoint import LEFT_OUT
+from pipedream_rt.transport.rpc.fence import refusal
 
 REACHED = (*METHODS, "train", "eval")
 """The methods that a reference reaches."""
@@ -31,8 +31,8 @@ def refuse_left_out(cluster: Cluster) -> None:
     Raises:
         ConfigError: It was left out.
     """
-    if not cluster.has_rrefs:
-        raise ConfigError(LEFT_OUT)
+    if cluster.without_rpc:
+        raise ConfigError(refusal(cluster.without_rpc))
 
 
 class PendingResult:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipedream_rt.cluster.environment import memory_is_shared
+from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
 from pipedream_rt.software import processor, software
+from pipedream_rt.transport.rpc.fence import obstacle
 
 Facts = dict[str, Any]
 """What a machine has found, by name; of values that JSON has."""
@@ -38,6 +39,7 @@ def facts(folder: str, token: str, source: str) -> Facts:
         "memory": _memory(),
         "shm": _free("/dev/shm"),
         "shares": _shares(),
+        "rpc": "PIPEDREAM_RT_RPC is off" if rpc_of_environment() == "off" else obstacle(),
         "files": soft,
         "files_at_most": hard,
         "accelerator": _accelerator(),

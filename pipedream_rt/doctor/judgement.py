@@ -9,6 +9,7 @@ from typing import Literal
 
 from pipedream_rt.doctor.facts import Facts
 from pipedream_rt.observe.summary import bytes_text, seconds_text
+from pipedream_rt.transport.rpc.fence import REMEDY
 
 Grade = Literal["ok", "note", "warn", "fail"]
 
@@ -134,6 +135,10 @@ def _of_one(name: str, facts: Facts) -> list[Finding]:
         else Finding("shared memory", name, "note", "large values between workers here go over "
                      "sockets", "the kernel gives none (memfd_create), or "
                      "PIPEDREAM_RT_SHARED_MEMORY is off"),
+        Finding("torch RPC", name, "ok", "workers can be its endpoints, behind the fence")
+        if not facts.get("rpc")
+        else Finding("torch RPC", name, "note", f"left out, which only references to modules need: "
+                     f"{facts['rpc']}", REMEDY),
         Finding("open files", name, "ok", f"{files} allowed")
         if files >= _LEAST_FILES
         else Finding(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import threading
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.transport.rpc.fence import no_loopback
 
 _OWN, _FOR_EACH = 48, 14
 """Descriptors that a process opens for itself, and for each other member of the group, at the most.
@@ -20,9 +20,6 @@ and one for each; while it forms there are more, and an encrypted connection tak
 
 _THREADS = 16
 """Threads that a process starts for a group at the most: those of the agent, and ours."""
-
-_TRY_S = 5.0
-"""For a connection over loopback, which takes less than a millisecond."""
 
 
 def make_room(others: int, rpc: bool = True) -> None:
@@ -37,7 +34,12 @@ def make_room(others: int, rpc: bool = True) -> None:
     """
     _allow_descriptors(_OWN + _FOR_EACH * others)
     if rpc:
-        _try_loopback()
+        if why := no_loopback():
+            raise ConfigError(
+                f"{why}, and torch RPC needs the loopback interface with this address: `ip link "
+                "set lo up` brings it up (also in a container or a network namespace of its own); "
+                "PIPEDREAM_RT_RPC=off does without"
+            )
         _try_threads()
 
 
@@ -58,26 +60,6 @@ def _allow_descriptors(needed: int) -> None:
             'started, use fewer workers, or give Pipeline workers="serial"'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _try_loopback() -> None:
-    """Connect this process with itself.
-
-    Raises:
-        ConfigError: It cannot.
-    """
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as listener,
-            socket.create_connection(listener.getsockname(), timeout=_TRY_S),
-        ):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"this process cannot connect to itself at 127.0.0.1: {error}. torch RPC needs the "
-            "loopback interface with this address: `ip link set lo up` brings it up (also in a "
-            'container or a network namespace of its own); or give Pipeline workers="serial"'
-        ) from error
 
 
 def _try_threads() -> None:

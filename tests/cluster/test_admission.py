@@ -107,7 +107,7 @@ def test_the_connection_of_a_member_is_signed_from_then_on(pair):
     assert left.peer == "worker 'w'"
     assert right.receive(Deadline(None)) == {"type": "admitted", "proof": talk.prove_admission()}
     right.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
-    ready = {"type": "ready", "processor": "a kind"}
+    ready = {"type": "ready", "processor": "a kind", "obstacle": ""}
     right.send(ready)
     assert left.receive(Deadline(None)) == ready
 

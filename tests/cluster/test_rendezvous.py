@@ -52,7 +52,7 @@ def answer(control, name, secret=SECRET, ready=True, processor="a kind", version
     if reply["type"] == "admitted":
         control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
         if ready:
-            control.send({"type": "ready", "processor": processor})
+            control.send({"type": "ready", "processor": processor, "obstacle": ""})
     return reply
 
 

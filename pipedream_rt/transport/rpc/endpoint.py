@@ -38,7 +38,7 @@ from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, Rendezvous
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc import listening
-from pipedream_rt.transport.rpc.descriptors import accept_only
+from pipedream_rt.transport.rpc.fence import refusal
 from pipedream_rt.transport.rpc.pickling import allow, install
 from pipedream_rt.transport.rpc.tunnel import Tunnel
 
@@ -160,9 +160,7 @@ class Endpoint:
             # The reference is kept because the agent calls the directory as long as it lives.
             self._directory = directory = Directory(group, self._tunnel)
             # Nobody can connect between torch's `listen` and the guard of the tunnel.
-            listening.run(
-                lambda: self._start_agent(options, directory), lambda fd: accept_only(fd, [])
-            )
+            listening.run(lambda: self._start_agent(options, directory), self._tunnel.fence_off)
         self._call(callees, deadline)
 
     def _start_agent(self, options: rpc.TensorPipeRpcBackendOptions, directory: Directory) -> None:
@@ -243,16 +241,15 @@ class Endpoint:
         self._life.close()
 
 
-LEFT_OUT = (
-    "torch RPC was left out (PIPEDREAM_RT_RPC=off), over which references lead to modules, "
-    "parameters and optimizers; pipe.module(), pipe.state_dict(), pipe.optimizer and the methods "
-    "of pipe.stages[i].rref do without it"
-)
-"""What is said where torch RPC would be needed."""
-
-
 class NoEndpoint:
-    """In the place of an `Endpoint` where torch RPC is left out: nothing listens or runs."""
+    """In the place of an `Endpoint` where torch RPC is left out: nothing listens or runs.
+
+    Args:
+        why: Why it is.
+    """
+
+    def __init__(self, why: str = "") -> None:
+        self._why = why
 
     def expose(self, address: int, part: Callable[[str], Any]) -> None:
         """Do nothing."""
@@ -269,7 +266,7 @@ class NoEndpoint:
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(LEFT_OUT)
+        raise ConfigError(refusal(self._why))
 
     def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
         """Refuse.
@@ -277,7 +274,7 @@ class NoEndpoint:
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(LEFT_OUT)
+        raise ConfigError(refusal(self._why))
 
 
 @contextmanager

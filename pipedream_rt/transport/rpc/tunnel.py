@@ -42,6 +42,7 @@ from pipedream_rt.transport.rpc.descriptors import (
     stop_listening,
     waiting_at,
 )
+from pipedream_rt.transport.rpc.fence import no_filter
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class Tunnel:
         self._opened = 0
         self._port = 0
         self._let_in: list[int] = []
+        self._fenced = True
         self._guarded = False  # set by the thread, so that no part overtakes an early one
         self._life = Lifecycle("the tunnel")
         self._wake = Alarm()
@@ -132,6 +134,7 @@ class Tunnel:
         Args:
             ranks: Ranks of the members that this process will call.
         """
+        self._fenced = not no_filter()  # without one, the coordinator has warned its user
         self._selector.register(self._wake, selectors.EVENT_READ)
         for rank in ranks:
             self._gates[rank] = gate = socket.create_server((_HOME, 0), backlog=16)
@@ -159,28 +162,37 @@ class Tunnel:
             port: The port on loopback at which the agent listens.
 
         Raises:
-            TransportError: The kernel of this machine offers no filter for sockets.
+            TransportError: The kernel does not put the filter on the port.
         """
         self._port = port
         self._filter()
         self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
         self._order(self._catch_up)
 
-    def _filter(self) -> None:
-        """Have the kernel let in this process's own connections alone.
+    def fence_off(self, fd: int) -> None:
+        """Have the kernel let this process's own connections alone to a socket that listens.
 
         Raises:
-            TransportError: The kernel of this machine offers no filter for sockets.
+            TransportError: The kernel does not put the filter on this socket.
+        """
+        if not self._fenced:
+            return
+        try:
+            accept_only(fd, self._let_in)
+        except OSError as error:
+            raise TransportError(
+                "the kernel does not keep strangers from torch RPC (SO_ATTACH_FILTER: "
+                f"{error.strerror}); PIPEDREAM_RT_RPC=off does without torch RPC"
+            ) from error
+
+    def _filter(self) -> None:
+        """Fence off every socket at which the agent listens.
+
+        Raises:
+            TransportError: The kernel does not put a filter on one.
         """
         for each in self._listeners():
-            try:
-                accept_only(each.fd, self._let_in)
-            except OSError as error:
-                raise TransportError(
-                    "the kernel of this machine cannot keep strangers from torch RPC, as it has no "
-                    f"packet filters for sockets (SO_ATTACH_FILTER): {error.strerror}; "
-                    'workers="serial" needs none'
-                ) from error
+            self.fence_off(each.fd)
 
     def _listeners(self) -> list[OwnSocket]:
         """Return the sockets at which the agent listens: one, or none after `shut`."""
