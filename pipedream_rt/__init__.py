@@ -148,7 +148,11 @@ def __getattr__(name: str) -> object:
         from pipedream_rt.cluster.fork_server import start_with_program
 
         start_with_program()
-    return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)
+    try:
+        return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)
+    except AttributeError as error:
+        # Python takes one for a name that is not there, and tells nobody what it said.
+        raise ImportError(f"pipedream_rt.{name} cannot be loaded: {error}") from error
 
 
 def _is_asked_by_program() -> bool:

@@ -6,8 +6,10 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 import pipedream_rt
+from pipedream_rt import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
@@ -25,6 +27,7 @@ LAYERS = [
     {"pipedream_rt.observers"},
     {"pipedream_rt.planning"},
     {"pipedream_rt.notebook"},
+    {"pipedream_rt.torch_private"},
     {"pipedream_rt.messages"},
     {"pipedream_rt.models", "pipedream_rt.checkpoint"},
     {"pipedream_rt.corrections", "pipedream_rt.optimizers", "pipedream_rt.dynamo"},
@@ -136,7 +139,8 @@ def test_what_needs_no_process_and_no_clock_is_pure(package):
 def test_the_transport_alone_imports_torch_rpc():
     users = [module_of(p) for p in FILES if any("distributed.rpc" in m for m in imports_of(p))]
     assert sorted(users) == [
-        "pipedream_rt.transport.rpc.endpoint", "pipedream_rt.transport.rpc.pickling"
+        "pipedream_rt.torch_private",
+        "pipedream_rt.transport.rpc.endpoint", "pipedream_rt.transport.rpc.pickling",
     ]  # fmt: skip
 
 
@@ -218,3 +222,63 @@ def test_an_installed_package_has_every_folder():
     setup.read(ROOT / "setup.cfg")
     named = setup["options"]["packages"].split()
     assert sorted(named) == sorted({module_of(path.parent / "__init__.py") for path in FILES})
+
+
+OF_TORCHS_OBJECTS = {
+    *torch_private.OF_MODULES, *torch_private.OF_TENSORS, "_cdata",
+    # Of its own pickler and references (see `transport/rpc/pickling.py`), and of `torch.autocast`.
+    "_dispatch_table", "_serialize", "_deserialize", "_enabled",
+}  # fmt: skip
+OF_OTHERS = {"_exit", "_getframe", "_fields"}
+"""Names of Python that begin with an underscore and are documented."""
+
+
+def private_names_of_others(tree, own):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (name for name in names if name.startswith("_"))
+
+
+def own_names(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    """There each is looked up once, and has what is done where a version of torch lacks it."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    own = {name for tree in trees.values() for name in own_names(tree)} | OF_OTHERS
+    found = {
+        (module_of(path), name)
+        for path, tree in trees.items()
+        for name in private_names_of_others(tree, own | OF_TORCHS_OBJECTS)
+        if not name.startswith("__")
+        # Those of transformers and Ray are the extras', which pin what they need.
+        and not module_of(path).startswith(("pipedream_rt.hf", "pipedream_rt.cluster.engines.ray"))
+    }
+    home = {("pipedream_rt.torch_private", name) for _, name in found}
+    assert found <= home, sorted(found - home)
+
+
+@pytest.mark.parametrize("missing", ["torch._C._is_view_replay_enabled", "torch.no_such.thing"])
+def test_a_torch_that_lacks_a_name_is_told_of_in_a_sentence(missing, monkeypatch):
+    if hasattr(torch._C, missing.rpartition(".")[2]):
+        monkeypatch.delattr(torch._C, missing.rpartition(".")[2])
+    with pytest.raises(ImportError, match=f"and this is torch .*, which lacks {missing}; install"):
+        torch_private.needed(missing)
+    assert torch_private.optional(missing, 3) == 3
+
+
+def test_the_cause_why_a_name_cannot_be_loaded_is_told(monkeypatch):
+    monkeypatch.setitem(pipedream_rt._HOMES, "Shape", "pipedream_rt.errors")
+    with pytest.raises(ImportError, match=r"pipedream_rt.Shape cannot be loaded: .*'Shape'"):
+        from pipedream_rt import Shape  # noqa: F401

@@ -21,9 +21,9 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
 from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.torch_private import RecomputationEnds
 
 Direction: TypeAlias = Literal["both", "forward", "backward"]
 """Which way a codec is for: values, gradients, or both."""
@@ -238,10 +238,6 @@ def require_floating(found: object, codec: Codec, where: str) -> Tensor:
     )
 
 
-_STOPS: type[Exception] = getattr(checkpoint, "_StopRecomputationError", PipelineError)
-"""What ends the second computation of activations, once it has made what the backward needs."""
-
-
 @contextmanager
 def naming(codec: Codec, where: str) -> Iterator[None]:
     """Say of an error of a codec, in the body, which one it was and where.
@@ -251,7 +247,7 @@ def naming(codec: Codec, where: str) -> Iterator[None]:
     """
     try:
         yield
-    except (PipelineError, _STOPS):
+    except (PipelineError, RecomputationEnds):
         raise
     except Exception as error:  # a foreign codec may raise anything
         text = f"{where}: the codec {codec!r} raised {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.torch_private import make_subclass
 
 _WHOLE = (
     "pipe.module() returns a copy of the whole model, and pipe.on_stages(f) calls f(module) on its "
@@ -71,7 +72,7 @@ def copies_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[tuple[
     """
     for name, parameter in model.named_parameters():
         copied = values[name].detach().clone()
-        yield name, Tensor._make_subclass(ParameterOnStages, copied, parameter.requires_grad)
+        yield name, make_subclass(ParameterOnStages, copied, parameter.requires_grad)
 
 
 def require_cpu(*args: Any, **kwargs: Any) -> None:

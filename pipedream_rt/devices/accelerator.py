@@ -37,6 +37,7 @@ from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own
 from pipedream_rt.models.program import on_device, replaced
 from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.torch_private import is_multithreading_enabled, set_multithreading_enabled
 
 _COMPUTED = {
     EdgeKind.ACTIVATION, EdgeKind.TARGET, EdgeKind.GRADIENT, EdgeKind.PARTIAL, EdgeKind.SHARE,
@@ -270,11 +271,11 @@ class _Entered:
 
     def __enter__(self) -> None:
         """Make the stream and its device current."""
-        self._before = torch._C._is_multithreading_enabled()
-        torch._C._set_multithreading_enabled(False)
+        self._before = is_multithreading_enabled()
+        set_multithreading_enabled(False)
         self._stream.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Make those current that were."""
         self._stream.__exit__(*error)
-        torch._C._set_multithreading_enabled(self._before)
+        set_multithreading_enabled(self._before)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.models.tensors import in_place_of, named_tensors
+from pipedream_rt.torch_private import shares_type
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:
     Not every backend lets memory of its own be assigned to a tensor of the host, and what is
     referred to weakly, as the weights of an LSTM are, cannot be exchanged either.
     """
-    if torch._has_compatible_shallow_copy_type(tensor, there):
+    if shares_type(tensor, there):
         tensor.data = there
         return tensor
     made = in_place_of(tensor, there, tensor.requires_grad)

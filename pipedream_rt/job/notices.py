@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipedream_rt.corrections import Correction
 from pipedream_rt.messages.tree import micro_batch_sizes
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.recipes import RECIPES
+from pipedream_rt.torch_private import BatchNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def about_micro_batches(
         return []
     named = [pair for name, whole in modules.items() for pair in whole.named_modules(prefix=name)]
     said = []
-    norms = [name for name, each in named if isinstance(each, _BatchNorm) and each.training]
+    norms = [name for name, each in named if isinstance(each, BatchNorm) and each.training]
     if norms:
         said.append(
             f"BatchNorm ({_some(norms)}) sees micro-batches of {size} samples, not mini-batches of "

@@ -27,7 +27,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.layer_shapes import NotDense, changes_of, shapes_of, valued
@@ -58,6 +57,7 @@ from pipedream_rt.models.undisturbed import (
     refusal,
     refuse_unfit_modules,
 )
+from pipedream_rt.torch_private import TorchDispatchMode, set_grad_enabled
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
 """What a value depends on: the inputs, layers or weights, random numbers; and whether its shape
@@ -866,7 +866,7 @@ _PICKLED_AS: dict[Any, Any] = {torch.ops.aten.lift_fresh.default: torch.clone}
 """Operators of torch that calls of a forward come down to, and functions that do the same. What
 torch makes of an array of NumPy is lifted."""
 
-_CONTEXTS = {torch._C._set_grad_enabled}
+_CONTEXTS = {set_grad_enabled}
 _EFFECTS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 _PLAIN_LEAVES = {
     type(None), bool, int, float, str, bytes, complex, slice, range, type(Ellipsis), torch.Size,

@@ -12,10 +12,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.backends import opt_einsum  # older versions import it with their compiler alone
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.tensors import accelerator_here
+from pipedream_rt.torch_private import (
+    DeviceContext,
+    count_function_modes,
+    dispatch_modes,
+    function_modes,
+    nnpack_enabled,
+    reader_of_cublas,
+    saved_tensors_hooks,
+)
 
 Settings: TypeAlias = dict[str, Any]
 """The value of each setting, by the expression that reads it."""
@@ -43,7 +52,7 @@ _DENORMAL, _ONE = 1e-310, 1.0
 def _default_device() -> str:
     """The default device of this thread."""
     # The device is a mode for functions: without any there is none, which is quicker to ask for.
-    return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
+    return str(torch.get_default_device()) if count_function_modes() else "cpu"
 
 
 def _set_deterministic(mode: list[bool]) -> None:
@@ -116,11 +125,8 @@ _SETTINGS: dict[str, _Setting] = {
     "torch.backends.mha.get_fastpath_enabled()": _Setting(
         torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled
     ),
-    "torch.backends.nnpack.flags(...)": _Setting(
-        torch._C._get_nnpack_enabled, lambda on: torch.backends.nnpack.set_flags(on)
-    ),
-    "torch.backends.opt_einsum.enabled": _attribute(torch.backends.opt_einsum, "enabled"),
-    "torch.backends.opt_einsum.strategy": _attribute(torch.backends.opt_einsum, "strategy"),
+    "torch.backends.opt_einsum.enabled": _attribute(opt_einsum, "enabled"),
+    "torch.backends.opt_einsum.strategy": _attribute(opt_einsum, "strategy"),
     "torch.backends.quantized.engine": _attribute(torch.backends.quantized, "engine"),
     "torch.is_anomaly_enabled()": _Setting(
         torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on)
@@ -172,9 +178,8 @@ def _by_new_name(old: _Setting, new: _Setting) -> _Setting:
     return _Setting(read, functools.partial(_set_unless_none, new.set))
 
 
-def _reduction(name: str) -> _Setting:
+def _reduction(name: str, read: Callable[[], Any]) -> _Setting:
     """Return the setting of reductions in half precision, with what it says of split-K."""
-    read = getattr(torch._C, f"_get_cublas_{name}")
 
     def plain() -> Any:
         found = read()
@@ -183,6 +188,10 @@ def _reduction(name: str) -> _Setting:
     return _Setting(plain, functools.partial(setattr, torch.backends.cuda.matmul, name))
 
 
+if nnpack_enabled is not None:
+    _SETTINGS["torch.backends.nnpack.flags(...)"] = _Setting(
+        nnpack_enabled, lambda on: torch.backends.nnpack.set_flags(on)
+    )
 # The new names of torch 2.9 for the precision of float32, by kernel.
 for _place in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"):
     if hasattr(_owner_of(_place), "fp32_precision"):
@@ -200,9 +209,9 @@ for _name in ("enabled", "benchmark", "benchmark_limit", "deterministic"):
     if hasattr(torch.backends.cudnn, _name):
         _OF_DEVICES[f"torch.backends.cudnn.{_name}"] = _attribute(torch.backends.cudnn, _name)
 for _name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-    if hasattr(torch._C, f"_get_cublas_{_name}"):
-        _OF_DEVICES[f"torch.backends.cuda.matmul.{_name}"] = _reduction(_name)
-if hasattr(torch._C, "_get_cublas_allow_fp16_accumulation"):
+    if (_read := reader_of_cublas(_name)) is not None:
+        _OF_DEVICES[f"torch.backends.cuda.matmul.{_name}"] = _reduction(_name, _read)
+if reader_of_cublas("allow_fp16_accumulation") is not None:
     _OF_DEVICES["torch.backends.cuda.matmul.allow_fp16_accumulation"] = _attribute(
         torch.backends.cuda.matmul, "allow_fp16_accumulation"
     )
@@ -270,14 +279,14 @@ def refuse_contexts() -> None:
             f"torch.autocast is on around the pipeline{where}use it inside the layers' forward and "
             "in loss_fn"
         )
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if saved_tensors_hooks() is not None:
         raise ConfigError(
             f"saved_tensors_hooks (or save_on_cpu) are on around the pipeline{where}use them "
             "inside the layers' forward"
         )
-    modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    if torch._C._len_torch_function_stack():
-        functions = torch.overrides._get_current_function_mode_stack()
+    modes: list[Any] = dispatch_modes()
+    if count_function_modes():
+        functions = function_modes()
         # The default device is such a mode, and carried.
         modes = [*modes, *(m for m in functions if not isinstance(m, DeviceContext))]
     # It only looks on, at what is computed in this thread.

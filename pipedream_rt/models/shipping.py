@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from pipedream_rt.messages.wire import bytes_of, sendable
 from pipedream_rt.models.tensors import is_away
+from pipedream_rt.torch_private import add_computed_property, make_parametrized_class
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
@@ -123,9 +124,9 @@ def _state_of(cls: Any, module: nn.Module) -> dict[str, Any]:
 def _parametrized(cls: type[nn.Module], names: list[str]) -> nn.Module:
     """Return a module of a class whose tensors of these names are computed by parametrizations."""
     module = cls.__new__(cls)
-    parametrize._inject_new_class(module)
+    make_parametrized_class(module)
     for name in names:
-        parametrize._inject_property(module, name)
+        add_computed_property(module, name)
     return module
 
 

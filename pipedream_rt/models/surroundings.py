@@ -11,40 +11,40 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.utils import parametrize
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pipedream_rt.models.settings import settings_in_forward
+from pipedream_rt.torch_private import (
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    in_transform,
+    level_of_forward_ad,
+    order_of_attention,
+    parametrizations_are_cached,
+    saved_tensors_hooks,
+    saved_tensors_hooks_allowed,
+    views_are_replayed,
+)
 
 Surroundings: TypeAlias = dict[str, Any]
 """What is on, by what a user would call it."""
 
 
-def _saved_tensors_hooks() -> Any:
-    """The hooks on what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 _READERS: dict[str, Callable[[], Any]] = {
     "torch.inference_mode": torch.is_inference_mode_enabled,
-    "saved_tensors_hooks (or save_on_cpu)": _saved_tensors_hooks,
-    "disable_saved_tensors_hooks": (
-        torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined] # no stub
-    ),
+    "saved_tensors_hooks (or save_on_cpu)": saved_tensors_hooks,
+    "disable_saved_tensors_hooks": saved_tensors_hooks_allowed,
     "torch.nn.attention.sdpa_kernel": lambda: (
-        torch._C._get_sdp_priority_order(),
+        order_of_attention(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
     ),
-    "torch.autograd.forward_ad.dual_level": lambda: torch.autograd.forward_ad._current_level,
-    "a transform of torch.func (vmap, grad, jvp)": lambda: (
-        torch._C._functorch.peek_interpreter_stack() is not None
-    ),
-    "torch.nn.utils.parametrize.cached": lambda: parametrize._cache_enabled,
-    "_force_original_view_tracking": torch._C._is_view_replay_enabled,
+    "torch.autograd.forward_ad.dual_level": level_of_forward_ad,
+    "a transform of torch.func (vmap, grad, jvp)": lambda: in_transform() is not None,
+    "torch.nn.utils.parametrize.cached": parametrizations_are_cached,
+    "_force_original_view_tracking": views_are_replayed,
 }
 
 
@@ -55,8 +55,8 @@ def surroundings_now(but: Collection[object]) -> Surroundings:
         but: Modes of torch that do not count.
     """
     modes = [
-        *torch.overrides._get_current_function_mode_stack(),
-        *_get_current_dispatch_mode_stack(),
+        *function_modes(),
+        *dispatch_modes(),
     ]
     # The default device is a mode, and a setting.
     counted = [

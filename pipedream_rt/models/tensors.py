@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.torch_private import make_subclass
+
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a module under all of their names."""
@@ -48,7 +50,7 @@ def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
         value: The value, whose memory the result has.
         requires_grad: Whether the result requires a gradient; it is then a leaf.
     """
-    made: Tensor = Tensor._make_subclass(type(tensor), value.detach(), requires_grad)
+    made: Tensor = make_subclass(type(tensor), value.detach(), requires_grad)
     vars(made).update(vars(tensor))
     return made
 

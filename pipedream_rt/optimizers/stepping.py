@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as _hooks_of_all
+
+from pipedream_rt.torch_private import has_hooks, is_profiled
 
 
 def step(optimizer: Optimizer) -> None:
@@ -22,7 +22,7 @@ def step(optimizer: Optimizer) -> None:
     wrapped: Any = type(optimizer).step
     # A wrapper of somebody else's may have taken over the attributes of torch's.
     is_torchs = getattr(wrapped, "__code__", None) is _WRAPPER
-    if not is_torchs or "step" in vars(optimizer) or _is_seen(optimizer):
+    if not is_torchs or "step" in vars(optimizer) or has_hooks(optimizer) or is_profiled():
         optimizer.step()
     else:
         wrapped.__wrapped__(optimizer)
@@ -30,14 +30,3 @@ def step(optimizer: Optimizer) -> None:
 
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 """The code of the wrapper, which is the same for all classes."""
-
-
-def _is_seen(optimizer: Optimizer) -> bool:
-    """Whether a profiler or a hook wants to know of a step."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _hooks_of_all._global_optimizer_pre_hooks
-        or _hooks_of_all._global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
-    )

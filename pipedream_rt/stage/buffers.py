@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream_rt.devices import HOST, Device
+from pipedream_rt.torch_private import NormWithBuffers
 
 
 def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -72,7 +72,7 @@ class ForwardBuffers:
         by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
-                if buffer is not None and not isinstance(owner, _NormBase):
+                if buffer is not None and not isinstance(owner, NormWithBuffers):
                     by_tensor.setdefault(id(buffer), []).append((owner, name))
         self._slots = list(by_tensor.values())
         self._changing: set[int] = set()

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError, VersionError
 from pipedream_rt.models.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
+from pipedream_rt.torch_private import copy_all
 
 Adjust: TypeAlias = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
 """Changes gradients, given the weights that they were computed on and the newest ones."""
@@ -310,7 +311,7 @@ class VersionedParameters:
         else:
             target = self._take_free(newest)
             if target.buffers:
-                torch._foreach_copy_(target.buffers, newest.buffers)
+                copy_all(target.buffers, newest.buffers)
             for parameter, new in zip(self._parameters, target.buffers, strict=True):
                 parameter.data = new
         self._versions[ledger.newest] = target

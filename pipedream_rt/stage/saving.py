@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from pipedream_rt.checkpoint import (
     Snapshot,
@@ -41,6 +40,7 @@ from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
 from pipedream_rt.stage.stage import Stage
+from pipedream_rt.torch_private import EXTRA_STATE
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -125,7 +125,7 @@ class StageSaver:
         rest = {
             n: t
             for n, t in state.items()
-            if n in names or id(t) in buffers or n.endswith(_EXTRA_STATE_KEY_SUFFIX)
+            if n in names or id(t) in buffers or n.endswith(EXTRA_STATE)
         }
         try:
             extra = packed_extra({**rest, **dict.fromkeys(snapshot.emptied(self._stage))})

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import cloudpickle
 import torch
-from torch.autograd.graph import _engine_run_backward
 
 from pipedream_rt.devices import HOST, Device, Late
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
@@ -47,6 +46,7 @@ from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.values import Gifts, Gradients
 from pipedream_rt.stage.weights import Weights, entered
+from pipedream_rt.torch_private import run_backward
 
 R = TypeVar("R", bound=Rule)
 
@@ -266,7 +266,7 @@ class Stage:
             if outputs:
                 # What torch.autograd.backward calls, which looks before at what is so by itself: a
                 # fifth of the time of a small backward.
-                _engine_run_backward(
+                run_backward(
                     tuple(outputs), tuple(given), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip

@@ -30,6 +30,7 @@ from pipedream_rt.stage.rules.base import (
     UpdateRule,
 )
 from pipedream_rt.stage.rules.totals import NOT_FINITE, Norms, Totals
+from pipedream_rt.torch_private import find_non_finite_and_unscale
 
 _KEY = Key("scaling", path=("scales",))
 
@@ -129,7 +130,7 @@ class Scaling(UpdateRule, MicroBatchRule):
                 values = gradient._values() if gradient.is_sparse else gradient
                 by_dtype.setdefault(values.dtype, []).append(values)
         for alike in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+            find_non_finite_and_unscale(alike, found, inverse)
         return found
 
     def change(self, update: Update) -> None:

@@ -2,7 +2,8 @@
 
 A worker is an endpoint of torch RPC that holds references (RRefs) to the sub-modules and optimizers
 of its stages; the coordinator's endpoint asks for them. Messages of the training do not go this way
-(see `pipedream_rt.transport.sockets`). No other file imports torch RPC but `pickling.py`.
+(see `pipedream_rt.transport.sockets`). No other file imports torch RPC but `pickling.py`, and
+`pipedream_rt.torch_private` for its private names.
 
 How torch RPC is used, and why:
 
@@ -29,13 +30,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import nn
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, RendezvousTimeout
 from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.torch_private import (
+    ignore_leaks_of_rrefs,
+    init_distributed_autograd,
+    init_rpc_states,
+    is_rpc_agent_set,
+)
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc import listening
 from pipedream_rt.transport.rpc.fence import refusal
@@ -152,7 +158,7 @@ class Endpoint:
         )
         install(group.key)
         # torch's engine asks distributed autograd for a context at every call.
-        dist_autograd._init(group.rank)
+        init_distributed_autograd(group.rank)
         with self._lock:
             if not self._life.is_open:  # `close` was called meanwhile: no agent may stay behind
                 raise PipelineError("the transport was closed while it joined the group")
@@ -171,7 +177,7 @@ class Endpoint:
             agent = rpc.TensorPipeAgent(
                 directory, group.name, group.rank, len(group.names), options, {}, []
             )
-            rpc.api._init_rpc_states(agent)
+            init_rpc_states(agent)
 
     def _call(self, ranks: tuple[int, ...], deadline: Deadline) -> None:
         """Call members once, which opens the connections.
@@ -232,8 +238,8 @@ class Endpoint:
         with self._lock:
             if not self._life.begin_closing():
                 return
-        if rpc.api._is_current_rpc_agent_set():
-            rpc.api._ignore_rref_leak = True
+        if is_rpc_agent_set():
+            ignore_leaks_of_rrefs()
             with _quiet():
                 rpc.shutdown(graceful=False)
         install(None)

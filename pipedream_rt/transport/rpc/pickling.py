@@ -1,7 +1,7 @@
 """The pickler of torch RPC, replaced by one that signs, checks signatures, and has an allow-list.
 
 torch RPC calls functions of a peer by pickling them, and unpickles whatever reaches its port. Its
-pickler can be replaced through private names, which are the same in torch 2.6 to 2.13. The one
+pickler can be replaced through private names, which `pipedream_rt.torch_private` has. The one
 here signs what it writes with the key of the group, and checks the signature before it reads a
 byte. A *request*, which calls a function, may name only the functions that `allow` marks. A
 *value*, which a request of this process returns, may be of any class, because a stage's module is;
@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch import Tensor
-from torch.distributed.rpc import api, internal
+from torch.distributed.rpc import internal
 
 from pipedream_rt.errors import TransportError
+from pipedream_rt.torch_private import InternalRpcPickler, use_pickler
 from pipedream_rt.transport.signing import DIGEST, proof
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,7 +90,7 @@ def _shape(tensors: list[Tensor]) -> bytes:
     return repr([(t.dtype, tuple(t.shape)) for t in tensors]).encode()
 
 
-class SignedPickler(internal._InternalRPCPickler):
+class SignedPickler(InternalRpcPickler):
     """The pickler of torch RPC for one generation of a group.
 
     Args:
@@ -155,12 +156,6 @@ class SignedPickler(internal._InternalRPCPickler):
             _reading.tensors = before
 
 
-_TORCHS_OWN = internal._internal_rpc_pickler
-
-
 def install(key: bytes | None) -> None:
     """Let torch RPC in this process sign with a key; None puts torch's own pickler back."""
-    pickler = _TORCHS_OWN if key is None else SignedPickler(key)
-    internal._internal_rpc_pickler = pickler
-    api._internal_rpc_pickler = pickler
-    api._default_pickler = pickler
+    use_pickler(None if key is None else SignedPickler(key))

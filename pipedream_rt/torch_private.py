@@ -1,0 +1,232 @@
+"""Every private name of torch that this library uses, looked up once.
+
+torch may rename or drop such a name in any version. Most are *needed*: without them a result could
+differ unnoticed, or nothing could run, so where one is missing the import ends with a sentence. For
+the others there stands here what is done without them. `tests/test_layers.py` finds private names
+of torch in any other file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.rpc.internal import _InternalRPCPickler
+    from torch.utils._device import DeviceContext as DeviceContext
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    InternalRpcPickler = _InternalRPCPickler
+
+OLDEST, NEWEST = "2.8", "2.15"
+"""The oldest and the newest torch that were tried; the first is the floor of ``setup.cfg``."""
+
+
+_MISSING = object()
+
+
+def optional(path: str, otherwise: Any) -> Any:
+    """Return what a dotted path below ``torch`` names, or another value where it names nothing."""
+    found, parts = torch, path.split(".")
+    for count, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:  # a module that torch does not import by itself
+                found = import_module(".".join(parts[:count]))
+            except ImportError:
+                return otherwise
+    return found
+
+
+def needed(path: str) -> Any:
+    """Return what a dotted path below ``torch`` names.
+
+    Raises:
+        ImportError: It names nothing.
+    """
+    found = optional(path, _MISSING)
+    if found is _MISSING:
+        raise ImportError(
+            f"pipedream-rt works with torch {OLDEST} to {NEWEST}, and this is torch "
+            f"{torch.__version__}, which lacks {path}; install another, as by: pip install "
+            f"'torch>={OLDEST},<={NEWEST}'"
+        )
+    return found
+
+
+# -- what is on in a thread, and would change what a layer computes ------------------------------
+
+set_grad_enabled: Any = needed("torch._C._set_grad_enabled")
+"""What a recorded ``no_grad`` comes down to."""
+
+count_function_modes: Callable[[], int] = needed("torch._C._len_torch_function_stack")
+function_modes: Callable[[], list[Any]] = needed("torch.overrides._get_current_function_mode_stack")
+dispatch_modes: Callable[[], list[Any]] = needed(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+saved_tensors_hooks_allowed: Callable[[], bool] = needed(
+    "torch._C._autograd._saved_tensors_hooks_is_enabled"
+)
+views_are_replayed: Callable[[], bool] = needed("torch._C._is_view_replay_enabled")
+in_transform: Callable[[], Any] = needed("torch._C._functorch.peek_interpreter_stack")
+
+order_of_attention: Callable[[], Any] = optional("torch._C._get_sdp_priority_order", lambda: None)
+"""In which order kernels of attention are tried; a torch without it has the one order."""
+
+nnpack_enabled: Callable[[], bool] | None = optional("torch._C._get_nnpack_enabled", None)
+"""Without it the setting can be read by nobody, and is left as it is in each process."""
+
+_top_hooks = needed("torch._C._autograd._top_saved_tensors_default_hooks")  # since torch 2.8
+_forward_ad = needed("torch.autograd.forward_ad")
+_parametrize = needed("torch.nn.utils.parametrize")
+needed("torch.autograd.forward_ad._current_level")
+needed("torch.nn.utils.parametrize._cache_enabled")
+
+if not TYPE_CHECKING:
+    TorchDispatchMode = needed("torch.utils._python_dispatch.TorchDispatchMode")
+    DeviceContext = needed("torch.utils._device.DeviceContext")
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks on what autograd saves in this thread; None if there are none."""
+    return _top_hooks(True)
+
+
+def level_of_forward_ad() -> int:
+    """Return how deep this thread is in ``torch.autograd.forward_ad.dual_level``."""
+    return int(_forward_ad._current_level)
+
+
+def parametrizations_are_cached() -> int:
+    """Return how deep this process is in ``torch.nn.utils.parametrize.cached``."""
+    return int(_parametrize._cache_enabled)
+
+
+def reader_of_cublas(name: str) -> Callable[[], Any] | None:
+    """Return what reads a setting of reductions on CUDA; None where this torch has none of it."""
+    found: Callable[[], Any] | None = optional(f"torch._C._get_cublas_{name}", None)
+    return found
+
+
+# -- computing -----------------------------------------------------------------------------------
+
+run_backward: Any = needed("torch.autograd.graph._engine_run_backward")
+is_multithreading_enabled: Callable[[], bool] = needed("torch._C._is_multithreading_enabled")
+set_multithreading_enabled: Callable[[bool], None] = needed("torch._C._set_multithreading_enabled")
+
+find_non_finite_and_unscale: Callable[[list[Tensor], Tensor, Tensor], None] = needed(
+    "torch._amp_foreach_non_finite_check_and_unscale_"
+)
+
+make_subclass: Callable[[type[Tensor], Tensor, bool], Any] = needed("torch.Tensor._make_subclass")
+
+is_profiled: Callable[[], bool] = optional("torch.autograd._profiler_enabled", lambda: True)
+"""Whether a profiler is on; without it every step is taken for one that a profiler wants to see."""
+
+shares_type: Callable[[Tensor, Tensor], bool] = optional(
+    "torch._has_compatible_shallow_copy_type", lambda one, other: one.device == other.device
+)
+"""Whether the memory of one tensor can be assigned to another."""
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors one by one."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = optional(
+    "torch._foreach_copy_", _copy_each
+)
+"""Copies a list of tensors; one by one it takes longer."""
+
+
+class _NeverRaised(Exception):
+    """In the place of an error that this torch does not have."""
+
+
+RecomputationEnds: type[Exception] = optional(
+    "torch.utils.checkpoint._StopRecomputationError", _NeverRaised
+)
+"""What ends the second computation of activations, once it has made what the backward needs."""
+
+
+# -- modules and optimizers ----------------------------------------------------------------------
+
+BatchNorm: type[nn.Module] = needed("torch.nn.modules.batchnorm._BatchNorm")
+NormWithBuffers: type[nn.Module] = needed("torch.nn.modules.batchnorm._NormBase")
+make_parametrized_class: Callable[[nn.Module], None] = needed(
+    "torch.nn.utils.parametrize._inject_new_class"
+)
+add_computed_property: Callable[[nn.Module, str], None] = needed(
+    "torch.nn.utils.parametrize._inject_property"
+)
+EXTRA_STATE: str = needed("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
+
+_of_all_optimizers = needed("torch.optim.optimizer")
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, or all, have hooks on their steps; so too where it cannot be told."""
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or getattr(_of_all_optimizers, "_global_optimizer_pre_hooks", True)
+        or getattr(_of_all_optimizers, "_global_optimizer_post_hooks", True)
+    )
+
+
+OF_MODULES = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_call_impl", "_wrapped_call_impl", "_compiled_call_impl"),
+)
+"""The private attributes of a module that are used, by their names."""
+
+OF_TENSORS = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_is_view")
+"""Those of a tensor."""
+
+for _name in OF_TENSORS:
+    needed(f"torch.Tensor.{_name}")
+needed("torch.UntypedStorage._cdata")
+_module = nn.Module()  # a class has them by its instances alone
+for _name in OF_MODULES:
+    if not hasattr(_module, _name):
+        needed(f"torch.nn.Module.{_name}")
+
+
+# -- torch RPC -----------------------------------------------------------------------------------
+
+_api = needed("torch.distributed.rpc.api")
+_internal = needed("torch.distributed.rpc.internal")
+
+if not TYPE_CHECKING:
+    InternalRpcPickler = needed("torch.distributed.rpc.internal._InternalRPCPickler")
+
+init_rpc_states: Callable[[Any], None] = needed("torch.distributed.rpc.api._init_rpc_states")
+is_rpc_agent_set: Callable[[], bool] = needed("torch.distributed.rpc.api._is_current_rpc_agent_set")
+init_distributed_autograd: Callable[[int], None] = needed("torch.distributed.autograd._init")
+needed("torch.distributed.rpc.api._ignore_rref_leak")
+needed("torch.distributed.rpc.api._default_pickler")
+needed("torch.distributed.rpc.PyRRef._serialize")
+needed("torch.distributed.rpc.PyRRef._deserialize")
+
+_torchs_pickler = needed("torch.distributed.rpc.internal._internal_rpc_pickler")
+
+
+def ignore_leaks_of_rrefs() -> None:
+    """Have torch RPC shut down without a complaint about references that are still held."""
+    _api._ignore_rref_leak = True
+
+
+def use_pickler(pickler: InternalRpcPickler | None) -> None:
+    """Let torch RPC in this process write and read by a pickler; None is torch's own."""
+    chosen = _torchs_pickler if pickler is None else pickler
+    _internal._internal_rpc_pickler = chosen
+    _api._internal_rpc_pickler = chosen
+    _api._default_pickler = chosen
