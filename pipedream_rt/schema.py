@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import secrets
 import stat
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -18,6 +19,9 @@ from typing import Any, BinaryIO
 Check = Callable[[Any], bool]
 
 _BLOCK = 1 << 20
+
+_MOST_LINKS = 40
+"""Links that may lead to a file one after another, as in the kernel."""
 
 
 def text(most: int) -> Check:
@@ -51,8 +55,11 @@ def one_of(*texts: str) -> Check:
 
 
 def number(value: Any) -> bool:
-    """A number, which is finite."""
-    return type(value) in (int, float) and math.isfinite(value)
+    """A number, which is finite, and no integer that is larger than all floating-point numbers."""
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def seconds(value: Any) -> bool:
@@ -151,24 +158,73 @@ def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
 def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None:
     """Write a file, which takes the place of one that is there when all of it is written.
 
+    What is no file cannot be replaced: a terminal, a pipe or a device, such as ``/dev/null``, is
+    written to, and so is a file that this process has open, such as ``/dev/stdout``.
+
     Args:
         path: The file.
         *parts: Its bytes, in their order.
 
     Raises:
-        OSError: It cannot be written; one that was there is as before.
+        OSError: It cannot be written; one that was there is as before. Or it is a disk or a socket.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    mode, own = _mode_of(path), _descriptor_of(path)
+    if mode is not None and (own is not None or not stat.S_ISREG(mode)):
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
+            raise OSError(errno.EINVAL, "it is neither a file nor a pipe nor a terminal")
+        fd = open_to_append(path, os.O_WRONLY | os.O_APPEND) if own is None else os.dup(own)
+        with open(fd, "wb") as file:
+            file.writelines(parts)
+        return
+    path = path.resolve()  # a link stays one, and what it leads to is replaced
+    beside = path.with_name(f".{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with beside.open("wb") as file:
-            for part in parts:
-                file.write(part)
+        with open(os.open(beside, flags, 0o666), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            file.writelines(parts)
         beside.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             beside.unlink()
         raise
+
+
+def _mode_of(path: Path) -> int | None:
+    """Return kind and permissions of what a path leads to; None where there is nothing."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from error  # its name has a NUL
+
+
+def _descriptor_of(path: Path) -> int | None:
+    """Return the descriptor of this process that a path names, as ``/dev/stdout`` does; else None.
+
+    To open the path would make another one, which begins to write at the start of a file.
+    """
+    for _ in range(_MOST_LINKS):
+        if os.path.realpath(path.parent) == f"/proc/{os.getpid()}/fd":
+            return int(path.name)
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+    return None
+
+
+def open_to_append(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file for `open`, without waiting until somebody reads, where it is a pipe.
+
+    Raises:
+        OSError: It cannot be opened, or is a pipe that nobody reads.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def read_file(path: str | os.PathLike[str], most: int, *, follow: bool = True) -> bytes:

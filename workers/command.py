@@ -41,6 +41,7 @@ from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.records import is_name
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+from pipedream_rt.schema import open_to_append
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -164,7 +165,7 @@ def _write_into(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
+        with open(path, "ab", buffering=0, opener=open_to_append) as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
     except OSError as error:

@@ -13,6 +13,7 @@ from string import Template
 import click
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import write_file
 
 _OF_CLASS = Template('''"""Train $name on $stages stages. Run it: python $script
 
@@ -145,7 +146,7 @@ def init(model: str, output: str, stages: int, force: bool) -> None:
     module, colon, name = model.partition(":")
     text = _of_class(module, name, path, stages) if colon else _of_name(model, path, stages)
     try:
-        path.write_text(text)
+        write_file(path, text.encode())
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}") from error
     what = f"the class {name}" if colon else f"{model} of Hugging Face"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe import timeline as drawings
 from pipedream_rt.observe.summary import describe, summarize, table
 from pipedream_rt.observe.trace import Trace
+from pipedream_rt.schema import write_file
 from pipedream_rt.simulation.costs import parsed
 from pipedream_rt.simulation.predict import changes_of, fit, predict
 from pipedream_rt.simulation.predict import what_if as what_if_run
@@ -125,6 +125,6 @@ def write_drawing(path: str, text: str) -> None:
         ConfigError: The file cannot be written.
     """
     try:
-        Path(path).write_text(text)
+        write_file(path, text.encode())
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}") from error

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import printable
 
 BACKLOG = 4096
 """Connections that may wait to be taken: all workers of a large job come at once."""
@@ -28,6 +30,10 @@ _AGAIN_S = 0.2
 """Seconds between two attempts to get a port: the kernel tells nobody that one is free."""
 
 
+_DIGITS = 5
+"""Of a port."""
+
+
 class PortTaken(ConfigError):
     """Another process listens at a port."""
 
@@ -39,7 +45,7 @@ def parse_address(text: str) -> tuple[str, int]:
         Host and port.
 
     Raises:
-        ConfigError: The text is not of that form.
+        ConfigError: The text is not of that form, or its host can be no name of one.
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -49,12 +55,31 @@ def parse_address(text: str) -> tuple[str, int]:
         or not host
         or (":" in host) is not bracketed
         or not port.isdecimal()
+        or len(port) > _DIGITS
         or not 0 <= int(port) < 65536
     ):
         raise ConfigError(
-            f"{text!r} is no address; write HOST:PORT, as in 127.0.0.1:29500 or [::1]:29500"
+            f"{printable(repr(text))} is no address; write HOST:PORT, as in 127.0.0.1:29500 or "
+            "[::1]:29500"
         )
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ConfigError(f"{printable(repr(host))} can be the name of no host: {error}") from error
     return host, int(port)
+
+
+def resolved(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM) -> Any:
+    """Return family and socket address of the first address that a host has, by ``getaddrinfo``.
+
+    Raises:
+        OSError: The name is unknown, or can be the name of no host.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=kind)[0]
+    except UnicodeError as error:  # which Python raises for a name that is too long, or has ".."
+        raise socket.gaierror(socket.EAI_NONAME, f"{printable(host)}: {error}") from error
+    return family, address
 
 
 @contextmanager
@@ -72,7 +97,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         ConfigError: This process cannot listen there.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, address = resolved(host, port)
         listener = socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
@@ -109,10 +134,10 @@ def is_here(name: str) -> bool:
     if name in ("localhost", socket.gethostname()):
         return True
     with suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.bind(address)  # only an address of this machine's own can be bound
-            return True
+        family, address = resolved(name, 0)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)  # only an address of this machine's own can be bound
+        return True
     return False
 
 
@@ -130,7 +155,7 @@ def host_to_listen_at(name: str, *, alone: bool) -> str:
     with suppress(ValueError):
         return str(ipaddress.ip_address(name))
     try:
-        host = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        host = str(resolved(name, None)[1][0])
     except OSError:
         host = ""
     if host and (alone or not is_loopback(host)):
@@ -234,7 +259,7 @@ def address_towards(address: str) -> str:
     """
     host, port = parse_address(address)
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, target = resolved(host, port, socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])

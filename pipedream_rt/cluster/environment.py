@@ -16,6 +16,7 @@ from pathlib import Path
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.schema import open_file, printable
 from pipedream_rt.transport.rpc.fence import Wish
 from pipedream_rt.transport.tls import Tls
 
@@ -216,11 +217,14 @@ def secret_of_file(place: Path) -> Secret:
         ConfigError: There is no such file, others can read it, or it has no token.
     """
     try:
-        with open(place, encoding="ascii", errors="replace") as stream:
+        with open_file(place) as stream:
             open_to_others = os.fstat(stream.fileno()).st_mode & 0o007
-            text = stream.read(4096).strip()
-    except OSError as error:
-        raise ConfigError(f"the secret of the job cannot be read: {error}") from error
+            text = stream.read(4096).decode("ascii", "replace").strip()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"the secret of the job cannot be read from {printable(str(place))}: {reason}"
+        ) from error
     if open_to_others:
         raise ConfigError(f"everybody on this machine can read the secret: chmod 600 {place}")
     return _checked(text, keeps=False)

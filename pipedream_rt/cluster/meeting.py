@@ -32,6 +32,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from pipedream_rt.cluster.addresses import resolved
 from pipedream_rt.cluster.crowd import accept, most_strangers
 from pipedream_rt.cluster.nearby import DoorAt, UnixDoor
 from pipedream_rt.deadline import Deadline
@@ -180,8 +181,7 @@ class Meeting:
         if nearby:
             family, address = socket.AF_UNIX, at.unix_address
         else:
-            found = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
-            family, _, _, _, address = found[0]
+            family, address = resolved(at.host, at.port)
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.setblocking(False)
         talk = _Talk(connection, True, rank, secrets.token_bytes(_NONCE), nearby=nearby)

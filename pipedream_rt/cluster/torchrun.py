@@ -19,7 +19,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from pipedream_rt.cluster.addresses import host_to_listen_at, interface_towards, joined, listening
+from pipedream_rt.cluster.addresses import (
+    host_to_listen_at,
+    interface_towards,
+    joined,
+    listening,
+    resolved,
+)
 from pipedream_rt.cluster.base import Cluster, ClusterSpec
 from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.environment import (
@@ -187,13 +193,21 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
         deadline: When to give up.
 
     Raises:
+        ConfigError: This user has no folder for local sockets.
         RendezvousTimeout: A rank did not ask for the secret in time.
     """
     secret = Secret.generated()
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        place = private_folder() / f"{_SOCKET}{os.getpid()}-{secrets.token_hex(4)}"
-        listener.bind(str(place))
+        try:
+            place = private_folder() / f"{_SOCKET}{os.getpid()}-{secrets.token_hex(4)}"
+            listener.bind(str(place))
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 has no place for a socket over which the other ranks get the secret: "
+                f"{error}; set TMPDIR to a folder of yours with a short name, or "
+                "PIPEDREAM_RT_SECRET for all ranks"
+            ) from error
         stack.callback(place.unlink, missing_ok=True)
         listener.listen(others)
         store.set(f"{key}/secret", place.name)
@@ -260,7 +274,7 @@ def _host_of_rank_0() -> str:
     """
     name = os.environ["MASTER_ADDR"]
     try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(resolved(name, None)[1][0])
     except OSError as error:
         raise ConfigError(
             f"MASTER_ADDR is {name!r}, which this machine cannot look up: {error}; give torchrun "

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observers.events import Ended, Event, Stepped, packed
+from pipedream_rt.schema import open_to_append
 
 
 class _Lines:
@@ -35,7 +36,7 @@ class _Lines:
 
     def _open(self) -> TextIO:
         """Open the file; each line is written at once."""
-        return self._path.open("a", buffering=1, newline="")
+        return open(self._path, "a", buffering=1, newline="", opener=open_to_append)
 
     def write(self, text: str) -> None:
         """Write a line."""

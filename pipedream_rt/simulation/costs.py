@@ -8,11 +8,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import printable, read_file
+from pipedream_rt.schema import printable, read_file, write_file
 
 Samples: TypeAlias = tuple[float, ...]
 """The seconds that an action takes on each micro-batch (or update) in turn, which repeat."""
@@ -246,7 +245,7 @@ class Costs:
         if math.isinf(self.bandwidth):
             del plain["bandwidth"]
         try:
-            Path(path).write_text(json.dumps(plain, indent=1) + "\n")
+            write_file(path, f"{json.dumps(plain, indent=1)}\n".encode())
         except OSError as error:
             raise ConfigError(f"costs cannot be written to {path}: {error}") from error
 

@@ -37,6 +37,7 @@ from weakref import WeakSet
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.schema import printable
 
 _log = logging.getLogger(__name__)
 
@@ -123,8 +124,8 @@ class Tls:
             ConfigError: A file is missing, is no certificate or key, or others can read the key.
         """
         certificate, key, authority = (folder / n for n in (CERTIFICATE, KEY, AUTHORITY))
-        trusted = authority if authority.exists() else certificate
         try:
+            trusted = authority if authority.exists() else certificate
             if key.stat().st_mode & 0o077:
                 raise ConfigError(f"others can read the key {key}; forbid it: chmod 600 {key}")
             material = _material(str(certificate), str(key), certificate.read_text())
@@ -132,10 +133,12 @@ class Tls:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(trusted)
         except (OSError, ValueError) as error:  # an SSLError is an OSError
+            named = printable(str(folder))
+            reason = getattr(error, "strerror", None) or printable(str(error))
             raise ConfigError(
-                f"the certificates in {folder} cannot be used: {error}; it must hold "
+                f"the certificates in {named} cannot be used: {reason}; it must hold "
                 f"{CERTIFICATE}, {KEY} and, if another has signed it, {AUTHORITY}; "
-                f"`pipedream-rt certificate {folder}` makes the first two"
+                f"`pipedream-rt certificate {named}` makes the first two"
             ) from error
         return Tls(lambda: material)
 

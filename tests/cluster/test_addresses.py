@@ -11,6 +11,7 @@ from pipedream_rt.cluster.addresses import (
     is_here,
     listening,
     parse_address,
+    resolved,
 )
 from pipedream_rt.errors import ConfigError
 
@@ -24,6 +25,23 @@ def test_an_address_is_host_and_port():
 def test_another_text_is_refused_with_the_form_that_is_wanted(text):
     with pytest.raises(ConfigError, match="write HOST:PORT"):
         parse_address(text)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".com", ".", "\u00e9..x"])
+def test_what_can_be_the_name_of_no_host_is_refused(host):
+    """Python raises an error of its own for these, where others are merely unknown."""
+    with pytest.raises(ConfigError, match="can be the name of no host"):
+        parse_address(f"{host}:80")
+    with pytest.raises(OSError, match=r"idna|label|unknown|not known"):
+        resolved(host, 80)
+    with pytest.raises(ConfigError, match="cannot listen at"), listening(host, 0):
+        pass
+    assert not is_here(host)
+
+
+def test_a_port_of_very_many_digits_is_refused():
+    with pytest.raises(ConfigError, match="write HOST:PORT"):
+        parse_address("host:" + "1" * 5000)
 
 
 def test_the_interface_of_an_address():

@@ -11,8 +11,11 @@ from pipedream_rt.cluster.environment import (
     SECRET,
     is_token,
     read_secret,
+    rpc_of_environment,
     secret_of_environment,
+    secret_of_file,
     secret_pipe,
+    tls_of_environment,
 )
 from pipedream_rt.cluster.fork_server import _environment as fork_server_environment
 from pipedream_rt.cluster.keys import Secret
@@ -110,3 +113,31 @@ def test_a_secret_that_a_program_has_drawn_is_taken():
         ):
             assert is_token(made), made
     assert all(is_token(draw.randbytes(16).hex()) for _ in range(1000))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "nothing", "long"])
+def test_a_secret_is_not_waited_for_in_what_is_no_file(kind, tmp_path):
+    place = tmp_path / ("x" * 5000 if kind == "long" else "secret")
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    with pytest.raises(ConfigError, match="the secret of the job cannot be read from") as found:
+        secret_of_file(place)
+    assert len(str(found.value)) < 500
+
+
+@pytest.mark.parametrize("said", ["a" * 100_000, "no/such/folder"])
+def test_a_folder_of_certificates_that_cannot_be_is_told_of(said, monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_TLS", said)
+    with pytest.raises(ConfigError, match=r"the certificates in .* cannot be used") as found:
+        tls_of_environment()
+    assert len(str(found.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("said", "wish"), [("", "auto"), ("ON", "on"), ("off", "off"), ("On", "on")]
+)
+def test_what_is_said_of_torch_rpc(said, wish, monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_RPC", said)
+    assert rpc_of_environment() == wish

@@ -53,6 +53,7 @@ GOOD = {"pipedream-rt profile": 1, "layers": [{"name": "a", "forward": 1}]}
         ({"layers": [{"name": "a", "forward": -1}]}, "forward of layer 'a' must be a number"),
         ({"layers": [{"name": "a", "forward": True}]}, "forward of layer 'a' must be a number"),
         ({"layers": [{"name": "a", "forward": 1e99}]}, "forward of layer 'a' must be a number"),
+        ({"layers": [{"name": "a", "forward": 10**400}]}, "forward of layer 'a' must be a number"),
         ({"layers": [{"name": "a", "forward": 1}] * 2}, "two layers are called 'a'"),
         ({"edges": [[0]]}, "'edges' must be a list of pairs"),
         ({"edges": [[0, 1]]}, "an edge goes from a layer to a later one, not from 0 to 1 of 1"),

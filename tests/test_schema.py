@@ -1,0 +1,116 @@
+"""What is checked of values from outside, and how files are written for a user."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from pipedream_rt.schema import number, open_to_append, seconds, write_file
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "1"])
+def test_what_is_no_number_of_a_usual_size(value):
+    assert not number(value)
+    assert not seconds(value)
+
+
+def test_a_file_is_replaced_as_a_whole_and_keeps_its_permissions(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(0o600)
+    before = path.stat().st_ino
+    write_file(path, b"new", memoryview(b" text"))
+    assert path.read_bytes() == b"new text"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_ino != before  # whoever reads the old one reads it to its end
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    place, link = tmp_path / "there" / "file", tmp_path / "link"
+    link.symlink_to(place)
+    for text in (b"first", b"second"):  # there is nothing at first
+        write_file(link, text)
+        assert link.is_symlink()
+        assert place.read_bytes() == text
+
+
+def test_a_device_is_written_to(tmp_path):
+    controller, terminal = os.openpty()
+    try:
+        path = os.ttyname(terminal)
+        write_file(path, b"to a terminal")
+        assert stat.S_ISCHR(os.stat(path).st_mode)
+        assert os.read(controller, 100) == b"to a terminal"
+    finally:
+        os.close(controller)
+        os.close(terminal)
+    write_file(os.devnull, b"to nobody")
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+@pytest.mark.rights
+def test_a_device_in_a_folder_of_ours_stays_one(tmp_path):
+    """Root could put a file in its place, and would where files are renamed over what is there."""
+    path = tmp_path / "null"
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    write_file(path, b"to nobody")
+    assert stat.S_ISCHR(path.lstat().st_mode)
+    disk = tmp_path / "disk"
+    os.mknod(disk, 0o600 | stat.S_IFBLK, os.makedev(7, 200))
+    with pytest.raises(OSError, match="neither a file nor a pipe"):
+        write_file(disk, b"")
+
+
+def test_a_pipe_is_written_to_if_somebody_reads(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="No such device or address"):
+        write_file(path, b"to nobody")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_file(path, b"to a reader")
+        assert os.read(reader, 100) == b"to a reader"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(path.lstat().st_mode)
+
+
+@pytest.mark.parametrize("to", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+@pytest.mark.parametrize("shell", ["> {}", ">> {}", "| cat > {}"])
+def test_what_a_process_has_open_is_written_on(to, shell, tmp_path):
+    code = (
+        "from pipedream_rt.schema import write_file\n"
+        f"print('first', flush=True); write_file({to!r}, b'second\\n'); print('third')"
+    )
+    path = tmp_path / "out"
+    command = f'"$0" -c "$1" {shell.format(path)}'
+    subprocess.run(["sh", "-c", command, sys.executable, code], check=True, timeout=60)
+    assert path.read_text() == "first\nsecond\nthird\n"
+
+
+@pytest.mark.parametrize("name", [".", "no/such/folder", "n" * 300, "with\0nul", "loop"])
+def test_what_cannot_be_written_leaves_nothing(name, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match=r".") as found:
+        write_file(tmp_path / name, b"text")
+    assert found.value.strerror
+    assert os.listdir(tmp_path) == ["loop"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        write_file(path, b"new", "no bytes")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_lines_are_not_added_to_a_pipe_that_nobody_reads(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device or address"):
+        open_to_append(tmp_path / "pipe", os.O_WRONLY | os.O_APPEND)
