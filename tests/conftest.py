@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 from support.device import differs, standin
+from support.rights import why_lacking
 from support.selection import thin_out
 from support.ticking import Clock
 
@@ -37,6 +38,10 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(config, items):
     thin_out(items)
+    if lacking := why_lacking():
+        for item in items:
+            if item.get_closest_marker("rights"):
+                item.add_marker(pytest.mark.skip(reason=lacking))
     if config.getoption("--device") == standin.NAME:
         for item in items:
             if (reason := differs.why(item.nodeid)) is not None:

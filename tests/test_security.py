@@ -217,6 +217,7 @@ def formed_and_recovered(rogue, recoveries, workers, port=None):
     return said
 
 
+@pytest.mark.rights
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "recoveries", [3, pytest.param(100, marks=[pytest.mark.stress, pytest.mark.timeout(600)])]
@@ -230,6 +231,7 @@ def test_a_stranger_on_this_machine_while_groups_form(tmp_path, recoveries):
     assert said["answered"] == said["still_open"] == 0
 
 
+@pytest.mark.rights
 @pytest.mark.processes
 def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, monkeypatch):
     """Where the kernel does not hold torch up: in a millisecond there, and in a second here."""

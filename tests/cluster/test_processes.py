@@ -159,8 +159,9 @@ def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
     assert found == losses
 
 
-def test_references_and_values_of_every_kind():
+def test_references_and_values_of_every_kind(monkeypatch):
     """RRefs of sub-modules, parameters and optimizers; a dataclass between two processes."""
+    monkeypatch.setenv("PIPEDREAM_RT_RPC", "on")
     torch.manual_seed(0)
     model = nn.Sequential(MakePair(8), UsePair(8))
     with open_pipe(model, stages=2) as pipe:

@@ -17,7 +17,7 @@ from support.two_hosts import A6, CONT, KILL, STOP, A, two_hosts, why_not
 
 from pipedream_rt.transport.tls import make_certificate
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.rights, pytest.mark.timeout(300)]
 
 SCRIPT = str(Path(__file__).parent.parent / "support" / "across.py")
 ADDRESS = f"{A}:29500"

@@ -249,20 +249,21 @@ def test_torch_rpc_can_be_left_out(monkeypatch):
         raise AssertionError("torch RPC was used")
 
     monkeypatch.setattr("pipedream_rt.transport.rpc.endpoint.Endpoint.__init__", nothing)
-    monkeypatch.setattr("pipedream_rt.transport.room._try_loopback", nothing)
+    monkeypatch.setattr("pipedream_rt.transport.room.no_loopback", nothing)
     with open_pipe(workers="local") as first, open_pipe(workers="local") as second:
         for pipe in (first, second):
             assert len(list(pipe.train_epoch(regression(4)))) == 4
             x = inputs(pipe)
             for stage in pipe.stages:
+                assert "no endpoints of torch RPC: PIPEDREAM_RT_RPC=off" in pipe.explain()
                 assert stage.rref.owner_name() == stage.worker
                 x = stage.rref.rpc_sync().forward(x)
-                with pytest.raises(ConfigError, match="torch RPC was left out"):
+                with pytest.raises(ConfigError, match="PIPEDREAM_RT_RPC=off leaves it out"):
                     stage.rref.to_here()
             assert torch.equal(x, pipe(inputs(pipe)))
             references = pipe.parameter_rrefs()
             assert len(references) == len(pipe.state_dict())
-            with pytest.raises(ConfigError, match="torch RPC was left out"):
+            with pytest.raises(ConfigError, match="PIPEDREAM_RT_RPC=off leaves it out"):
                 references[0].to_here()
             pipe.optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.1)
             assert len(list(pipe.train_epoch(regression(2)))) == 2

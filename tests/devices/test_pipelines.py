@@ -319,7 +319,8 @@ def test_mini_batches_and_states_may_be_on_a_device():
 
 
 @pytest.mark.processes
-def test_references_lead_to_copies_on_the_host():
+def test_references_lead_to_copies_on_the_host(monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_RPC", "on")
     with opened("standin:1", workers="local") as pipe:
         list(pipe.train_epoch(data_of(2)))
         state = pipe.state_dict()

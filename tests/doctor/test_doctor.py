@@ -99,6 +99,7 @@ def test_a_link_is_measured_by_whoever_shows_the_nonce():
     assert "cannot be reached" in measure("127.0.0.1", echo.port, echo.nonce).problem
 
 
+@pytest.mark.rights
 def test_a_slow_cable_between_two_machines():
     if reason := why_not():
         pytest.skip(reason)

@@ -67,23 +67,29 @@ def test_a_low_soft_limit_does_not_matter():
     assert run([40, hard]).stdout == "3\n"
 
 
-@pytest.mark.processes
-def test_no_loopback_is_told_of():
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"]).returncode:
-        pytest.skip("network namespaces cannot be made here")
-    done = run([], "unshare", "-n")
-    assert done.returncode == 1
-    assert "ConfigError: this process cannot connect to itself at 127.0.0.1" in done.stderr
+NO_LOOPBACK = {
+    "none": ("unshare", "-n"),
+    "another address": (
+        *("unshare", "-n", "sh", "-c"),
+        'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"',
+        "sh",
+    ),
+}
 
 
 @pytest.mark.processes
-def test_loopback_with_another_address_alone_is_told_of():
-    if shutil.which("ip") is None or subprocess.run(["unshare", "-n", "true"]).returncode:
-        pytest.skip("the command ip, or the right to make network namespaces, is missing here")
-    words = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
-    done = run([], "unshare", "-n", "sh", "-c", words, "sh")
+@pytest.mark.rights
+@pytest.mark.parametrize("how", NO_LOOPBACK)
+def test_without_loopback_a_run_goes_on_without_torch_rpc(how, monkeypatch):
+    """The agent needs it, and nothing else of workers that the script has started."""
+    if shutil.which("ip") is None:
+        pytest.skip("the command ip (package iproute2) is missing here")
+    assert run([], *NO_LOOPBACK[how]).stdout == "3\n"
+    monkeypatch.setenv("PIPEDREAM_RT_RPC", "on")
+    done = run([], *NO_LOOPBACK[how])
     assert done.returncode == 1
     assert "ConfigError: this process cannot connect to itself at 127.0.0.1" in done.stderr
+    assert "PIPEDREAM_RT_RPC=off does without" in done.stderr
 
 
 def run(arguments, *before):

@@ -67,6 +67,7 @@ def cluster(tmp_path):
     return make
 
 
+@pytest.mark.rights
 @pytest.mark.processes
 def test_a_jobset_of_which_nodes_are_lost(cluster):
     """A container that is killed, then the node of the script: it comes back at another address."""
@@ -86,6 +87,7 @@ def test_a_jobset_of_which_nodes_are_lost(cluster):
         )
 
 
+@pytest.mark.rights
 @pytest.mark.processes
 def test_a_trainjob(cluster):
     with cluster("trainjob.yaml") as pods:

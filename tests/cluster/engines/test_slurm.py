@@ -7,7 +7,7 @@ from support.nodes import expected
 from support.slurm import Slurm, why_not
 from support.slurm_job import STEPS, Job
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.rights]
 
 
 @pytest.fixture

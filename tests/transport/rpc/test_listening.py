@@ -51,6 +51,7 @@ def listens(fd):
         return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
+@pytest.mark.rights
 @pytest.mark.threads
 def test_the_filter_stands_before_anybody_can_connect(held, library):
     before = []

@@ -153,6 +153,7 @@ def test_a_gate_is_closed_to_another_process(two, agent, host):
     assert opened == 1
 
 
+@pytest.mark.rights
 @pytest.mark.processes
 def test_the_agent_is_closed_to_another_process(two, agent):
     """Also to one that takes the port of a connection that has ended, or has it elsewhere."""

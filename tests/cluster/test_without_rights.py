@@ -1,0 +1,159 @@
+"""Every way to start a job, without a capability: as an ordinary user has it, and a container."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from support import rights
+from support.deadlines import LATEST_S
+from support.slurm import free_ports
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from pipedream_rt import Pipeline
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    data = [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(6)]
+    with Pipeline(
+        layers, stages=2, loss_fn=F.cross_entropy, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        workers=sys.argv[1] if len(sys.argv) > 1 else None,
+    ) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data)]
+        print("losses", losses)
+        print([line for line in pipe.explain().splitlines() if "torch RPC" in line])
+        print("parameters", [stage.rref.rpc_sync().num_parameters() for stage in pipe.stages])
+        try:
+            print("fetched", len(pipe.stages[1].rref.to_here().state_dict()))
+        except Exception as error:
+            print("refused", error)
+"""
+CLI = ["-c", "from pipedream_rt.cli import main; main()"]
+RUN = [*CLI, "run", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_drop_rights():
+    try:
+        rights.without()
+    except FileNotFoundError as error:
+        pytest.skip(f"rights cannot be given up here: {error} is missing")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """What one thread gives, which has no rights to lack."""
+    path = tmp_path_factory.mktemp("serial") / "script.py"
+    path.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, path, "serial"], capture_output=True, text=True, timeout=LATEST_S
+    )
+    return line_of(done.stdout, "losses")
+
+
+def line_of(text, begins):
+    return next(line for line in text.splitlines() if line.startswith(begins))
+
+
+def started(*words, **variables):
+    """Start Python without a capability, and return the process."""
+    return subprocess.Popen(
+        [*rights.without(), sys.executable, *map(str, words)], env={**os.environ, **variables},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def done(process):
+    try:
+        out, err = process.communicate(timeout=LATEST_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out, err
+
+
+@pytest.mark.parametrize("how", ["script", "run", "torchrun"])
+def test_it_starts_and_gives_the_same_bits(how, script, losses):
+    words = {"script": [], "run": RUN, "torchrun": TORCHRUN}[how]
+    out, _ = done(started(*words, script))
+    assert line_of(out, "losses") == losses
+    assert "the workers are no endpoints of torch RPC: nothing keeps strangers from it" in out
+    assert line_of(out, "parameters") == "parameters [72, 36]"
+    assert "PIPEDREAM_RT_RPC=on has it without a fence" in line_of(out, "refused")
+
+
+def test_workers_that_are_started_elsewhere_join(script, losses):
+    secret = {"PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
+    at = f"127.0.0.1:{free_ports(1)}"
+    workers = [started(*CLI, "worker", at, "--name", f"w{i}", **secret) for i in range(2)]
+    try:
+        out, _ = done(started(script, at, **secret))
+        assert line_of(out, "losses") == losses
+        for worker in workers:
+            done(worker)
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.rights
+def test_a_worker_without_rights_decides_for_a_script_with_all(script, losses):
+    secret = {"PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
+    at = f"127.0.0.1:{free_ports(1)}"
+    command = [sys.executable, *CLI, "worker", at, "--name"]
+    both = {**os.environ, **secret}
+    with (
+        subprocess.Popen([*command, "with"], env=both) as one,
+        subprocess.Popen([*rights.without(), *command, "without"], env=both) as other,
+    ):
+        try:
+            out = subprocess.run(
+                [sys.executable, script, at], env=both, capture_output=True, text=True,
+                timeout=LATEST_S, check=True,
+            ).stdout  # fmt: skip
+        finally:
+            one.send_signal(signal.SIGTERM)
+            other.send_signal(signal.SIGTERM)
+    assert line_of(out, "losses") == losses
+    assert "nothing keeps strangers from it at without: " in out
+
+
+def test_whoever_insists_has_torch_rpc_after_one_warning(script, losses):
+    out, err = done(started(script, PIPEDREAM_RT_RPC="on"))
+    assert line_of(out, "losses") == losses
+    assert "the workers are endpoints of torch RPC, without a fence at every process" in out
+    assert line_of(out, "fetched") == "fetched 2"
+    assert err.count("torch RPC has no fence at every process") == 1
+
+
+def test_the_doctor_says_so(tmp_path):
+    out, _ = done(started(*CLI, "doctor"))
+    row = line_of(out, "--  torch RPC")
+    assert "left out, which only references to modules need: the kernel allows no packet" in row
+    assert "CAP_NET_ADMIN for all processes gives it" in out
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="the command make is missing")
+def test_marked_tests_are_skipped_with_the_reason(tmp_path):
+    """As `make test` of an ordinary user does."""
+    test = "tests/transport/rpc/test_fence.py::test_nothing_is_in_the_way_of_root"
+    out, _ = done(started("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", test))
+    assert "it needs CAP_NET_ADMIN and CAP_SYS_ADMIN, which root has" in out
