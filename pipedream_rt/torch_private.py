@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     InternalRpcPickler = _InternalRPCPickler
 
-OLDEST, NEWEST = "2.8", "2.15"
-"""The oldest and the newest torch that were tried; the first is the floor of ``setup.cfg``."""
+OLDEST, NEWEST = "2.9", "2.14"
+"""The oldest and the newest torch that were tried; the first is the floor of ``setup.cfg``. In 2.8
+no backward begins in the middle of a graph at a Function written in Python, as that of
+`zero-bubble` does; 2.7 lacks the name by which hooks on saved tensors are found."""
 
 
 _MISSING = object()
@@ -51,12 +53,24 @@ def needed(path: str) -> Any:
     """
     found = optional(path, _MISSING)
     if found is _MISSING:
-        raise ImportError(
-            f"pipedream-rt works with torch {OLDEST} to {NEWEST}, and this is torch "
-            f"{torch.__version__}, which lacks {path}; install another, as by: pip install "
-            f"'torch>={OLDEST},<={NEWEST}'"
-        )
+        _refuse(f", which lacks {path}")
     return found
+
+
+def _refuse(why: str = "") -> NoReturn:
+    """Say which versions of torch are right.
+
+    Raises:
+        ImportError: Always.
+    """
+    raise ImportError(
+        f"pipedream-rt was tried with torch {OLDEST} to {NEWEST}, and this is torch "
+        f"{torch.__version__}{why}; install another, as by: pip install 'torch>={OLDEST}'"
+    )
+
+
+if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 9]:
+    _refuse()
 
 
 # -- what is on in a thread, and would change what a layer computes ------------------------------

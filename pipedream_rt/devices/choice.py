@@ -54,10 +54,6 @@ def device_there(name: str, number: int = 0) -> torch.device:
     device = device_named(name)
     if device.type == "cpu":
         return torch.device("cpu")
-    if not hasattr(torch.Stream, "__enter__"):
-        raise ConfigError(
-            f"devices: an accelerator needs torch 2.7 or newer, and this is {torch.__version__}"
-        )
     kind = _kind()
     count = torch.accelerator.device_count()
     if kind != device.type or not count:

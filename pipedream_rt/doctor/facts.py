@@ -124,4 +124,5 @@ def _accelerator() -> str:
     import torch
 
     found = torch.accelerator.current_accelerator()
-    return "" if found is None else f"{torch.accelerator.device_count()} of {found.type}"
+    count = 0 if found is None else torch.accelerator.device_count()  # torch's build may know more
+    return f"{count} of {found.type}" if found is not None and count else ""

@@ -138,10 +138,10 @@ _OF_DEVICES: dict[str, _Setting] = {}
 
 
 def _owner_of(place: str) -> Any:
-    """Return a module of `torch.backends`; None if this version has none of that name."""
+    """Return a module of `torch.backends`."""
     found: Any = torch.backends
     for part in place.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, part)
     return found
 
 
@@ -194,20 +194,17 @@ if nnpack_enabled is not None:
     )
 # The new names of torch 2.9 for the precision of float32, by kernel.
 for _place in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"):
-    if hasattr(_owner_of(_place), "fp32_precision"):
-        _SETTINGS[f"torch.backends.{_place}.fp32_precision"] = _attribute(
-            _owner_of(_place), "fp32_precision"
-        )
+    _SETTINGS[f"torch.backends.{_place}.fp32_precision"] = _attribute(
+        _owner_of(_place), "fp32_precision"
+    )
 for _place, _news in (("cuda.matmul", ("cuda.matmul",)), ("cudnn", ("cudnn.conv", "cudnn.rnn"))):
     _old = _attribute(_owner_of(_place), "allow_tf32")
     _OF_DEVICES[f"torch.backends.{_place}.allow_tf32"] = _by_old_name(_old)
     for _each in _news:
-        if hasattr(_owner_of(_each), "fp32_precision"):
-            _new = _attribute(_owner_of(_each), "fp32_precision")
-            _OF_DEVICES[f"torch.backends.{_each}.fp32_precision"] = _by_new_name(_old, _new)
+        _new = _attribute(_owner_of(_each), "fp32_precision")
+        _OF_DEVICES[f"torch.backends.{_each}.fp32_precision"] = _by_new_name(_old, _new)
 for _name in ("enabled", "benchmark", "benchmark_limit", "deterministic"):
-    if hasattr(torch.backends.cudnn, _name):
-        _OF_DEVICES[f"torch.backends.cudnn.{_name}"] = _attribute(torch.backends.cudnn, _name)
+    _OF_DEVICES[f"torch.backends.cudnn.{_name}"] = _attribute(torch.backends.cudnn, _name)
 for _name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
     if (_read := reader_of_cublas(_name)) is not None:
         _OF_DEVICES[f"torch.backends.cuda.matmul.{_name}"] = _reduction(_name, _read)

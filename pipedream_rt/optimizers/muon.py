@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.errors import ConfigError
 from pipedream_rt.optimizers.adamw import AdamWBeside
 
 
@@ -56,8 +55,6 @@ class Muon(AdamWBeside):
         weight_decay: float = 0.0,
     ) -> None:
         """Check the options."""
-        if not hasattr(torch.optim, "Muon"):
-            raise ConfigError("Muon needs torch 2.9 or newer")
         options = {
             "lr": lr,
             "momentum": momentum,

@@ -272,7 +272,11 @@ def new():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
 def half():
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul = torch.backends.cuda.matmul
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    except RuntimeError:  # older versions know nothing of split-K
+        matmul.allow_bf16_reduced_precision_reduction = False
 
 assert settings_now().keys() < settings_now(of_devices=True).keys()
 for change in (old, new, half):
