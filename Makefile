@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs unit stress devices chaos engines bench clean
+.PHONY: demo test lint types docs unit rights matrix stress devices chaos engines bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
@@ -30,6 +30,15 @@ docs: $(VENV)/installed
 # Two processes share the tests, file by file, since most of the time is that of one core.
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Of these, what root alone may do: namespaces, mounts, packet filters. Others skip it in `make unit`.
+rights: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs -m "rights and not stress"
+
+# A quick selection of them with each version of Python and torch that is promised, in environments
+# of their own; what it finds is written into docs/reference/versions.md.
+matrix: $(VENV)/installed
+	$(BIN)/python tests/support/matrix.py
 
 # Many seeds and long runs; and what the stand-in for an accelerator must give the same bits for.
 stress: $(VENV)/installed devices
@@ -65,4 +74,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

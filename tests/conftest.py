@@ -15,6 +15,7 @@ from support.device import differs, standin
 from support.rights import why_lacking
 from support.selection import thin_out
 from support.ticking import Clock
+from support.versions import other_than_tested
 
 from pipedream_rt import Pipeline
 from pipedream_rt.cluster import environment as environment_of_job
@@ -33,6 +34,18 @@ def pytest_addoption(parser):
         default="cpu",
         help="What pipelines compute on where a test does not say: `standin`, or an accelerator.",
     )
+
+
+def pytest_configure(config):
+    """Other versions than those that are tested may warn of what these do not."""
+    if other_than_tested():
+        config.addinivalue_line("filterwarnings", "default")
+
+
+def pytest_report_header():
+    if others := other_than_tested():
+        return f"warnings are no errors, since here is other software than is tested: {others}"
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want

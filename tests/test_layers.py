@@ -41,7 +41,7 @@ LAYERS = [
     {"pipedream_rt.coordinator"},
     {"pipedream_rt.pipeline"},
     {"pipedream_rt.planning.link_costs", "pipedream_rt.doctor", "pipedream_rt.hf"},
-    {"pipedream_rt.cli"},
+    {"pipedream_rt.cli", "pipedream_rt.__main__"},
     {"pipedream_rt.workers"},
 ]
 FILES = sorted([*(ROOT / "pipedream_rt").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])

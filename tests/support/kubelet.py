@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from . import rights
 from .deadlines import LATEST_S
 from .nodes import command_in, own_environment
 from .two_hosts import SECRET, Child, ip
@@ -110,10 +111,13 @@ class Kubelet:
             each["name"]: self._placed(each["value"]) for each in container.get("env", ())
         }
         command = [self._placed(str(word)) for word in container["command"]]
+        secured = container["securityContext"]
+        assert secured["capabilities"] == {"drop": ["ALL"]}
+        assert not secured["allowPrivilegeEscalation"]
         script = next(i for i, word in enumerate(command) if word.endswith(".py"))
         command[script:] = self._script
         self.containers[name] = child = Child(
-            ["ip", "netns", "exec", self._namespace(name), *command],
+            ["ip", "netns", "exec", self._namespace(name), *rights.without(), *command],
             own_environment(
                 **more, **environment, JOB_COMPLETION_INDEX=str(index),
                 PATH=f"{self._folder / 'bin'}:{os.environ['PATH']}",

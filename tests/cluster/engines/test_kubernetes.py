@@ -51,6 +51,43 @@ def test_the_published_schemas_know_every_field(name):
         assert dropped(document, read.to_dict()) == []
 
 
+def pods(value):
+    """Every specification of a pod in a document."""
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from pods(each)
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_pods_are_restricted(name):
+    """As the Pod Security Standard of that name asks; and the image has the user that they name."""
+    found = [pod for document in documents(name) for pod in pods(document)]
+    assert found
+    for pod in found:
+        user = pod["securityContext"]
+        assert user["runAsNonRoot"]
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in (
+            (DEPLOY / "Containerfile").read_text()
+        )
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert "/tmp" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+@pytest.mark.parametrize("place", sorted(DEPLOY.iterdir()), ids=lambda place: place.name)
+def test_no_secret_is_an_argument(place):
+    """Everybody on a machine can read the arguments of its processes."""
+    assert "from-literal" not in place.read_text()
+
+
 @pytest.fixture
 def cluster(tmp_path):
     documents("jobset.yaml")

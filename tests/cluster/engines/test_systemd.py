@@ -30,6 +30,17 @@ def test_the_unit_is_one_of_systemd(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_the_unit_gives_up(tmp_path):
+    """Below 4 of 10, which systemd calls OK."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    place = tmp_path / "pipedream-rt@0.service"
+    shutil.copy(UNIT, place)
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=40", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 class Systemd:
     """Starts the commands of the unit, and again those that its rules start again."""
 

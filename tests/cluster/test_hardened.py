@@ -1,0 +1,69 @@
+"""Every way to start a job in a place as hard as a container: nothing to write to but one folder.
+
+The root is read-only, there is neither a home nor a right nor IPv6, and ``/dev/shm`` is small.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from cluster.test_without_rights import CLI, RUN, SCRIPT, TORCHRUN, line_of
+from support import hardened
+from support.hardened import OTHER_USER, others_can_run_python
+
+pytestmark = [pytest.mark.processes, pytest.mark.rights]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_be():
+    if reason := hardened.why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def folder():
+    """A folder with a short name, since names of sockets are short."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / "script.py").write_text(SCRIPT)
+        yield folder
+
+
+@pytest.mark.parametrize(
+    ("how", "shm", "tmpdir"),
+    [
+        ("script", "64k", "own"), ("run", "1m", "own"), ("torchrun", "64k", "own"),
+        ("script", "1m", "of somebody else"), ("run", "64k", "of somebody else"),
+        ("torchrun", "64k", "of somebody else"),
+    ],
+)  # fmt: skip
+def test_it_starts(how, shm, tmpdir, folder):
+    place = folder / "tmp"
+    place.mkdir(mode=0o700)
+    if tmpdir != "own":  # then Python takes the folder in which the script is started
+        os.chown(place, OTHER_USER + 1, OTHER_USER + 1)
+    words = {"script": [], "run": RUN, "torchrun": TORCHRUN}[how]
+    done = hardened.run(
+        *words, folder / "script.py", folder=folder, shm=shm, TMPDIR=place, HOME="/nowhere"
+    )
+    assert done.returncode == 0, done.stderr
+    assert line_of(done.stdout, "losses")
+    assert line_of(done.stdout, "parameters") == "parameters [72, 36]"
+
+
+@pytest.mark.parametrize("how", ["script", "run", "torchrun"])
+def test_another_user_starts_it(how, folder):
+    if not others_can_run_python():
+        pytest.skip("other users cannot run this interpreter, which lies in a folder of root's")
+    words = {"script": [], "run": RUN, "torchrun": TORCHRUN}[how]
+    done = hardened.run(*words, folder / "script.py", folder=folder, as_other_user=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_doctor_tells_of_it(folder):
+    done = hardened.run(*CLI, "doctor", folder=folder, TMPDIR=folder)
+    assert done.returncode == 0, done.stderr
+    assert "--  /dev/shm" in done.stdout
+    assert "--  torch RPC" in done.stdout
