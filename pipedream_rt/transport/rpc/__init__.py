@@ -7,6 +7,7 @@ fail as errors. torch's own RPC ends a process where descriptors run out, listen
 interface, and unpickles what anybody sends; so each file here closes one of these doors:
 
 - `endpoint.py`: starts and stops an endpoint with deadlines, one generation after another;
+- `fence.py`: tries whether strangers can be kept out here, and says what is done where not;
 - `tunnel.py`: lets TensorPipe's connections pass through the links that are admitted already;
 - `listening.py`: keeps TensorPipe from listening beyond loopback;
 - `descriptors.py`: counts what a start will need before torch is asked for it;
