@@ -184,14 +184,15 @@ def test_a_worker_with_another_torch_is_refused_before_it_imports_it(tmp_path):
     (package / "version.py").write_text("__version__ = '1.13.0'")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     address = f"127.0.0.1:{free_port()}"
-    coordinator = waiting_for_two(address, 6)
-    worker = subprocess.run(
+    # First, so that it calls already when the seconds of the coordinator begin.
+    worker = subprocess.Popen(
         [*COMMAND, "worker", address, "--name", "old"], env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.PIPE, text=True, timeout=LATEST_S,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    message = coordinator.communicate(timeout=LATEST_S)[1]
+    message = waiting_for_two(address, 6).communicate(timeout=LATEST_S)[1]
+    said = worker.communicate(timeout=LATEST_S)[1]
     assert worker.returncode == 1
-    assert "the coordinator refused this worker: it has torch 1.13.0, Python" in worker.stderr
+    assert "the coordinator refused this worker: it has torch 1.13.0, Python" in said
     assert "'old' was refused: it has torch 1.13.0" in message
 
 
