@@ -135,10 +135,7 @@ def _of_one(name: str, facts: Facts) -> list[Finding]:
         else Finding("shared memory", name, "note", "large values between workers here go over "
                      "sockets", "the kernel gives none (memfd_create), or "
                      "PIPEDREAM_RT_SHARED_MEMORY is off"),
-        Finding("torch RPC", name, "ok", "workers can be its endpoints, behind the fence")
-        if not facts.get("rpc")
-        else Finding("torch RPC", name, "note", f"left out, which only references to modules need: "
-                     f"{facts['rpc']}", REMEDY),
+        _of_rpc(name, str(facts.get("rpc", "")), str(facts.get("rpc_wish", ""))),
         Finding("open files", name, "ok", f"{files} allowed")
         if files >= _LEAST_FILES
         else Finding(
@@ -159,6 +156,19 @@ def _of_one(name: str, facts: Facts) -> list[Finding]:
             )
         )  # fmt: skip
     return found
+
+
+def _of_rpc(name: str, obstacle: str, wish: str) -> Finding:
+    """Judge whether workers of a machine can be endpoints of torch RPC, behind the fence."""
+    left_out = "left out, which only references to modules need"
+    if wish == "off":
+        return Finding("torch RPC", name, "ok", f"{left_out}: PIPEDREAM_RT_RPC is off")
+    if not obstacle:
+        return Finding("torch RPC", name, "ok", "workers can be its endpoints, behind a fence")
+    if wish == "on":
+        remedy = "CAP_NET_ADMIN gives the fence; without PIPEDREAM_RT_RPC=on it is left out"
+        return Finding("torch RPC", name, "warn", f"has no fence: {obstacle}", remedy)
+    return Finding("torch RPC", name, "note", f"{left_out}: {obstacle}", REMEDY)
 
 
 def _of_clock(name: str, ahead_s: float) -> Finding:

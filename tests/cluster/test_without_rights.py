@@ -149,6 +149,8 @@ def test_the_doctor_says_so(tmp_path):
     row = line_of(out, "--  torch RPC")
     assert "left out, which only references to modules need: the kernel allows no packet" in row
     assert "CAP_NET_ADMIN for all processes gives it" in out
+    assert "!!  torch RPC" in done(started(*CLI, "doctor", PIPEDREAM_RT_RPC="on"))[0]
+    assert "ok  torch RPC" in done(started(*CLI, "doctor", PIPEDREAM_RT_RPC="off"))[0]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="the command make is missing")
