@@ -26,6 +26,7 @@ from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
+from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc.fence import obstacle
 from pipedream_rt.transport.tls import Tls
 
@@ -166,6 +167,7 @@ def serve(
     """
     key = be_admitted(control, worker.name, worker.secret, call_timeout, returns)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
+    make_room(0, rpc=False)  # for the sockets with which the next line tries what this process may
     try:
         control.send({"type": "ready", "processor": processor(), "obstacle": obstacle()})
         welcome = control.receive(Deadline(None))

@@ -43,6 +43,7 @@ from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connection, Connections, link_key
 from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.fence import Mode
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -110,13 +111,16 @@ def host_stage(
         hosts=tuple(welcome["hosts"]),
         key=group_key(key, welcome["nonce"]),
     )
+    mode: Mode = welcome["rpc"]
     name, number = own_device()  # a worker that the coordinator has started has what that says
     try:
         if name is not None and not control.is_local:
             device_there(name, number)
-        make_room(len(group.others), welcome["rpc"])
+        make_room(len(group.others), rpc=mode != "off")
         transport = SocketTransport(group, gives=memory_is_shared())
-        endpoint = Endpoint(group, transport.tunnel, timeout) if welcome["rpc"] else NoEndpoint()
+        endpoint = (
+            NoEndpoint() if mode == "off" else Endpoint(group, transport.tunnel, timeout, mode)
+        )
         _join(control, welcome, group, transport, endpoint, bind, tls)
     except (PipelineError, RuntimeError, OSError) as error:
         _log.error("could not join the group: %s", error)

@@ -41,6 +41,7 @@ class ClusterSpec:
         start_timeout: How long to wait for all workers to join.
         heartbeat: How long a worker process may be silent.
         threads: Number of threads for torch's own parallel loops in each worker started here.
+        recovers: Whether the pipeline has had workers before.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class ClusterSpec:
     start_timeout: timedelta
     heartbeat: timedelta
     threads: int
+    recovers: bool = False
 
 
 class Reference(Protocol):

@@ -25,6 +25,7 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connection, Connections, link_key
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.fence import Mode
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -76,14 +77,14 @@ class Formation:
         self._doors: Future[dict[str, DoorAt]] = Future()  # all of them
         self._given_up = False
 
-    def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: bool) -> Group:
+    def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: Mode) -> Group:
         """Welcome the members to the group.
 
         Args:
             generation: Number of the group in this process.
             timeout: How long to wait for a message that is sure to come.
             key: The key of the job.
-            rpc: Whether the members join torch RPC.
+            rpc: Whether the members join torch RPC, and how.
 
         Returns:
             The group, as this process sees it.

@@ -72,7 +72,7 @@ class Launcher:
         self._secret = Secret.generated()
         self._open = ExitStack()
         self._door: Door | None = None
-        self._is_closed = False
+        self._is_closed = self._has_started = False
 
     def start(self, spec: ClusterSpec) -> Cluster:
         """Start what hosts the stages of a generation, or await workers.
@@ -87,6 +87,8 @@ class Launcher:
         """
         if self._is_closed:
             raise PipelineClosed("the pipeline was closed")
+        spec = replace(spec, recovers=self._has_started)
+        self._has_started = True
         workers = self._workers
         if self._engine is not None:
             return self._ask_engine(self._engine, spec)

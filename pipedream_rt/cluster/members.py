@@ -13,6 +13,7 @@ from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
 from pipedream_rt.schedules.edges import Address
+from pipedream_rt.transport.rpc.fence import Obstacle
 
 
 class Seat(NamedTuple):
@@ -52,7 +53,7 @@ class Member:
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
-        obstacle: Why torch RPC cannot be fenced off there; see `pipedream_rt.transport.rpc.fence`.
+        obstacle: What keeps torch RPC from being fenced off there.
         stopped: Whether its stages compute no more, or its connection has ended.
         heard: When it last sent anything, in seconds of the monotonic clock.
         doing: Text form of the action that it announced last; empty where a job asks for none.
@@ -70,7 +71,7 @@ class Member:
     stage: int | None = None
     ready: bool = False
     processor: str = ""
-    obstacle: str = ""
+    obstacle: Obstacle = ""
     stopped: bool = False
     heard: float = field(default_factory=time.monotonic)
     doing: str = ""

@@ -27,7 +27,7 @@ from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.transport.base import Transport
 from pipedream_rt.transport.room import make_room
 from pipedream_rt.transport.rpc import fence
-from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, refuse_second
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, is_open, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
 
 _STOP_TIMEOUT = timedelta(seconds=5)
@@ -68,11 +68,14 @@ class ProcessCluster:
             WorkerLost: A worker died on the way.
         """
         wish = rpc_of_environment()
+        make_room(spec.crew.most, rpc=False)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
-        self.without_rpc = fence.why_left_out(wish, obstacles)
-        if not self.without_rpc:
-            refuse_second()
-        make_room(spec.crew.most, rpc=not self.without_rpc)
+        if fence.decided(wish, obstacles) != "off":
+            if spec.recovers and wish == "auto" and is_open():
+                obstacles[COORDINATOR_NAME] = "taken"  # a run must not end for want of references
+            else:
+                refuse_second()
+                make_room(spec.crew.most, rpc=True)
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
@@ -100,22 +103,23 @@ class ProcessCluster:
             rendezvous.gather(deadline)
             self.names = tuple(member.name for member in self._members for _ in member.seats)
             obstacles.update((member.name, member.obstacle) for member in self._members)
+            mode = fence.decided(wish, obstacles)
             self.without_rpc = fence.why_left_out(wish, obstacles)
-            self.endpoints = fence.in_words(self.without_rpc, obstacles)
-            fence.tell(self.without_rpc, obstacles)
+            self.endpoints = fence.in_words(wish, obstacles)
+            fence.tell(wish, obstacles)
             formation = Formation(
                 spec.plan, self._members, self._local, deadline, spec.heartbeat, door.tls
             )
             group = formation.welcome(
                 generation=spec.generation, timeout=spec.timeout, key=door.key.key,
-                rpc=not self.without_rpc,
+                rpc=mode,
             )  # fmt: skip
             self._sockets = SocketTransport(group, gives=memory_is_shared())
             self.transport: Transport = self._sockets
             self._rpc = (
                 NoEndpoint(self.without_rpc)
-                if self.without_rpc
-                else Endpoint(group, self._sockets.tunnel, spec.timeout)
+                if mode == "off"
+                else Endpoint(group, self._sockets.tunnel, spec.timeout, mode)
             )
             self._sockets.open(COORDINATOR, spec.receive, self._peer_lost)
             formation.join(group, self._sockets, self._rpc)

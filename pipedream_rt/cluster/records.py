@@ -20,12 +20,14 @@ from pipedream_rt.schema import (
     list_of,
     mapping,
     maybe,
+    one_of,
     row,
     seconds,
     text,
     truth,
     whole,
 )
+from pipedream_rt.transport.rpc.fence import OBSTACLES
 
 Record = dict[str, Any]
 """What is sent: a dict with the key ``"type"``."""
@@ -53,7 +55,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "admitted": {"proof": exactly(32)},
     "over": {"code": whole(0, 255), "proof": exactly(32)},
     # What a member has signed.
-    "ready": {"processor": line(255), "obstacle": line(255)},
+    "ready": {"processor": line(255), "obstacle": one_of("", *OBSTACLES)},
     "welcome": {
         "nonce": exactly(NONCE),
         "beat_s": seconds,
@@ -62,7 +64,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "names": list_of(is_name),
         "hosts": list_of(_NUMBER),
         "host": maybe(line(255)),
-        "rpc": truth,
+        "rpc": one_of("off", "fenced", "open"),
         "generation": _NUMBER,
         "timeout_s": seconds,
         "start_timeout_s": maybe(seconds),

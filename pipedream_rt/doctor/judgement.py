@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipedream_rt.doctor.facts import Facts
 from pipedream_rt.observe.summary import bytes_text, seconds_text
-from pipedream_rt.transport.rpc.fence import REMEDY
+from pipedream_rt.transport.rpc.fence import OBSTACLES
 
 Grade = Literal["ok", "note", "warn", "fail"]
 
@@ -161,14 +161,17 @@ def _of_one(name: str, facts: Facts) -> list[Finding]:
 def _of_rpc(name: str, obstacle: str, wish: str) -> Finding:
     """Judge whether workers of a machine can be endpoints of torch RPC, behind the fence."""
     left_out = "left out, which only references to modules need"
+    what, remedy = OBSTACLES.get(obstacle, ("", ""))  # type: ignore[call-overload]
     if wish == "off":
         return Finding("torch RPC", name, "ok", f"{left_out}: PIPEDREAM_RT_RPC is off")
-    if not obstacle:
+    if not what:
         return Finding("torch RPC", name, "ok", "workers can be its endpoints, behind a fence")
-    if wish == "on":
+    if wish == "on" and obstacle == "filter":
         remedy = "CAP_NET_ADMIN gives the fence; without PIPEDREAM_RT_RPC=on it is left out"
-        return Finding("torch RPC", name, "warn", f"has no fence: {obstacle}", remedy)
-    return Finding("torch RPC", name, "note", f"{left_out}: {obstacle}", REMEDY)
+        return Finding("torch RPC", name, "warn", f"has no fence: {what}", remedy)
+    if wish == "on":
+        return Finding("torch RPC", name, "fail", f"cannot be had: {what}", remedy)
+    return Finding("torch RPC", name, "note", f"{left_out}: {what}", remedy)
 
 
 def _of_clock(name: str, ahead_s: float) -> Finding:

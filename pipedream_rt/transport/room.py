@@ -11,7 +11,7 @@ import resource
 import threading
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport.rpc.fence import no_loopback
+from pipedream_rt.transport.rpc.fence import OBSTACLES, can_reach_itself
 
 _OWN, _FOR_EACH = 48, 14
 """Descriptors that a process opens for itself, and for each other member of the group, at the most.
@@ -34,11 +34,10 @@ def make_room(others: int, rpc: bool = True) -> None:
     """
     _allow_descriptors(_OWN + _FOR_EACH * others)
     if rpc:
-        if why := no_loopback():
+        if not can_reach_itself():
+            what, remedy = OBSTACLES["loopback"]
             raise ConfigError(
-                f"{why}, and torch RPC needs the loopback interface with this address: `ip link "
-                "set lo up` brings it up (also in a container or a network namespace of its own); "
-                "PIPEDREAM_RT_RPC=off does without"
+                f"{what}, which torch RPC needs: {remedy}; PIPEDREAM_RT_RPC=off does without"
             )
         _try_threads()
 

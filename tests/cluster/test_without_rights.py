@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 from support import rights
@@ -95,7 +96,7 @@ def test_it_starts_and_gives_the_same_bits(how, script, losses):
     words = {"script": [], "run": RUN, "torchrun": TORCHRUN}[how]
     out, _ = done(started(*words, script))
     assert line_of(out, "losses") == losses
-    assert "the workers are no endpoints of torch RPC: nothing keeps strangers from it" in out
+    assert "the workers are no endpoints of torch RPC: nothing would keep strangers from it" in out
     assert line_of(out, "parameters") == "parameters [72, 36]"
     assert "PIPEDREAM_RT_RPC=on has it without a fence" in line_of(out, "refused")
 
@@ -133,7 +134,62 @@ def test_a_worker_without_rights_decides_for_a_script_with_all(script, losses):
             one.send_signal(signal.SIGTERM)
             other.send_signal(signal.SIGTERM)
     assert line_of(out, "losses") == losses
-    assert "nothing keeps strangers from it at without: " in out
+    assert "nothing would keep strangers from it at without: " in out
+
+
+OTHER = """
+import sys, torch, torch.nn.functional as F
+from torch import nn
+from pipedream_rt import Pipeline, Recovery
+
+def opened(workers):
+    torch.manual_seed(0)
+    return Pipeline(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), stages=2, loss_fn=F.mse_loss,
+        optimizer=(torch.optim.SGD, {"lr": 0.1}), workers=workers,
+        recovery=Recovery(max_restarts=1),
+    )
+
+if __name__ == "__main__":
+    data = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(4)]
+    with opened(sys.argv[1]) as first, opened("local") as second:
+        print([each.explain().count("are endpoints of torch RPC") for each in (first, second)])
+        print("ready", flush=True)
+        sys.stdin.readline()  # until a worker of the first is replaced by one with rights
+        print(len(list(first.train_epoch(data))), len(list(second.train_epoch(data))))
+        print(first.explain())
+"""
+
+
+@pytest.mark.rights
+def test_a_recovery_goes_on_without_the_agent_that_another_pipeline_has(tmp_path):
+    """One pipeline had none, for a worker that lacks rights; its replacement has them all."""
+    (tmp_path / "script.py").write_text(OTHER)
+    at = f"127.0.0.1:{free_ports(1)}"
+    both = {**os.environ, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
+    command = [sys.executable, *CLI, "worker", at, "--name"]
+    with ExitStack() as ended:
+
+        def start(*words, **options):
+            process = subprocess.Popen(words, env=both, text=True, **options)
+            ended.callback(process.wait)
+            ended.callback(process.kill)
+            return process
+
+        start(*command, "with", "--persist")
+        without = start(*rights.without(), *command, "without")
+        script = start(
+            sys.executable, tmp_path / "script.py", at, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert script.stdout.readline() == "[0, 1]\n"
+        assert script.stdout.readline() == "ready\n"
+        without.kill()
+        start(*command, "another", "--persist")
+        out, err = script.communicate("go on\n", timeout=LATEST_S)
+        assert script.returncode == 0, err
+    assert "4 4\n" in out
+    assert "another pipeline of the process has the one agent that torch allows" in out
 
 
 def test_whoever_insists_has_torch_rpc_after_one_warning(script, losses):

@@ -88,7 +88,7 @@ def test_without_loopback_a_run_goes_on_without_torch_rpc(how, monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_RPC", "on")
     done = run([], *NO_LOOPBACK[how])
     assert done.returncode == 1
-    assert "ConfigError: this process cannot connect to itself at 127.0.0.1" in done.stderr
+    assert "ConfigError: the process cannot connect to itself at 127.0.0.1" in done.stderr
     assert "PIPEDREAM_RT_RPC=off does without" in done.stderr
 
 

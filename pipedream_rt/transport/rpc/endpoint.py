@@ -44,7 +44,7 @@ from pipedream_rt.torch_private import (
 )
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc import listening
-from pipedream_rt.transport.rpc.fence import refusal
+from pipedream_rt.transport.rpc.fence import Mode, refusal
 from pipedream_rt.transport.rpc.pickling import allow, install
 from pipedream_rt.transport.rpc.tunnel import Tunnel
 
@@ -88,6 +88,11 @@ class Directory(dist.Store):
         return desired
 
 
+def is_open() -> bool:
+    """Whether an endpoint is open in this process."""
+    return _current is not None
+
+
 def refuse_second() -> None:
     """Refuse a second endpoint in this process; callers ask before they start a worker.
 
@@ -110,18 +115,22 @@ class Endpoint:
         group: The group to join.
         tunnel: Carries the connections of the agent.
         timeout: The time after which a call has failed.
+        mode: Whether it may be without a fence.
 
     Raises:
         ConfigError: This process has an open endpoint.
     """
 
-    def __init__(self, group: Group, tunnel: Tunnel, timeout: timedelta) -> None:
+    def __init__(
+        self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: Mode = "fenced"
+    ) -> None:
         """Become the endpoint of this process; `join` connects it."""
         global _current
         refuse_second()
         _current = self
         self._group = group
         self._tunnel = tunnel
+        self._mode: Mode = mode
         self._timeout_s = timeout.total_seconds()
         self._parts: dict[int, Callable[[str], Any]] = {}
         self._life = Lifecycle("the RPC endpoint")
@@ -162,7 +171,7 @@ class Endpoint:
         with self._lock:
             if not self._life.is_open:  # `close` was called meanwhile: no agent may stay behind
                 raise PipelineError("the transport was closed while it joined the group")
-            self._tunnel.start(callees)
+            self._tunnel.start(callees, self._mode)
             # The reference is kept because the agent calls the directory as long as it lives.
             self._directory = directory = Directory(group, self._tunnel)
             # Nobody can connect between torch's `listen` and the guard of the tunnel.

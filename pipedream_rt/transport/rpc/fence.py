@@ -10,12 +10,13 @@ Imports no torch: the doctor and a worker that has just come ask too.
 
 from __future__ import annotations
 
-import functools
+import errno
 import logging
 import socket
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.rpc.descriptors import accept_only
 
 _log = logging.getLogger(__name__)
@@ -23,66 +24,123 @@ _log = logging.getLogger(__name__)
 Wish: TypeAlias = Literal["auto", "on", "off"]
 """What the user has said of torch RPC: ``on`` has agents also without a fence."""
 
-REMEDY = "CAP_NET_ADMIN for all processes gives it; PIPEDREAM_RT_RPC=on has it without a fence"
-"""What to do for torch RPC where there is no fence."""
+Mode: TypeAlias = Literal["off", "fenced", "open"]
+"""What is decided for a group: no agents; agents behind fences; or behind those that can stand."""
+
+Obstacle: TypeAlias = Literal["", "filter", "loopback", "taken"]
+"""What is in the way of a fenced agent in a process; empty for nothing."""
+
+OBSTACLES: dict[Obstacle, tuple[str, str]] = {
+    "filter": (
+        "the kernel allows no packet filter on a TCP socket there (SO_ATTACH_FILTER)",
+        "CAP_NET_ADMIN for all processes gives it; PIPEDREAM_RT_RPC=on has it without a fence",
+    ),
+    "loopback": (
+        "the process cannot connect to itself at 127.0.0.1",
+        "`ip link set lo up` gives it, also in a container or a network namespace of its own",
+    ),
+    "taken": (
+        "another pipeline of the process has the one agent that torch allows",
+        "to close that one first gives it",
+    ),
+}
+"""By obstacle, what it is, and what gives torch RPC all the same."""
 
 _TRY_S = 5.0
 """For a connection over loopback, which takes less than a millisecond."""
 
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""Errors that say nothing of what this process may do."""
 
-def no_filter() -> str:
-    """Return why no packet filter can be put on a TCP socket of this process; empty if one can."""
+
+def can_filter() -> bool:
+    """Whether a packet filter can be put on a TCP socket of this process.
+
+    Raises:
+        ConfigError: It has no socket left to try it with.
+    """
     try:
         with socket.socket() as tried:
             accept_only(tried.fileno(), [])
     except OSError as error:
-        return f"the kernel allows no packet filter on a TCP socket here ({error.strerror})"
-    return ""
+        _refuse_shortage(error)
+        return False
+    return True
 
 
-def no_loopback() -> str:
-    """Return why this process cannot connect to itself; empty if it can."""
+def can_reach_itself() -> bool:
+    """Whether this process can connect to itself over loopback.
+
+    Raises:
+        ConfigError: It has no socket left to try it with.
+    """
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
             socket.create_connection(listener.getsockname(), timeout=_TRY_S),
         ):
-            return ""
+            return True
     except OSError as error:
-        return f"this process cannot connect to itself at 127.0.0.1 ({error.strerror or error})"
+        _refuse_shortage(error)
+        return False
 
 
-def obstacle() -> str:
-    """Return why a fenced agent cannot be in this process, in a line; empty if it can."""
-    return no_loopback() or no_filter()
+def _refuse_shortage(error: OSError) -> None:
+    """Refuse to go on where an error means that this process, or the machine, has nothing left.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if error.errno in _SHORT_OF:
+        raise ConfigError(f"this process can open no more sockets: {error.strerror}") from error
 
 
-def why_left_out(wish: Wish, obstacles: Mapping[str, str]) -> str:
-    """Return why a group forms without agents; empty if every member is to have one.
+def obstacle() -> Obstacle:
+    """Return what is in the way of a fenced agent in this process.
+
+    Raises:
+        ConfigError: It has no socket left to try it with.
+    """
+    if not can_reach_itself():
+        return "loopback"
+    return "" if can_filter() else "filter"
+
+
+def decided(wish: Wish, obstacles: Mapping[str, Obstacle]) -> Mode:
+    """Return what a group does about torch RPC, of which all members have it, or none.
 
     Args:
         wish: What the user has said.
-        obstacles: By name of a member, what `obstacle` has returned there.
+        obstacles: By name of a member, what is in the way there.
     """
+    if wish == "off" or (wish == "auto" and any(obstacles.values())):
+        return "off"
+    return "open" if any(obstacles.values()) else "fenced"
+
+
+def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
+    """Return why a group forms without agents; empty if it does not. See `decided`."""
+    if decided(wish, obstacles) != "off":
+        return ""
     if wish == "off":
         return "PIPEDREAM_RT_RPC=off leaves it out"
-    if wish == "on" or not any(obstacles.values()):
-        return ""
-    return f"nothing keeps strangers from it at {_named(obstacles)}; {REMEDY}"
+    where, first = _named(obstacles)
+    what, remedy = OBSTACLES[first]
+    return f"nothing would keep strangers from it at {where}: {what}; {remedy}"
 
 
-def in_words(left_out: str, obstacles: Mapping[str, str]) -> str:
-    """Return what `Pipeline.explain` says of torch RPC.
-
-    Args:
-        left_out: What `why_left_out` has returned.
-        obstacles: See there.
-    """
-    if left_out:
-        return f"the workers are no endpoints of torch RPC: {left_out}"
-    if any(obstacles.values()):
-        return f"the workers are endpoints of torch RPC, without a fence at {_named(obstacles)}"
-    return "the workers are endpoints of torch RPC"
+def in_words(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
+    """Return what `Pipeline.explain` says of torch RPC. See `decided`."""
+    match decided(wish, obstacles):
+        case "off":
+            left_out = why_left_out(wish, obstacles)
+            return f"the workers are no endpoints of torch RPC: {left_out}"
+        case "open":
+            where, first = _named(obstacles)
+            what = OBSTACLES[first][0]
+            return f"the workers are endpoints of torch RPC, without a fence at {where}: {what}"
+        case _:
+            return "the workers are endpoints of torch RPC"
 
 
 def refusal(left_out: str) -> str:
@@ -94,29 +152,31 @@ def refusal(left_out: str) -> str:
     )
 
 
-def tell(left_out: str, obstacles: Mapping[str, str]) -> None:
-    """Log that agents are left out, or that they have no fence; see `in_words`."""
-    if left_out:
-        _log_once(logging.INFO, in_words(left_out, obstacles))
-    elif any(obstacles.values()):
-        _log_once(
-            logging.WARNING,
-            f"PIPEDREAM_RT_RPC=on: torch RPC has no fence at {_named(obstacles)}. While a group "
-            "forms (some 30 ms, at the start and in each recovery) whoever can connect to "
-            "127.0.0.1 there can end the process, and run torch's operators in it, which read and "
-            "write files; afterwards nothing listens",
+def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
+    """Log once that agents are left out for want of a fence, or that they have none."""
+    mode = decided(wish, obstacles)
+    if mode == "fenced" or wish == "off" or mode in _told:
+        return
+    _told.add(mode)
+    if mode == "off":
+        _log.info("%s", in_words(wish, obstacles))
+    else:
+        _log.warning(
+            "PIPEDREAM_RT_RPC=on: torch RPC has no fence at %s. While a group forms (some 30 ms, "
+            "at the start and in each recovery) whoever can connect to 127.0.0.1 there can end the "
+            "process, and run torch's operators in it, which read and write files; afterwards "
+            "nothing listens",
+            _named(obstacles)[0],
         )
 
 
-@functools.cache
-def _log_once(level: int, text: str) -> None:
-    """Log a text that each generation would log again."""
-    _log.log(level, "%s", text)
+_told: set[Mode] = set()
+"""What this process has logged; each generation, and each pipeline, would log it again."""
 
 
-def _named(obstacles: Mapping[str, str]) -> str:
-    """Return the members that cannot have the fence, the first ones by name, and why the first."""
-    names = [name for name, why in obstacles.items() if why]
+def _named(obstacles: Mapping[str, Obstacle]) -> tuple[str, Obstacle]:
+    """Return the members where something is in the way, the first ones by name, and the first."""
+    names = [name for name, what in obstacles.items() if what]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     some = f"{', '.join(names[:3])}{more}" if len(names) < len(obstacles) else "every process"
-    return f"{some}: {obstacles[names[0]]}"
+    return some, obstacles[names[0]]

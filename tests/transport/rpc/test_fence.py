@@ -1,31 +1,44 @@
 """Whether torch RPC is had, where a fence around it can stand and where it cannot."""
 
+import errno
 import logging
 
 import pytest
 
+from pipedream_rt.cluster.records import FIELDS
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.rpc import fence
 
-NOT_HERE = "the kernel allows no packet filter on a TCP socket here (Operation not permitted)"
+NOBODY = {"coordinator": "", "a": ""}
+ONE = {"coordinator": "", "a": "filter"}
+ALL = {"coordinator": "filter", "a": "filter"}
 
 
 @pytest.fixture
 def refuses(monkeypatch):
-    """A kernel that lets this process put no filter on a socket."""
+    """Have the kernel let this process put no filter on a socket, for a reason."""
 
-    def accept_only(fd, ports):
-        raise PermissionError(1, "Operation not permitted")
+    def make(code):
+        def accept_only(fd, ports):
+            raise OSError(code, "no")
 
-    monkeypatch.setattr(fence, "accept_only", accept_only)
+        monkeypatch.setattr(fence, "accept_only", accept_only)
+
+    return make
 
 
 def test_a_kernel_that_refuses_is_found_out(refuses):
-    assert fence.no_filter() == fence.obstacle() == NOT_HERE
+    refuses(errno.EPERM)
+    assert not fence.can_filter()
+    assert fence.obstacle() == "filter"
 
 
-def test_an_obstacle_is_one_line_that_a_record_takes(refuses):
-    assert fence.obstacle().isprintable()
-    assert len(fence.obstacle()) < 255
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
+def test_a_process_that_has_nothing_left_does_not_count_as_one_that_may_not(code, refuses):
+    """Else a group would go without torch RPC, or without a fence, because a file was open."""
+    refuses(code)
+    with pytest.raises(ConfigError, match="can open no more sockets: no"):
+        fence.obstacle()
 
 
 @pytest.mark.rights
@@ -33,46 +46,62 @@ def test_nothing_is_in_the_way_of_root():
     assert fence.obstacle() == ""
 
 
+def test_a_record_takes_every_obstacle():
+    assert all(map(FIELDS["ready"]["obstacle"], ["", *fence.OBSTACLES]))
+    assert not FIELDS["ready"]["obstacle"]("another")
+
+
 @pytest.mark.parametrize(
-    ("wish", "obstacles", "left_out", "in_words"),
+    ("wish", "obstacles", "mode", "said"),
     [
-        ("auto", {"coordinator": "", "a": ""}, "", "the workers are endpoints of torch RPC"),
-        ("on", {"coordinator": "", "a": ""}, "", "the workers are endpoints of torch RPC"),
+        ("auto", NOBODY, "fenced", "the workers are endpoints of torch RPC"),
+        ("on", NOBODY, "fenced", "the workers are endpoints of torch RPC"),
+        ("off", NOBODY, "off", "the workers are no endpoints of torch RPC: PIPEDREAM_RT_RPC=off"),
+        ("off", ALL, "off", "the workers are no endpoints of torch RPC: PIPEDREAM_RT_RPC=off"),
         (
-            *("off", {"coordinator": "", "a": ""}, "PIPEDREAM_RT_RPC=off leaves it out"),
-            "the workers are no endpoints of torch RPC: PIPEDREAM_RT_RPC=off leaves it out",
+            *("auto", ONE, "off"),
+            "the workers are no endpoints of torch RPC: nothing would keep strangers from it at a: "
+            "the kernel allows no packet filter",
         ),
         (
-            *("auto", {"coordinator": "", "a": NOT_HERE}),
-            f"nothing keeps strangers from it at a: {NOT_HERE}; {fence.REMEDY}",
-            "the workers are no endpoints of torch RPC: nothing keeps strangers from it at a: ",
+            *("on", ALL, "open"),
+            "the workers are endpoints of torch RPC, without a fence at every process: the kernel",
         ),
-        (
-            *("on", {"coordinator": NOT_HERE, "a": NOT_HERE}, ""),
-            "the workers are endpoints of torch RPC, without a fence at every process: " + NOT_HERE,
-        ),
+        ("on", ONE, "open", "the workers are endpoints of torch RPC, without a fence at a: the"),
     ],
 )
-def test_one_process_without_a_fence_decides_for_all(wish, obstacles, left_out, in_words):
-    assert fence.why_left_out(wish, obstacles) == left_out
-    assert fence.in_words(left_out, obstacles).startswith(in_words)
+def test_one_process_without_a_fence_decides_for_all(wish, obstacles, mode, said):
+    assert fence.decided(wish, obstacles) == mode
+    assert fence.in_words(wish, obstacles).startswith(said)
+    assert bool(fence.why_left_out(wish, obstacles)) == (mode == "off")
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "remedy"),
+    [("filter", "CAP_NET_ADMIN"), ("loopback", "ip link set lo up"), ("taken", "close that one")],
+)
+def test_what_is_in_the_way_is_said_with_what_helps(obstacle, remedy):
+    assert remedy in fence.why_left_out("auto", {"coordinator": obstacle, "a": ""})
+    assert "CAP_NET_ADMIN" not in fence.why_left_out("auto", {"a": obstacle}) or (
+        obstacle == "filter"
+    )
 
 
 def test_of_many_processes_the_first_are_named():
-    obstacles = {f"worker-{i}": NOT_HERE for i in range(9)} | {"coordinator": ""}
+    obstacles = {f"worker-{i}": "filter" for i in range(9)} | {"coordinator": ""}
     said = fence.why_left_out("auto", obstacles)
     assert "at worker-0, worker-1, worker-2 and 6 more: the kernel" in said
 
 
-def test_it_is_told_once(caplog):
-    """At INFO where nothing is open, and as a warning where something is."""
-    fence._log_once.cache_clear()
-    obstacles = {"a": NOT_HERE, "b": ""}
+def test_it_is_told_once(caplog, monkeypatch):
+    """At INFO where nothing is open, and as a warning where something is; never as one wishes."""
+    monkeypatch.setattr(fence, "_told", set())
     with caplog.at_level(logging.INFO):
-        for _ in range(3):
-            fence.tell(fence.why_left_out("auto", obstacles), obstacles)
-            fence.tell("", obstacles)
-            fence.tell("", {"a": "", "b": ""})
+        for name in ("a", "b"):  # workers of another generation have other names
+            obstacles = {name: "filter", "coordinator": ""}
+            for wish in ("auto", "on", "off"):
+                fence.tell(wish, obstacles)
+            fence.tell("auto", NOBODY)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "has no fence at a" in caplog.text
     assert "some 30 ms" in caplog.text
