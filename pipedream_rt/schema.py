@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import secrets
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -126,6 +127,15 @@ def problem_of(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
     return ""
 
 
+_MOST_DIGITS = 18
+"""Of a number that a person writes; Python itself refuses thousands of them."""
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is an integer of at least 0, of no more digits than anybody means."""
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+
+
 def printable(text: str, most: int = 300) -> str:
     """Return a text from outside as it may be printed: escaped, and no longer than so much.
 
@@ -159,7 +169,8 @@ def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None
     """Write a file, which takes the place of one that is there when all of it is written.
 
     What is no file cannot be replaced: a terminal, a pipe or a device, such as ``/dev/null``, is
-    written to, and so is a file that this process has open, such as ``/dev/stdout``.
+    written to, and so is a file that a process has open, such as ``/dev/stdout``. Where a folder
+    lets no file be replaced, as one that is mounted by itself, the file is written in place.
 
     Args:
         path: The file.
@@ -168,52 +179,100 @@ def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None
     Raises:
         OSError: It cannot be written; one that was there is as before. Or it is a disk or a socket.
     """
-    path = Path(path)
-    mode, own = _mode_of(path), _descriptor_of(path)
-    if mode is not None and (own is not None or not stat.S_ISREG(mode)):
-        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
-            raise OSError(errno.EINVAL, "it is neither a file nor a pipe nor a terminal")
-        fd = open_to_append(path, os.O_WRONLY | os.O_APPEND) if own is None else os.dup(own)
-        with open(fd, "wb") as file:
-            file.writelines(parts)
+    path = _destination(Path(path))
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        there = None
+    except ValueError as error:  # its name has a NUL
+        raise OSError(errno.EINVAL, str(error)) from error
+    if _OPEN_FILES.fullmatch(str(path.parent)) or (there and not stat.S_ISREG(there.st_mode)):
+        _write_through(path, there, parts)
         return
-    path = path.resolve()  # a link stays one, and what it leads to is replaced
+    try:
+        _replace(path, there, parts)
+    except OSError as error:
+        if there is None or error.errno not in _IRREPLACEABLE:
+            raise
+        with open(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
+            file.writelines(parts)
+
+
+_OPEN_FILES = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
+"""The folders in which the kernel shows what a process has open."""
+
+_IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
+"""Errors of a folder that lets nothing be made, or of a file that is mounted by itself."""
+
+
+def _destination(path: Path) -> Path:
+    """Return what a path leads to, through links; what a process has open stays by its descriptor.
+
+    Raises:
+        OSError: The links go round, or another user has laid one where everybody may: the kernel
+            follows none of these either (``fs.protected_symlinks``).
+    """
+    try:
+        for _ in range(_MOST_LINKS):
+            folder = Path(os.path.realpath(path.parent))
+            path = folder / path.name
+            if _OPEN_FILES.fullmatch(str(folder)) or not path.is_symlink():
+                return path
+            around, owner = folder.stat(), path.lstat().st_uid
+            open_to_all = stat.S_IWOTH | stat.S_ISVTX
+            if around.st_mode & open_to_all == open_to_all and owner not in (
+                os.geteuid(),
+                around.st_uid,
+            ):
+                raise OSError(errno.EACCES, "a link of another user, in a folder open to all")
+            path = folder / path.readlink()
+    except ValueError as error:  # its name has a NUL
+        raise OSError(errno.EINVAL, str(error)) from error
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _write_through(
+    path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]
+) -> None:
+    """Write to what is no file, or to what a process has open.
+
+    Raises:
+        OSError: It cannot be written, or is a disk or a socket.
+    """
+    opened = _OPEN_FILES.fullmatch(str(path.parent))
+    is_file = there is not None and stat.S_ISREG(there.st_mode)
+    if there is None or not (
+        is_file or stat.S_ISCHR(there.st_mode) or stat.S_ISFIFO(there.st_mode)
+    ):
+        raise OSError(errno.EINVAL, "it is neither a file nor a pipe nor a terminal")
+    if is_file and opened is not None and int(opened[1]) == os.getpid():
+        fd = os.dup(int(path.name))  # another one would begin to write at the start of the file
+    else:
+        fd = open_to_append(path, os.O_WRONLY | os.O_APPEND)
+    with open(fd, "wb") as file:
+        file.writelines(parts)
+
+
+def _replace(path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]) -> None:
+    """Write a file by another name, and give it its own, with owner and rights of the one before.
+
+    Raises:
+        OSError: It cannot be.
+    """
     beside = path.with_name(f".{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(beside, flags, 0o666), "wb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            if there is not None:
+                with suppress(PermissionError):  # of another user: then it is as a new one
+                    os.fchown(file.fileno(), there.st_uid, there.st_gid)
+                    os.fchmod(file.fileno(), stat.S_IMODE(there.st_mode))
             file.writelines(parts)
         beside.replace(path)
     except BaseException:
         with suppress(OSError):
             beside.unlink()
         raise
-
-
-def _mode_of(path: Path) -> int | None:
-    """Return kind and permissions of what a path leads to; None where there is nothing."""
-    try:
-        return path.stat().st_mode
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise OSError(errno.EINVAL, str(error)) from error  # its name has a NUL
-
-
-def _descriptor_of(path: Path) -> int | None:
-    """Return the descriptor of this process that a path names, as ``/dev/stdout`` does; else None.
-
-    To open the path would make another one, which begins to write at the start of a file.
-    """
-    for _ in range(_MOST_LINKS):
-        if os.path.realpath(path.parent) == f"/proc/{os.getpid()}/fd":
-            return int(path.name)
-        if not path.is_symlink():
-            break
-        path = path.parent / path.readlink()
-    return None
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int) -> int:

@@ -1,19 +1,27 @@
 """What is checked of values from outside, and how files are written for a user."""
 
+import errno
 import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pipedream_rt.schema import number, open_to_append, seconds, write_file
+from pipedream_rt.schema import is_count, number, open_to_append, seconds, write_file
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "1"])
 def test_what_is_no_number_of_a_usual_size(value):
     assert not number(value)
     assert not seconds(value)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "\u0663", "1" * 5000, "1" * 19])
+def test_what_is_no_count(text):
+    assert not is_count(text)
+    assert is_count("0123")
 
 
 def test_a_file_is_replaced_as_a_whole_and_keeps_its_permissions(tmp_path):
@@ -90,6 +98,68 @@ def test_what_a_process_has_open_is_written_on(to, shell, tmp_path):
     command = f'"$0" -c "$1" {shell.format(path)}'
     subprocess.run(["sh", "-c", command, sys.executable, code], check=True, timeout=60)
     assert path.read_text() == "first\nsecond\nthird\n"
+
+
+@pytest.mark.parametrize("how", ["fd", "task/{pid}/fd", "fd of another process"])
+def test_what_has_no_name_any_more_is_written_on_too(how):
+    """The name that the kernel shows for it is that of no file."""
+    fd, pid = os.memfd_create("nameless"), os.getpid()
+    try:
+        if how == "fd of another process":
+            place = f"/proc/{pid}/fd/{fd}"
+            code = f"from pipedream_rt.schema import write_file; write_file({place!r}, b'text')"
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        else:
+            write_file(f"/proc/{pid}/{how.format(pid=pid)}/{fd}", b"text")
+        assert os.pread(fd, 100, 0) == b"text"
+    finally:
+        os.close(fd)
+    assert not list(Path("/").glob("memfd:*"))
+
+
+def test_a_path_that_only_looks_like_a_descriptor_is_refused():
+    with pytest.raises(OSError, match="neither a file nor a pipe"):
+        write_file("/dev/fd/abc", b"text")
+
+
+def test_where_a_folder_lets_nothing_be_replaced_a_file_is_written_in_place(tmp_path, monkeypatch):
+    """As one that is mounted into a container by itself."""
+    path = tmp_path / "file"
+    path.write_text("a longer text")
+
+    def refuse(self, target):
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    write_file(path, b"text")
+    assert path.read_bytes() == b"text"
+    with pytest.raises(OSError, match="busy"):
+        write_file(tmp_path / "new", b"text")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.rights
+def test_a_link_of_another_user_is_not_followed_where_everybody_may_lay_one(tmp_path):
+    victim, open_to_all = tmp_path / "victim", tmp_path / "open"
+    victim.write_text("mine")
+    open_to_all.mkdir()
+    open_to_all.chmod(0o1777)
+    link = open_to_all / "report.html"
+    link.symlink_to(victim)
+    os.lchown(link, 1500, 1500)
+    with pytest.raises(OSError, match="a link of another user"):
+        write_file(link, b"text")
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.rights
+def test_a_file_keeps_its_owner(tmp_path):
+    path = tmp_path / "file"
+    path.touch(mode=0o600)
+    os.chown(path, 1500, 1500)
+    write_file(path, b"text")
+    about = path.stat()
+    assert (about.st_uid, about.st_gid, stat.S_IMODE(about.st_mode)) == (1500, 1500, 0o600)
 
 
 @pytest.mark.parametrize("name", [".", "no/such/folder", "n" * 300, "with\0nul", "loop"])

@@ -140,7 +140,7 @@ def init(model: str, output: str, stages: int, force: bool) -> None:
     model of Hugging Face, as org/name.
     """
     path = Path(output)
-    if path.exists() and not force:
+    if path.is_file() and not force:
         raise ConfigError(f"{path} is there already; --force replaces it, -o writes another one")
     sys.path.insert(0, os.getcwd())
     module, colon, name = model.partition(":")

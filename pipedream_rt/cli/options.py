@@ -9,6 +9,7 @@ import click
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.shape import parse_slack
+from pipedream_rt.schema import is_count
 
 
 def _slack(context: click.Context, option: click.Parameter, text: str | None) -> Any:
@@ -25,8 +26,8 @@ def _replicas(context: click.Context, option: click.Parameter, text: str | None)
     if text is None:
         return ()
     numbers = [part.strip() for part in text.split(",")]
-    if not all(each.isascii() and each.isdecimal() for each in numbers):
-        raise ConfigError(f"replicas must be integers of at least 1, not {text!r}")
+    if not all(map(is_count, numbers)):
+        raise ConfigError(f"replicas must be integers of at least 1, not {text[:60]!r}")
     return int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
 
 

@@ -37,15 +37,18 @@ def profile(output: Path, module: bool, script: str, arguments: tuple[str, ...])
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the profile cannot be written to {output}: there is no such folder")
+    is_file = output.is_file() or not output.exists()  # what goes to a device is not read again
     before = None
-    if output.exists():
+    if is_file and output.exists():
         files.load(output)  # what is no profile is not overwritten
         before = output.stat().st_mtime_ns
     named = ["-m", script] if module else [script]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    code = _run([sys.executable, *named, *arguments], {PROFILE: str(output.absolute())})
+    code = _run([sys.executable, *named, *arguments], {PROFILE: os.path.abspath(output)})
     if code:
         sys.exit(shell_code(code))
+    if not is_file:
+        return
     if not output.exists() or output.stat().st_mtime_ns == before:
         raise ConfigError(
             f"{script} has ended without a profile: it must make a Pipeline and give it a "

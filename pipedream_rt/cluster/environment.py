@@ -226,7 +226,8 @@ def secret_of_file(place: Path) -> Secret:
             f"the secret of the job cannot be read from {printable(str(place))}: {reason}"
         ) from error
     if open_to_others:
-        raise ConfigError(f"everybody on this machine can read the secret: chmod 600 {place}")
+        named = printable(str(place))
+        raise ConfigError(f"everybody on this machine can read the secret: chmod 600 {named}")
     return _checked(text, keeps=False)
 
 

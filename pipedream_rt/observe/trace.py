@@ -201,7 +201,7 @@ class Trace:
             head = msgpack.packb([_MAGIC, _VERSION, packed, _digest(packed, spans)])
             write_file(path, head, spans)
         except OSError as error:
-            raise TraceError(f"the trace cannot be written to {path}: {error}") from error
+            raise TraceError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Trace:

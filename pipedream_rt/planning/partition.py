@@ -239,7 +239,7 @@ def _slacks(
     for hop in reversed(range(len(latencies))):
         between = len(stages[hop].workers) + len(stages[hop + 1].workers)
         needed = (between + 2 * latencies[hop] / period) * (1 - _UNSEEN) - between
-        wanted = min(max(0, math.ceil(needed - 1e-9)), _MOST_SLACK)
+        wanted = math.ceil(min(max(0.0, needed - 1e-9), _MOST_SLACK))
         for slack in range(wanted, 0, -1):
             tried = [*slacks[:hop], slack, *slacks[hop + 1 :]]
             if all(_fits(costing, stages, number, tried) for number in range(hop + 1)):

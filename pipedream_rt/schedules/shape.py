@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import is_count
 
 MOST_STAGES = 1 << 16
 """Stages of a model at the most, and workers of a job."""
@@ -253,7 +254,7 @@ def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
         ConfigError: A text is no integer of at least 0.
     """
     for text in texts:
-        if not (text.strip().isascii() and text.strip().isdecimal()):
-            raise ConfigError(f"slack must be integers of at least 0, not {text!r}")
+        if not is_count(text.strip()):
+            raise ConfigError(f"slack must be integers of at least 0, not {text[:60]!r}")
     numbers = tuple(map(int, texts))
     return numbers[0] if len(numbers) == 1 else numbers

@@ -247,7 +247,7 @@ class Costs:
         try:
             write_file(path, f"{json.dumps(plain, indent=1)}\n".encode())
         except OSError as error:
-            raise ConfigError(f"costs cannot be written to {path}: {error}") from error
+            raise ConfigError(f"costs cannot be written to {path}: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Costs:

@@ -37,7 +37,7 @@ from weakref import WeakSet
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import open_file, printable
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ class Tls:
         certificate, key, authority = (folder / n for n in (CERTIFICATE, KEY, AUTHORITY))
         try:
             trusted = authority if authority.exists() else certificate
+            for each in (certificate, key, trusted):
+                open_file(each).close()  # ssl would wait for the other end of a pipe
             if key.stat().st_mode & 0o077:
                 raise ConfigError(f"others can read the key {key}; forbid it: chmod 600 {key}")
             material = _material(str(certificate), str(key), certificate.read_text())

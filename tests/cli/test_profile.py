@@ -1,5 +1,7 @@
 """The command ``profile``, as a user types it, on scripts of a few lines."""
 
+import os
+import stat
 import subprocess
 import sys
 
@@ -75,3 +77,12 @@ def test_scripts_that_make_no_profile_say_so(tmp_path):
     assert "there is no file 'none.py'" in missing.stderr
     nowhere = run("profile", "-o", "no/such/folder/x", "empty.py", cwd=tmp_path)
     assert "there is no such folder" in nowhere.stderr
+
+
+@pytest.mark.parametrize("output", ["/dev/null", "/dev/stdout"])
+def test_a_profile_goes_to_a_device(output, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run("profile", "-o", output, "train.py", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ('"pipedream-rt profile": 1' in done.stdout) == (output == "/dev/stdout")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

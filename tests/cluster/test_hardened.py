@@ -62,6 +62,22 @@ def test_another_user_starts_it(how, folder):
     assert done.returncode == 0, done.stderr
 
 
+def test_nothing_else_can_be_written_to(folder):
+    """What the other tests go by."""
+    code = (
+        "import os, socket\n"
+        "def may(place):\n"
+        "    try: open(os.path.join(place, 'x'), 'w').close()\n"
+        "    except OSError: return False\n"
+        "    return True\n"
+        "print([may(place) for place in ('.', '/', '/tmp', '/dev/shm', '/var/tmp')])\n"
+        "try: print(socket.create_server(('::1', 0), family=socket.AF_INET6))\n"
+        "except OSError: print('no IPv6')\n"
+    )
+    done = hardened.run("-c", code, folder=folder)
+    assert done.stdout == "[True, False, False, True, False]\nno IPv6\n"
+
+
 def test_the_doctor_tells_of_it(folder):
     done = hardened.run(*CLI, "doctor", folder=folder, TMPDIR=folder)
     assert done.returncode == 0, done.stderr

@@ -16,12 +16,13 @@ OTHER_USER = 64512
 _SETUP = """
 set -e
 mount --make-rprivate /
-sysctl -q -w net.ipv6.conf.all.disable_ipv6=1 net.ipv6.conf.default.disable_ipv6=1
+[ ! -d /proc/sys/net/ipv6 ] || echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6
 ip link set lo up
 mount -t tmpfs -o size={shm} tmpfs /dev/shm
 chmod 1777 /dev/shm
 mount --bind {folder} {folder}
 mount -o remount,bind,ro /
+cd {folder}
 exec "$@"
 """
 
@@ -65,5 +66,5 @@ def run(*words, folder, shm="64k", as_other_user=False, **variables):
             *(f"{name}={value}" for name, value in {**environment, **variables}.items()),
             *(sys.executable, *map(str, words)),
         ],
-        capture_output=True, text=True, timeout=LATEST_S, cwd=folder,
+        capture_output=True, text=True, timeout=LATEST_S,
     )  # fmt: skip

@@ -62,7 +62,9 @@ def interpreter(version):
     if versions.is_dir():
         found += sorted(map(str, versions.glob(f"{version}.*/bin/python")))
     for each in filter(None, found):
-        done = subprocess.run([each, "-c", "import venv"], capture_output=True, timeout=60)
+        done = subprocess.run(
+            [each, "-c", "import ensurepip, venv"], capture_output=True, timeout=60
+        )
         if not done.returncode:  # a shim of pyenv may lead nowhere
             return each
     return None
@@ -72,8 +74,7 @@ def environment(python, torch):
     """Make the environment of a row, and return its interpreter."""
     folder = ROOT / ".matrix" / f"python{python}-torch{torch}"
     inside = folder / "bin" / "python"
-    if not inside.exists():
-        subprocess.run([interpreter(python), "-m", "venv", folder], check=True, timeout=_INSTALL_S)
+    subprocess.run([interpreter(python), "-m", "venv", folder], check=True, timeout=_INSTALL_S)
     wanted = "torch" if torch == "newest" else f"torch=={torch}.*"
     # With the versions that are tested where their torch is, and else with the newest of all.
     pins = ["--constraint", str(ROOT / "constraints.txt")] if torch == "2.13" else ["--upgrade"]
@@ -93,13 +94,13 @@ def found_by(python, torch):
     began = time.monotonic()
     command = [inside, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *QUICK]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TESTS_S)
-    last = done.stdout.splitlines()[-1]
+    last = done.stdout.strip().rpartition("\n")[2]
     counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     if not counts.get("passed"):
         raise SystemExit(f"{python}, torch {torch}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     names = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     row = Row(
-        *versions,
+        *(version.partition("+")[0] for version in versions),  # without what it was built for
         counts["passed"],
         counts.get("failed", 0) + counts.get("error", 0),
         counts.get("skipped", 0),
@@ -113,16 +114,16 @@ def written_into(text, row):
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
     rows = [line for line in table.splitlines(keepends=True)[2:] if line.strip()]
-    same = [str(row).split("|")[1:3] == line.split("|")[1:3] for line in rows]
+    same = [_minor(str(row)) == _minor(line) for line in rows]
     kept = [line for line, is_same in zip(rows, same, strict=True) if not is_same]
-    in_order = sorted([*kept, str(row)], key=_order)
+    in_order = sorted([*kept, str(row)], key=_minor)
     return f"{before}{BEGIN}{HEAD}{''.join(in_order)}{END}{after}"
 
 
-def _order(line):
-    """Sort key of a row, by torch and then by Python."""
-    python, torch = (re.findall(r"\d+", each) for each in line.split("|")[1:3])
-    return [int(n) for n in (*torch[:3], *python)]
+def _minor(line):
+    """The minor versions of torch and of Python in a row: each stands for one that is promised."""
+    python, torch = (re.findall(r"\d+", each)[:2] for each in line.split("|")[1:3])
+    return [int(n) for n in (*torch, *python)]
 
 
 def main(words):

@@ -158,6 +158,11 @@ def test_certificates_that_cannot_be_used(tmp_path, folders):
     (tmp_path / "key.pem").write_text("no key")
     with pytest.raises(ConfigError, match="cannot be used"):
         Tls.of_folder(tmp_path)
+    for name in ("key.pem", "cert.pem"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name, 0o600)
+        with pytest.raises(ConfigError, match="no ordinary file"):
+            Tls.of_folder(tmp_path)
     with pytest.raises(ConfigError, match="has a certificate or a key already"):
         make_certificate(folders[0], 1)
 
