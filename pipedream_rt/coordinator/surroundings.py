@@ -179,6 +179,10 @@ def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
         raise ConfigError(f"the {what} must be a file, {path} is a folder")
     if not path.parent.is_dir():
         raise ConfigError(f"the {what} cannot be written to {path}: there is no such folder")
-    if not os.access(path.parent, os.W_OK):
+    there = path.exists()
+    if there and (path.is_block_device() or path.is_socket()):
+        raise ConfigError(f"the {what} cannot be written to {path}: it is no file")
+    # A device, or a file that is mounted by itself, is written to where it is.
+    if not os.access(path.parent, os.W_OK) and not (there and os.access(path, os.W_OK)):
         raise ConfigError(f"the {what} cannot be written to {path}: no permission in its folder")
     return path

@@ -23,8 +23,8 @@ class Two:
         self.sent = queue.SimpleQueue()
         groups = [Group(generation=1, rank=r, names=NAMES, hosts=(0,), key=b"k") for r in (0, 1)]
         self.ends = [Tunnel(groups[0], self._to(1)), Tunnel(groups[1], self._to(0))]
-        self.ends[0].start((1,))
-        self.ends[1].start(())
+        self.ends[0].start((1,), "open")  # the fence is what `rights` are for
+        self.ends[1].start((), "open")
         self.ends[0].guard(1)  # nobody calls the agent of the coordinator, so it is not there
 
     def _to(self, target):
