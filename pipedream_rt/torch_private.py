@@ -8,6 +8,8 @@ of torch in any other file.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -109,6 +111,42 @@ if not TYPE_CHECKING:
 def saved_tensors_hooks() -> Any:
     """Return the hooks on what autograd saves in this thread; None if there are none."""
     return _top_hooks(True)
+
+
+class _Entered(threading.local):
+    """How often this thread is in contexts of a class.
+
+    For contexts of which torch itself tells nobody that they are on: `watch` counts them.
+    """
+
+    depth = 0
+
+    def watch(self, context: Any) -> None:
+        """Count from now on how often the contexts of a class are entered and left."""
+        enter, leave = context.__enter__, context.__exit__
+
+        @functools.wraps(enter)
+        def entered(instance: Any) -> Any:
+            found = enter(instance)
+            self.depth += 1
+            return found
+
+        @functools.wraps(leave)
+        def left(instance: Any, *error: Any) -> Any:
+            self.depth -= 1
+            return leave(instance, *error)
+
+        context.__enter__, context.__exit__ = entered, left
+
+
+_node_hooks = _Entered()
+if (_context := optional("torch.autograd.graph.node_creation_hook", None)) is not None:
+    _node_hooks.watch(_context)  # since torch 2.14
+
+
+def node_creation_hooks() -> int:
+    """Return how deep this thread is in ``torch.autograd.graph.node_creation_hook``."""
+    return _node_hooks.depth
 
 
 def level_of_forward_ad() -> int:

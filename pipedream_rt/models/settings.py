@@ -22,6 +22,7 @@ from pipedream_rt.torch_private import (
     dispatch_modes,
     function_modes,
     nnpack_enabled,
+    node_creation_hooks,
     reader_of_cublas,
     saved_tensors_hooks,
 )
@@ -280,6 +281,10 @@ def refuse_contexts() -> None:
         raise ConfigError(
             f"saved_tensors_hooks (or save_on_cpu) are on around the pipeline{where}use them "
             "inside the layers' forward"
+        )
+    if node_creation_hooks():
+        raise ConfigError(
+            f"node_creation_hook is on around the pipeline{where}use it inside the layers' forward"
         )
     modes: list[Any] = dispatch_modes()
     if count_function_modes():

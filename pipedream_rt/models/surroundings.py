@@ -19,6 +19,7 @@ from pipedream_rt.torch_private import (
     function_modes,
     in_transform,
     level_of_forward_ad,
+    node_creation_hooks,
     order_of_attention,
     parametrizations_are_cached,
     saved_tensors_hooks,
@@ -33,6 +34,7 @@ Surroundings: TypeAlias = dict[str, Any]
 _READERS: dict[str, Callable[[], Any]] = {
     "torch.inference_mode": torch.is_inference_mode_enabled,
     "saved_tensors_hooks (or save_on_cpu)": saved_tensors_hooks,
+    "torch.autograd.graph.node_creation_hook": node_creation_hooks,
     "disable_saved_tensors_hooks": saved_tensors_hooks_allowed,
     "torch.nn.attention.sdpa_kernel": lambda: (
         order_of_attention(),

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.cut import find_layers
 from pipedream_rt.models.record import record
+from pipedream_rt.models.settings import refuse_contexts
 
 X = torch.randn(3, 4)
 
@@ -51,6 +52,11 @@ REFUSED = {
     "torch.utils._python_dispatch.TorchDispatchMode": lambda: Ours(),
 }
 """A program cannot keep them."""
+
+if hasattr(torch.autograd.graph, "node_creation_hook"):  # since torch 2.14
+    REFUSED["torch.autograd.graph.node_creation_hook"] = lambda: (
+        torch.autograd.graph.node_creation_hook(lambda node: None)
+    )
 
 NO_EFFECT = {
     "torch.autograd.grad_mode.enable_grad": torch.enable_grad,
@@ -236,3 +242,14 @@ def test_layers_may_enter_what_they_like():
     model = Model(torch.enable_grad, "a layer")
     model.b = Inside()
     assert [step.name for step in recorded(model).steps] == ["a", "b", "c"]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "node_creation_hook"), reason="it came with torch 2.14"
+)
+def test_a_hook_on_new_nodes_is_refused_around_a_pipeline_too():
+    """torch tells nobody that there is one, so we count them."""
+    with torch.autograd.graph.node_creation_hook(lambda node: None):
+        with pytest.raises(ConfigError, match="node_creation_hook is on around the pipeline"):
+            refuse_contexts()
+    refuse_contexts()
