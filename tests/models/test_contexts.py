@@ -249,7 +249,9 @@ def test_layers_may_enter_what_they_like():
 )
 def test_a_hook_on_new_nodes_is_refused_around_a_pipeline_too():
     """torch tells nobody that there is one, so we count them."""
-    with torch.autograd.graph.node_creation_hook(lambda node: None):
-        with pytest.raises(ConfigError, match="node_creation_hook is on around the pipeline"):
-            refuse_contexts()
+    with (
+        torch.autograd.graph.node_creation_hook(lambda node: None),
+        pytest.raises(ConfigError, match="node_creation_hook is on around the pipeline"),
+    ):
+        refuse_contexts()
     refuse_contexts()
