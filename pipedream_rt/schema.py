@@ -198,6 +198,11 @@ def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None
             file.writelines(parts)
 
 
+def takes_output(mode: int) -> bool:
+    """Whether what has a mode of ``stat`` may be written to: no folder, no disk and no socket."""
+    return stat.S_ISREG(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+
+
 _OPEN_FILES = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
 """The folders in which the kernel shows what a process has open."""
 
@@ -239,13 +244,10 @@ def _write_through(
     Raises:
         OSError: It cannot be written, or is a disk or a socket.
     """
-    opened = _OPEN_FILES.fullmatch(str(path.parent))
-    is_file = there is not None and stat.S_ISREG(there.st_mode)
-    if there is None or not (
-        is_file or stat.S_ISCHR(there.st_mode) or stat.S_ISFIFO(there.st_mode)
-    ):
+    opened, mode = _OPEN_FILES.fullmatch(str(path.parent)), there.st_mode if there else 0
+    if not takes_output(mode):
         raise OSError(errno.EINVAL, "it is neither a file nor a pipe nor a terminal")
-    if is_file and opened is not None and int(opened[1]) == os.getpid():
+    if stat.S_ISREG(mode) and opened is not None and int(opened[1]) == os.getpid():
         fd = os.dup(int(path.name))  # another one would begin to write at the start of the file
     else:
         fd = open_to_append(path, os.O_WRONLY | os.O_APPEND)

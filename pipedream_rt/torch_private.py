@@ -71,7 +71,12 @@ def _refuse(why: str = "") -> NoReturn:
     )
 
 
-if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 9]:
+def _minor(version: str) -> list[int]:
+    """Return the first two numbers of a version."""
+    return [int(part) for part in version.split(".")[:2]]
+
+
+if _minor(torch.__version__) < _minor(OLDEST):
     _refuse()
 
 

@@ -167,7 +167,7 @@ def serve(
     """
     key = be_admitted(control, worker.name, worker.secret, call_timeout, returns)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
-    make_room(0, rpc=False)  # for the sockets with which the next line tries what this process may
+    make_room(0)  # for the sockets with which the next line tries what this process may
     try:
         control.send({"type": "ready", "processor": processor(), "obstacle": obstacle()})
         welcome = control.receive(Deadline(None))

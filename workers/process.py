@@ -41,7 +41,7 @@ from pipedream_rt.stage.turns import serve_together
 from pipedream_rt.transport.base import Sender
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connection, Connections, link_key
-from pipedream_rt.transport.room import make_room
+from pipedream_rt.transport.room import make_room, make_room_for_agent
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.rpc.fence import Mode
 from pipedream_rt.transport.sockets import SocketTransport
@@ -116,7 +116,9 @@ def host_stage(
     try:
         if name is not None and not control.is_local:
             device_there(name, number)
-        make_room(len(group.others), rpc=mode != "off")
+        make_room(len(group.others))
+        if mode != "off":
+            make_room_for_agent()
         transport = SocketTransport(group, gives=memory_is_shared())
         endpoint = (
             NoEndpoint() if mode == "off" else Endpoint(group, transport.tunnel, timeout, mode)

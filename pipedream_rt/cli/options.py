@@ -9,7 +9,7 @@ import click
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.shape import parse_slack
-from pipedream_rt.schema import is_count
+from pipedream_rt.schema import is_count, printable
 
 
 def _slack(context: click.Context, option: click.Parameter, text: str | None) -> Any:
@@ -27,7 +27,9 @@ def _replicas(context: click.Context, option: click.Parameter, text: str | None)
         return ()
     numbers = [part.strip() for part in text.split(",")]
     if not all(map(is_count, numbers)):
-        raise ConfigError(f"replicas must be integers of at least 1, not {text[:60]!r}")
+        raise ConfigError(
+            f"replicas must be integers of at least 1, not {printable(repr(text), 60)}"
+        )
     return int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
 
 

@@ -39,7 +39,7 @@ def profile(output: Path, module: bool, script: str, arguments: tuple[str, ...])
         raise ConfigError(f"the profile cannot be written to {output}: there is no such folder")
     is_file = output.is_file() or not output.exists()  # what goes to a device is not read again
     before = None
-    if is_file and output.exists():
+    if output.is_file():
         files.load(output)  # what is no profile is not overwritten
         before = output.stat().st_mtime_ns
     named = ["-m", script] if module else [script]

@@ -16,7 +16,7 @@ from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESU
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.schema import is_count
+from pipedream_rt.schema import is_count, printable
 
 
 @click.command(
@@ -146,7 +146,9 @@ def count_of(text: str | None) -> int | None:
     if text in ("auto", "cpu"):
         return len(os.sched_getaffinity(0))
     if not (is_count(text) and int(text) > 0):
-        raise click.BadParameter(f"{text[:60]!r} is no number of at least 1, nor auto")
+        raise click.BadParameter(
+            f"{printable(repr(text), 60)} is no number of at least 1, nor auto"
+        )
     return int(text)
 
 

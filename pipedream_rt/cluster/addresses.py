@@ -15,7 +15,7 @@ from typing import Any
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import is_count, printable
 
 BACKLOG = 4096
 """Connections that may wait to be taken: all workers of a large job come at once."""
@@ -28,10 +28,6 @@ _NO_PORT_LEFT = (
 
 _AGAIN_S = 0.2
 """Seconds between two attempts to get a port: the kernel tells nobody that one is free."""
-
-
-_DIGITS = 5
-"""Of a port."""
 
 
 class PortTaken(ConfigError):
@@ -54,8 +50,7 @@ def parse_address(text: str) -> tuple[str, int]:
         not colon
         or not host
         or (":" in host) is not bracketed
-        or not port.isdecimal()
-        or len(port) > _DIGITS
+        or not is_count(port)
         or not 0 <= int(port) < 65536
     ):
         raise ConfigError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
-from pipedream_rt.schema import open_file, printable
+from pipedream_rt.schema import is_count, open_file, printable
 from pipedream_rt.transport.rpc.fence import Wish
 from pipedream_rt.transport.tls import Tls
 
@@ -121,7 +121,7 @@ def count_of_environment(name: str, default: int | None = None) -> int:
         ConfigError: The variable holds no integer of at least 0.
     """
     text = os.environ.get(name, "" if default is None else str(default)).strip()
-    if not (text.isascii() and text.isdecimal()):
+    if not is_count(text):
         raise ConfigError(f"{name} must be an integer of at least 0, not {text!r}")
     return int(text)
 

@@ -25,7 +25,7 @@ from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.transport.base import Transport
-from pipedream_rt.transport.room import make_room
+from pipedream_rt.transport.room import make_room, make_room_for_agent
 from pipedream_rt.transport.rpc import fence
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, is_open, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
@@ -68,14 +68,14 @@ class ProcessCluster:
             WorkerLost: A worker died on the way.
         """
         wish = rpc_of_environment()
-        make_room(spec.crew.most, rpc=False)
+        make_room(spec.crew.most)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
         if fence.decided(wish, obstacles) != "off":
             if spec.recovers and wish == "auto" and is_open():
                 obstacles[COORDINATOR_NAME] = "taken"  # a run must not end for want of references
             else:
                 refuse_second()
-                make_room(spec.crew.most, rpc=True)
+                make_room_for_agent()
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail

@@ -22,6 +22,7 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.options import Checkpoints, Options, TraceOption
+from pipedream_rt.schema import takes_output
 
 
 def resolved(options: Options) -> Options:
@@ -180,7 +181,7 @@ def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"the {what} cannot be written to {path}: there is no such folder")
     there = path.exists()
-    if there and (path.is_block_device() or path.is_socket()):
+    if there and not takes_output(path.stat().st_mode):
         raise ConfigError(f"the {what} cannot be written to {path}: it is no file")
     # A device, or a file that is mounted by itself, is written to where it is.
     if not os.access(path.parent, os.W_OK) and not (there and os.access(path, os.W_OK)):

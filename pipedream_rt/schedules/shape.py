@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import is_count
+from pipedream_rt.schema import is_count, printable
 
 MOST_STAGES = 1 << 16
 """Stages of a model at the most, and workers of a job."""
@@ -255,6 +255,8 @@ def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
     """
     for text in texts:
         if not is_count(text.strip()):
-            raise ConfigError(f"slack must be integers of at least 0, not {text[:60]!r}")
+            raise ConfigError(
+                f"slack must be integers of at least 0, not {printable(repr(text), 60)}"
+            )
     numbers = tuple(map(int, texts))
     return numbers[0] if len(numbers) == 1 else numbers

@@ -22,6 +22,7 @@ from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, INJECTED, LOSS_CA
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.shape import parse_slack
+from pipedream_rt.schema import is_count
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
 
@@ -243,7 +244,7 @@ def changes_of(text: str) -> dict[str, Any]:
                 f"{part.strip()!r} is no change; write NAME=VALUE with one of {', '.join(known)}"
             )
         if name in _NUMBERS:
-            if not (value.isascii() and value.isdecimal()) or int(value) < 1:
+            if not is_count(value) or int(value) < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
             changes[name] = int(value)
         else:

@@ -22,24 +22,30 @@ _THREADS = 16
 """Threads that a process starts for a group at the most: those of the agent, and ours."""
 
 
-def make_room(others: int, rpc: bool = True) -> None:
+def make_room(others: int) -> None:
     """See to it that this process can join a group; raise its limit of open files if need be.
 
     Args:
         others: The number of the other members of the group.
-        rpc: Whether it joins torch RPC too.
 
     Raises:
         ConfigError: It cannot: the message has the numbers, and what to do.
     """
     _allow_descriptors(_OWN + _FOR_EACH * others)
-    if rpc:
-        if not can_reach_itself():
-            what, remedy = OBSTACLES["loopback"]
-            raise ConfigError(
-                f"{what}, which torch RPC needs: {remedy}; PIPEDREAM_RT_RPC=off does without"
-            )
-        _try_threads()
+
+
+def make_room_for_agent() -> None:
+    """See to it that this process can have torch's agent besides.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not can_reach_itself():
+        what, remedy = OBSTACLES["loopback"]
+        raise ConfigError(
+            f"{what}, which torch RPC needs: {remedy}; PIPEDREAM_RT_RPC=off does without"
+        )
+    _try_threads()
 
 
 def _allow_descriptors(needed: int) -> None:

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cluster.test_without_rights import CLI, RUN, SCRIPT, TORCHRUN, line_of
 from support import hardened
 from support.hardened import OTHER_USER, others_can_run_python
+from support.ways import CLI, RUN, SCRIPT, TORCHRUN, line_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.rights]
 

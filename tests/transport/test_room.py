@@ -109,4 +109,4 @@ def test_too_few_threads_are_told_of(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(ConfigError, match="can start 5 more threads, and 16 are needed"):
-        room.make_room(1)
+        room.make_room_for_agent()

@@ -16,6 +16,7 @@ from pipedream_rt.cluster.environment import secret_of_environment
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import is_count
 
 _PORT = 29500
 """torchrun's own default."""
@@ -88,6 +89,6 @@ def _number(environment: Mapping[str, str], name: str, asked: int | None) -> int
             f"{name} is {text!r}: a job has a fixed number of nodes here; a node that is lost is "
             "awaited, or another one in its place"
         )
-    if not (low.isascii() and low.isdecimal()):
+    if not is_count(low):
         raise ConfigError(f"{name} must be a number, not {text!r}")
     return int(low)

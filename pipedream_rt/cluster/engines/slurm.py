@@ -22,6 +22,7 @@ from pipedream_rt.cluster.environment import read_secret, secret_of_file
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.schema import is_count
 
 _FOLDER = "PIPEDREAM_RT_JOB_FOLDER"
 """The user sets it: a folder that all nodes share, for the folder of the job."""
@@ -49,7 +50,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
     numbers = {}
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         text = environment.get(name, "")
-        if not (text.isascii() and text.isdecimal()):
+        if not is_count(text):
             raise ConfigError(f"{name} must be a number in a task of Slurm, not {text!r}")
         numbers[name] = int(text)
     job, step, rank, size = numbers.values()
@@ -61,7 +62,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
     if not host:
         raise ConfigError("SLURM_STEP_NODELIST is empty in a task of Slurm")
     port = environment.get("MASTER_PORT") or str(_LOWEST_PORT + (job * 7 + step) % _PORTS)
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+    if not (is_count(port) and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT must be the number of a port, not {port!r}")
     shared = Path(environment.get(_FOLDER) or Path.home() / ".pipedream-rt")
     cluster = re.sub(r"[^\w-]", "-", environment.get("SLURM_CLUSTER_NAME", "cluster"))
