@@ -11,7 +11,9 @@ from support.oracle import assert_same
 from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip
+from pipedream_rt import Checkpoints, Clip, LossScale, Training
+from pipedream_rt import Pipeline as Plain
+from pipedream_rt.corrections import Extrapolation, WeightPrediction
 
 NORM = Clip(norm=0.05)
 SYNC = {"schedule": "async-1f1b+vertical-sync"}
@@ -83,3 +85,36 @@ def test_the_bits_are_the_same(name, tmp_path):
     assert_same(its_weights, weights)
     for number, values in state.items():
         assert_same(its_state[number], values)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "async-1f1b+vertical-sync"])
+@pytest.mark.parametrize("correction", [Extrapolation(), WeightPrediction()])
+@pytest.mark.parametrize(
+    "training",
+    [Training(clip=Clip(norm=0.1)), Training(autocast=torch.float16, loss_scale=LossScale())],
+)
+def test_what_corrections_have_made_of_older_versions_is_resumed(
+    tmp_path, schedule, correction, training
+):
+    """An update that waits for a norm is applied when the versions before it are gone."""
+    generator = torch.Generator().manual_seed(5)
+    data = [torch.randn(2, 8, 8, generator=generator).unbind() for _ in range(14)]
+
+    def pipeline(**more):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        return Plain(
+            model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {"lr": 0.02}),
+            schedule=schedule, micro_batches=4, corrections=[correction], workers="serial",
+            training=training, **more,
+        )  # fmt: skip
+
+    with pipeline(checkpoint=Checkpoints(tmp_path, every=3)) as pipe:
+        losses = [result.loss for result in pipe.train_epoch(data)]
+    folders = sorted(tmp_path.glob("step-*"))
+    assert folders
+    for folder in folders:
+        with pipeline() as pipe:
+            step = pipe.load(folder).step
+            found = {r.step: r.loss for r in pipe.train_epoch(data)}
+        assert [found[i] for i in range(step, 14)] == losses[step:]

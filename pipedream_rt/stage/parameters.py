@@ -86,6 +86,8 @@ class VersionedParameters:
     Attributes:
         ledger: The list of which micro-batch reads which version.
         allocated: Number of sets of buffers that were allocated, including the module's own.
+        looks_ahead: Whether corrections make views of every version that a step has made.
+        loaded: The newest version that was loaded without views, rather than made by a step.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class VersionedParameters:
         # What each micro-batch reads that has begun.
         self._reading: dict[int, _Version] = {}
         self.allocated = 1
+        self.looks_ahead, self.loaded = False, 0
 
     def _version_over(self, buffers: list[Tensor]) -> _Version:
         """Return a version with new leaves over the given buffers.
@@ -344,7 +347,16 @@ class VersionedParameters:
         self._recycle(self.ledger.read(micro_batch, version))
         pinned = self.ledger.pinned(micro_batch)
         read = self._versions[pinned]
-        self._reading[micro_batch] = read.views.get(update - pinned, read)
+        if self.looks_ahead and update > pinned > self.loaded:
+            # The version itself in its place would be other weights, without a word.
+            if update - pinned not in read.views:
+                raise VersionError(
+                    f"stage {self._stage}: micro-batch {micro_batch} reads weight version {pinned} "
+                    f"as corrections have made it for a staleness of {update - pinned}, which is "
+                    f"not kept; kept are those for {sorted(read.views) or 'none'}"
+                )
+            read = read.views[update - pinned]
+        self._reading[micro_batch] = read
 
     def end(self, micro_batch: int) -> int:
         """End the flight of a micro-batch; return the version that it has read."""
@@ -396,6 +408,7 @@ class VersionedParameters:
         """
         self._recycle(self.ledger.reset())
         self._recycle_views(self._versions[self.ledger.newest])
+        self.loaded = self.ledger.newest
         load()
 
     def older(self) -> dict[int, dict[str, Tensor]]:

@@ -32,13 +32,14 @@ from pipedream_rt.checkpoint import (
     write_stage,
 )
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
-from pipedream_rt.messages.keys import OF_REPLICAS
+from pipedream_rt.messages.keys import OF_REPLICAS, StepState
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.schema import printable
 from pipedream_rt.stage import snapshot
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
+from pipedream_rt.stage.rules.corrections import Corrections
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.torch_private import EXTRA_STATE
 
@@ -68,6 +69,7 @@ class _Saving:
         hidden: Copies of the buffers that the state dict leaves out, by name.
         extra: What modules give by ``get_extra_state`` that is no tensor, packed.
         versions: Copies of older versions that will be read again.
+        views: Copies of what corrections have made of these, by the keys of the state of rules.
     """
 
     folder: Path
@@ -77,6 +79,7 @@ class _Saving:
     hidden: dict[str, Tensor]
     extra: dict[str, Any]
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    views: StepState = field(default_factory=dict)
 
 
 class StageSaver:
@@ -181,7 +184,8 @@ class StageSaver:
             },
             extra=saving.extra,
             hidden=saving.hidden,
-            steps={k: self._copy(v) if isinstance(v, Tensor) else v for k, v in steps.items()},
+            steps=saving.views
+            | {k: self._copy(v) if isinstance(v, Tensor) else v for k, v in steps.items()},
             versions=saving.versions
             | {
                 version: {name: self._copy(tensor) for name, tensor in named.items()}
@@ -198,12 +202,17 @@ class StageSaver:
         stage, parameters = self._stage, self._stage.parameters
         first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
         newest: dict[str, Tensor] = dict(parameters.named)
+        corrections = stage.rule(Corrections)
         for version, named in {**parameters.older(), parameters.ledger.newest: newest}.items():
             is_whole = version <= stage.whole_version
             if first <= version < saving.step and is_whole and version not in saving.versions:
                 saving.versions[version] = {
                     name: self._copy(tensor) for name, tensor in named.items()
                 }
+                if corrections is not None:
+                    saving.views.update(
+                        (key, self._copy(view)) for key, view in corrections.views(version).items()
+                    )
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy for a file: on the host, contiguous, with a storage of its own."""
@@ -335,7 +344,10 @@ def restore_stage(
     load = snapshot.load_step_state if with_optimizer else snapshot.load_totals
     with _usable(folder):
         load(stage, state.steps, step)
-    return whole
+    # Another optimizer would have made other views, so none are taken from the checkpoint.
+    stage.parameters.loaded = floor if with_optimizer else step
+    corrections = stage.rule(Corrections)
+    return whole and (corrections is None or not corrections.lacks_views())
 
 
 def _read(folder: Path, *about: Any) -> Snapshot:

@@ -80,6 +80,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         self._before_step = self._with("before_step")
         self._after_step = self._with("after_step")
         self._corrected: list[Hyper] = []  # the options that the last step had
+        self._own.looks_ahead = bool(self._before_forward and self.names)
         self.at = ""
 
     def _with(self, hook: str) -> list[Correction]:
@@ -216,7 +217,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         Raises:
             ConfigError: There is no end of them.
         """
-        if not self._before_forward or not self.names:
+        if not self._own.looks_ahead:
             return []
         found: set[int] = set()
         k = self._plan.per_update
@@ -268,10 +269,26 @@ class Corrections(UpdateRule, MicroBatchRule):
             for name, values in correction.state.items():
                 for key, value in values.items():
                     found[Key(_PART, name, ("state", number, key))] = value
-        for place, named in self._own.views().items():
-            for name, tensor in named.items():
-                found[Key(_PART, name, ("view", *place))] = tensor
-        return found
+        return found | self.views()
+
+    def views(self, of: int | None = None) -> StepState:
+        """Return the views of a version, or of all versions that are kept."""
+        return {
+            Key(_PART, name, ("view", version, staleness)): tensor
+            for (version, staleness), named in self._own.views().items()
+            if of is None or version == of
+            for name, tensor in named.items()
+        }
+
+    def lacks_views(self) -> bool:
+        """Whether a view is missing, after a restore, that a micro-batch to come reads."""
+        there = self._own.views()
+        return any(
+            (version, staleness) not in there
+            for version in self._own.ledger.kept
+            if version > self._own.loaded
+            for staleness in self._distances(version)
+        )
 
     def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
         """Refuse what a correction remembers if it would be something else after a resume.
