@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         VersionError,
         WorkerLost,
     )
+    from pipedream_rt.job.cutting import Along, Whole
     from pipedream_rt.job.options import Checkpoints, Layout, Observe, Recovery, Training
     from pipedream_rt.models.layer_spec import LayerSpec
     from pipedream_rt.models.pretrained import without_values
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "Along",
     "CheckpointError",
     "Checkpoints",
     "Clip",
@@ -93,6 +95,7 @@ __all__ = [
     "TransportError",
     "UnknownOption",
     "VersionError",
+    "Whole",
     "WorkerLost",
     "check",
     "measure_codec",
@@ -105,6 +108,7 @@ __all__ = [
 
 _HOMES = {
     "Action": "pipedream_rt.schedules",
+    "Along": "pipedream_rt.job.cutting",
     "Checkpoints": "pipedream_rt.job.options",
     "Clip": "pipedream_rt.stage.rules.clipping",
     "Costs": "pipedream_rt.simulation",
@@ -130,6 +134,7 @@ _HOMES = {
     "StepResult": "pipedream_rt.coordinator.results",
     "Trace": "pipedream_rt.observe.trace",
     "Training": "pipedream_rt.job.options",
+    "Whole": "pipedream_rt.job.cutting",
     "check": "pipedream_rt.schedules",
     "measure_codec": "pipedream_rt.planning.link_costs",
     "measure_links": "pipedream_rt.planning.link_costs",

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import Batch, cut_batch
+from pipedream_rt.job.batches import Batch
+from pipedream_rt.job.cutting import (
+    Lists,
+    cut_batch,
+    is_cut_elsewhere,
+    micro_batch_sizes,
+    samples_of,
+    unmarked,
+)
 from pipedream_rt.job.forwards import TOTAL, Fed, Forwards
-from pipedream_rt.job.weighing import Weighing, has_ignored, samples_of, shares_of
+from pipedream_rt.job.weighing import Samples, Weighing, has_ignored, shares_of
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.messages.tree import Structure, flat_copy, micro_batch_sizes
+from pipedream_rt.messages.tree import Structure, flat_copy, flatten
 
 
 class Part(NamedTuple):
@@ -58,7 +66,8 @@ class CutBatch(NamedTuple):
         sizes = [part.samples for part in list(self.filled.values())[:count]]
         rest = sum(part.samples for part in self.filled.values()) - sum(sizes)
         whole = cut_batch(self.batch, [sum(sizes), rest])[0]
-        return [(whole, sum(sizes)), *zip(cut_batch(whole, sizes), sizes, strict=True)]
+        parts = cut_batch(self.batch, [*sizes, rest])[:-1]
+        return [(whole, sum(sizes)), *zip(parts, sizes, strict=True)]
 
 
 class Cutter:
@@ -68,15 +77,25 @@ class Cutter:
         forwards: What the forwards of the model do.
         weighing: What micro-batches weigh.
         per_update: The number of micro-batches of a mini-batch.
+        pairs: Whether no micro-batch may have a single sample; see `micro_batch_sizes`.
     """
 
-    def __init__(self, forwards: Forwards, weighing: Weighing, per_update: int) -> None:
-        """Remember them."""
+    def __init__(
+        self, forwards: Forwards, weighing: Weighing, per_update: int, pairs: bool = False
+    ) -> None:
+        self._pairs, self._lists = pairs, Lists()
         self._forwards = forwards
         self._weighing = weighing
         self._per_update = per_update
 
-    def part(self, batch: Batch, mode: Mode, training: bool | None, samples: int = 1) -> Part:
+    def part(
+        self,
+        batch: Batch,
+        mode: Mode,
+        training: bool | None,
+        samples: int = 1,
+        clear: Samples | None = None,
+    ) -> Part:
         """Flatten a copy of a micro-batch: the caller may change its tensors afterwards.
 
         Args:
@@ -84,14 +103,19 @@ class Cutter:
             mode: What the stages do with it.
             training: The mode that modules were set to; None for the one that they came with.
             samples: The number of its samples.
+            clear: Refuses what cannot be weighed by samples; None for a part of a mini-batch.
 
         Raises:
             ConfigError: Its forward cannot be recorded, or it cannot be weighed.
         """
+        given, batch = batch, unmarked(batch)
         fed = self._forwards.fed(batch, mode, training)
         if not mode.has_target:
             return Part(fed, flat_copy(None))
-        weight = self._weighing.of(batch, samples, fed.labels)
+        weight = self._weighing.counted(batch, fed.labels)
+        if weight is None and clear is not None:
+            clear.require_clear(given)
+        weight = samples if weight is None else weight
         return Part(fed, flat_copy(batch.target), samples, weight)
 
     def cut(self, batch: Batch, training: bool | None) -> CutBatch:
@@ -108,13 +132,16 @@ class Cutter:
         if samples == 0:
             raise ConfigError("a mini-batch without samples cannot be trained on")
         if samples is None and k > 1:
+            flatten(tuple(unmarked(batch)))  # which tells of what cannot be sent at all
             raise ConfigError(
                 "the mini-batch has no tensor with a dimension, so it cannot be cut into "
-                f"{k} micro-batches; give tensors of (samples, ...), or micro_batches=1"
+                f"{k} micro-batches; give tensors of (samples, ...), mark a list by Along(list), "
+                "or give micro_batches=1"
             )
         if k == 1 or samples is None:
             return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
-        sizes = micro_batch_sizes(samples, k)
+        self._lists.refuse_unclear(batch, samples)
+        sizes = micro_batch_sizes(samples, k, pairs=self._pairs)
         parts = self._parts(batch, sizes, training)
         weights = [part.weight if part else 0 for part in parts]
         if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
@@ -150,7 +177,7 @@ class LossChecks:
 
     def takes(self, cut: CutBatch) -> bool:
         """Whether a mini-batch is to be compared; call it once for each, in order."""
-        if len(cut.filled) < 2:
+        if len(cut.filled) < 2 or is_cut_elsewhere(cut.batch):
             return False
         is_ignored = self._looks_for_ignored and any(
             has_ignored((*part.x.tensors, *part.y[1])) for part in cut.filled.values()

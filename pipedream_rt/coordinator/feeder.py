@@ -22,8 +22,9 @@ from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Batch, Prepare, batch_of, example_of, require_loader
+from pipedream_rt.job.cutting import samples_of
 from pipedream_rt.job.forwards import Cache, Fed, Forwards
-from pipedream_rt.job.weighing import WeighedMean, Weighing, samples_of
+from pipedream_rt.job.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.models.settings import (
@@ -67,6 +68,7 @@ class Feeder:
         has_loss: Whether the last stage computes a loss.
         settings: The settings of torch that the workers have.
         weighing: What micro-batches weigh in their mini-batch.
+        pairs: Whether no micro-batch may have a single sample; see `micro_batch_sizes`.
         check_loss: In how many of the first mini-batches the loss of the whole is compared with
             those of the micro-batches.
         recorder: Where the coordinator writes its spans; None for no trace.
@@ -96,6 +98,7 @@ class Feeder:
         has_loss: bool,
         settings: Settings,
         weighing: Weighing,
+        pairs: bool,
         check_loss: int,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
@@ -119,7 +122,7 @@ class Feeder:
         self._checks = LossChecks(check_loss)
         self._recorder = recorder
         self._per_update = self._group.plan.per_update
-        self._cutter = Cutter(forwards, weighing, self._per_update)
+        self._cutter = Cutter(forwards, weighing, self._per_update, pairs)
         self.credits = credits
         self.optimizer: DistributedOptimizer | None = None
         self.step = self.passes = 0
@@ -365,7 +368,11 @@ class Feeder:
         mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
         means = [WeighedMean() for _ in names]
         batches = (batch_of(item, prepare) for item in loader)
-        parts = (self._part(each, mode, samples_of(each) or 1) for each in batches)
+        clear, training = Samples(), self._group.training
+        parts = (
+            self._cutter.part(each, mode, training, samples_of(each) or 1, clear)
+            for each in batches
+        )
         number = next(self.numbers)
         with (
             self._buffers_of(number) as stays,

@@ -39,6 +39,7 @@ from numpy import random as numpy_random
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.devices.randomness import set_states_there, states_there
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.batches import begun
 from pipedream_rt.messages.wire import elements_of
 
 _log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class Loading:
         # A loader that loads the state of the end of an epoch would begin the next epoch.
         length = len(loader) if stateful and isinstance(loader, Sized) else None
         ended = place is not None and length is not None and place["drawn"] >= length
-        self._items = iter(()) if ended else iter(loader)
+        self._items = iter(()) if ended else begun(loader)
         self._drawn = 0
         self._first: str | None = None if place is None else place.get("first")
         self._before: Generators = self._start

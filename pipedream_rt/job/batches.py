@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.tree import split
 from pipedream_rt.stage.seeds import kept_generator_state
 
 Prepare: TypeAlias = Callable[[Any], Any]
@@ -80,21 +81,6 @@ def require_loader(loader: Any, what: str) -> None:
         )
 
 
-def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Cut a mini-batch into micro-batches.
-
-    Args:
-        batch: The mini-batch.
-        sizes: The number of samples in each.
-
-    Raises:
-        ConfigError: It cannot be cut.
-    """
-    inputs, targets = split((batch.args, batch.kwargs), sizes), split(batch.target, sizes)
-    pairs = zip(inputs, targets, strict=True)
-    return [Batch(args, kwargs, target) for (args, kwargs), target in pairs]
-
-
 def example_of(example: Any) -> Batch:
     """Return the mini-batch of the argument ``example`` of `Pipeline`.
 
@@ -113,7 +99,11 @@ def example_of(example: Any) -> Batch:
     return batch_of(example)
 
 
-def _first_of(loader: Iterable[Any]) -> Any:
+_LOOKED_AT: WeakKeyDictionary[DataLoader[Any], Iterator[Any]] = WeakKeyDictionary()
+"""Iterations over streams of which the first item was taken as an example, and comes back first."""
+
+
+def _first_of(loader: DataLoader[Any]) -> Any:
     """Return the first item of a loader, which gives the same items afterwards.
 
     Raises:
@@ -126,10 +116,24 @@ def _first_of(loader: Iterable[Any]) -> Any:
     ]
     states = [generator.get_state() for generator in generators]
     with kept_generator_state():
+        items = iter(loader)
         try:
-            for item in loader:
+            for item in items:
+                # Rows of a stream may come once: nobody can tell, so this iteration goes on later.
+                if isinstance(loader.dataset, IterableDataset):
+                    _LOOKED_AT[loader] = chain([item], items)
                 return item
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
     raise ConfigError("the loader given as example yields nothing")
+
+
+def begun(loader: Any) -> Iterator[Any]:
+    """Begin to iterate over a loader, with the item that was taken as an example from a stream."""
+    looked = _LOOKED_AT.pop(loader, None) if isinstance(loader, DataLoader) else None
+    if looked is None:
+        return iter(loader)
+    # The seed that torch draws when an iteration over a DataLoader begins.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    return looked

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pipedream_rt.corrections import Correction
-from pipedream_rt.messages.tree import micro_batch_sizes
+from pipedream_rt.job.cutting import micro_batch_sizes
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.torch_private import BatchNorm

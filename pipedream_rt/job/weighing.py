@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Batch
-from pipedream_rt.messages.tree import batch_size
+from pipedream_rt.job.cutting import samples_in, samples_of
 from pipedream_rt.models.counted import CROSS_ENTROPIES, IGNORED, is_mean
 
 Weigh: TypeAlias = Callable[..., Any]
@@ -55,12 +55,11 @@ class Weighing:
         self._counted = _counted_by(loss_fn)
         self.is_given = weigh is not None
 
-    def of(self, batch: Batch, samples: int, labels: int | None) -> float:
-        """Return what a micro-batch, or a mini-batch, weighs.
+    def counted(self, batch: Batch, labels: int | None) -> float | None:
+        """Return what a micro-batch, or a mini-batch, weighs; None if it is the samples.
 
         Args:
             batch: It.
-            samples: The number of its samples.
             labels: The number of labels that the model's own loss counts; None if not known.
 
         Raises:
@@ -68,9 +67,8 @@ class Weighing:
         """
         if self._weigh is None:
             if labels is None and self._counted is not None:
-                counted = self._counted(batch.target)
-                return samples if counted is None else counted
-            return samples if labels is None else labels
+                return self._counted(batch.target)
+            return labels
         try:
             found = self._weigh(*parts_of(batch))
             weight = float(found.item() if isinstance(found, Tensor) else found)
@@ -133,9 +131,33 @@ def shares_of(weights: Sequence[float], samples: Sequence[int]) -> list[float]:
     return [each / total for each in weights] if total else shares_of(samples, samples)
 
 
-def samples_of(batch: Batch) -> int | None:
-    """Return the number of samples of a mini-batch; None if no tensor tells."""
-    return batch_size((batch.args, batch.kwargs))
+class Samples:
+    """Refuses to weigh mini-batches by samples where it is not clear what counts them.
+
+    Time may come first in an input, or the nodes of several graphs. That matters where mini-batches
+    do not have the same sizes: the inputs and the targets must then say the same.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[int, int] | None = None
+
+    def require_clear(self, batch: Batch) -> None:
+        """Look at one more mini-batch, with its marks.
+
+        Raises:
+            ConfigError: By its target it weighs something else than by its inputs.
+        """
+        x, y = samples_of(batch), samples_in(batch.target)
+        if x is None or y is None:
+            return
+        self._first = first = self._first or (x, y)
+        if x * first[1] != y * first[0]:
+            raise ConfigError(
+                f"the first dimension of the inputs is {first[0]} in the first mini-batch and {x} "
+                f"in this one, that of the targets {first[1]} and {y}, so it is not clear what "
+                "each weighs in the mean. Say it by Training(weigh=lambda x, y: len(y)), or mark "
+                "the input in the loader, pipedream_rt.Along(x, dim=1) where time comes first"
+            )
 
 
 class WeighedMean:

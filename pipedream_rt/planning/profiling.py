@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import Batch, cut_batch, example_of
+from pipedream_rt.job.batches import Batch, example_of
+from pipedream_rt.job.cutting import cut_batch, micro_batch_sizes, samples_of
 from pipedream_rt.job.forwards import RecordedForwards
 from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.messages.tree import batch_size, flat_copy, micro_batch_sizes
+from pipedream_rt.messages.tree import flat_copy
 from pipedream_rt.models import find_layers
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.program import (
@@ -191,7 +192,7 @@ def profile_and_end(
 
 def first_micro_batch(batch: Batch, count: int) -> Batch:
     """Return the first of so many micro-batches of a mini-batch."""
-    samples = batch_size((batch.args, batch.kwargs))
+    samples = samples_of(batch)
     if count == 1 or not samples:
         return batch
     return cut_batch(batch, micro_batch_sizes(samples, count))[0]

@@ -12,11 +12,8 @@ from support.models import Pair
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import (
-    batch_size,
     flatten,
-    micro_batch_sizes,
     own,
-    split,
     unflatten,
 )
 
@@ -153,30 +150,3 @@ def test_own_copies_when_told_to():
     tensor = torch.ones(3)
     assert own(tensor).data_ptr() == tensor.data_ptr()
     assert own(tensor, copy=True).data_ptr() != tensor.data_ptr()
-
-
-@given(st.integers(1, 200), st.integers(1, 20))
-def test_micro_batches_are_cut_as_torch_chunks_are(samples, k):
-    sizes = micro_batch_sizes(samples, k)
-    chunks = [len(c) for c in torch.zeros(samples).chunk(k)]
-    assert sizes == chunks + [0] * (k - len(chunks))
-
-
-def test_split_cuts_tensors_and_repeats_the_rest():
-    value = {"x": torch.arange(5), "scale": torch.tensor(2.0), "name": "n"}
-    first, second, empty = split(value, [3, 2, 0])
-    assert first["x"].tolist() == [0, 1, 2]
-    assert second["x"].tolist() == [3, 4]
-    assert second["scale"].item() == 2.0
-    assert len(empty["x"]) == 0
-    assert empty["name"] == "n"
-
-
-def test_tensors_that_disagree_about_the_samples_are_refused():
-    with pytest.raises(ConfigError, match="tensor 1 of the mini-batch has 4 samples where 5"):
-        split((torch.zeros(5), torch.zeros(4)), [3, 2])
-
-
-def test_batch_size():
-    assert batch_size(("a", torch.tensor(1.0), torch.zeros(3, 2))) == 3
-    assert batch_size("a") is None
