@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -124,16 +125,6 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-_OF_PYTHON = {
-    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-}  # fmt: skip
-"""The dtypes of which Python knows how to look at the bytes, which is several times as fast."""
-
-_MOST_DIMENSIONS = 64
-"""Dimensions that NumPy knows."""
-
-
 class Place(NamedTuple):
     """A tensor whose bytes have not come yet.
 
@@ -168,15 +159,13 @@ def described(tensor: Tensor) -> list[Any]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor from its first element to its last, which stays its own."""
-    plain = tensor.dtype in _OF_PYTHON and tensor.dim() <= _MOST_DIMENSIONS
-    if plain and tensor.is_contiguous() and tensor.numel():
-        return tensor.numpy().data.cast("B")
     size = _span(tensor.shape, tensor.stride()) * tensor.element_size()
-    start = tensor.storage_offset() * tensor.element_size()
-    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        tensor.untyped_storage(), start, (size,), (1,)
-    )
-    return raw.numpy().data
+    # Not by numpy(), after which torch refuses to resize the storage: a layer may want to.
+    if not size:
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.owner = tensor  # the memory lives as long as somebody looks at it
+    return memoryview(memory).cast("B")
 
 
 def elements_of(tensor: Tensor) -> memoryview:
@@ -185,8 +174,7 @@ def elements_of(tensor: Tensor) -> memoryview:
     Raises:
         RuntimeError: It is sparse, or nested.
     """
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def place_for(description: Sequence[Any]) -> Place:

@@ -66,6 +66,7 @@ class StageSpec:
             in ``layers``. They differ for a weight that an earlier stage uses under another name.
         numbers: The place of each of them among the parameters of the unsplit model, by its name
             there.
+        norm_dtype: The dtype of the norm of all gradients of the model.
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
@@ -94,6 +95,7 @@ class StageSpec:
     rules: tuple[RuleOption, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    norm_dtype: torch.dtype = torch.float32
     compile: dict[str, Any] | None = None
     recompute: bool = False
     trace_spans: int = 0
@@ -133,6 +135,12 @@ class StageSpec:
             self.layers._modules[name] = layer
         if self.pretrained is not None:
             self.pretrained.fill(self.layers)
+        for buffer in self.layers.buffers():
+            # It came over memory that torch cannot resize, and a layer may resize its buffers.
+            if buffer.layout is torch.strided and not buffer.untyped_storage().resizable():
+                same = buffer.clone()
+                if same.stride() == buffer.stride():
+                    buffer.data = same
         device.place(self.layers)
         if self.compile is not None:
             for name in self.plan.layers[self.stage]:
