@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable
 from importlib import import_module
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -180,6 +181,18 @@ find_non_finite_and_unscale: Callable[[list[Tensor], Tensor, Tensor], None] = ne
     "torch._amp_foreach_non_finite_check_and_unscale_"
 )
 
+_grouped: Any = optional("torch.utils._foreach_utils._group_tensors_by_device_and_dtype", None)
+
+
+def order_of_dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    """Return the dtypes of tensors on the host in the order in which a norm over them takes them.
+
+    Without torch's own function it is that of their first appearance.
+    """
+    found = [t.dtype for t in tensors] if _grouped is None else [d for _, d in _grouped([tensors])]
+    return list(dict.fromkeys(found))
+
+
 make_subclass: Callable[[type[Tensor], Tensor, bool], Any] = needed("torch.Tensor._make_subclass")
 
 is_profiled: Callable[[], bool] = optional("torch.autograd._profiler_enabled", lambda: True)
@@ -214,6 +227,35 @@ RecomputationEnds: type[Exception] = optional(
 
 
 # -- modules and optimizers ----------------------------------------------------------------------
+
+CustomOpDef: Any = optional("torch._library.custom_ops.CustomOpDef", ())
+"""The class of what ``torch.library.custom_op`` makes. Without it such an operator is not pickled,
+which is refused by name."""
+
+OPERATORS: dict[str, Any] = optional("torch._library.custom_ops.OPDEFS", {})
+"""Those of this process, by name; without it one that is there already is defined once more."""
+
+
+def parts_of_operator(operator: Any) -> tuple[Any, ...]:
+    """Take an operator of the user's apart that ``torch.library.custom_op`` has made.
+
+    Raises:
+        PicklingError: It has parts that are not known here.
+    """
+    known = {"_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn"}
+    others = [
+        name
+        for name, value in vars(operator).items()
+        if name.endswith(("_fn", "_fns")) and name not in known and value
+        if not (name == "_backend_fns" and {*value} == {None})
+    ]
+    if others:
+        raise PicklingError(
+            f"the operator {operator._qualname} has {others[0].strip('_')} of its own; define it "
+            "in a module that the workers can import too"
+        )
+    return (operator._qualname, operator._schema, *(getattr(operator, n) for n in sorted(known)))
+
 
 BatchNorm: type[nn.Module] = needed("torch.nn.modules.batchnorm._BatchNorm")
 NormWithBuffers: type[nn.Module] = needed("torch.nn.modules.batchnorm._NormBase")

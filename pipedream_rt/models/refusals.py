@@ -24,6 +24,13 @@ def refuse_unfit_layers(layers: Layers) -> None:
         ConfigError: The message names the layer and says what to do.
     """
     for name, layer in layers.items():
+        for module in layer.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+                raise ConfigError(
+                    f"{name or 'the model'} is wrapped in {type(module).__name__}, which has ways "
+                    "of its own to split mini-batches or to reduce gradients: give model.module; "
+                    "Layout(replicas=...) is data parallelism beside the pipeline"
+                )
         for key, tensor in tensors_of(layer, name):
             if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):
                 raise ConfigError(

@@ -7,10 +7,14 @@ come by a module in a tuple or in a closure, or by a hook that looks at another 
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 import cloudpickle
@@ -20,7 +24,14 @@ from torch.nn.utils import parametrize
 
 from pipedream_rt.messages.wire import bytes_of, sendable
 from pipedream_rt.models.tensors import is_away
-from pipedream_rt.torch_private import add_computed_property, make_parametrized_class
+from pipedream_rt.torch_private import (
+    OPERATORS,
+    CustomOpDef,
+    add_computed_property,
+    make_parametrized_class,
+    make_subclass,
+    parts_of_operator,
+)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
@@ -60,6 +71,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if type(value) is Tensor and _is_plain(value):
             memory = pickle.PickleBuffer(bytes_of(value))
             return _tensor_over, (memory, value.dtype, tuple(value.shape), value.stride())
+        if isinstance(value, nn.Parameter) and type(value) is not nn.Parameter:
+            # torch would make a plain Parameter of it, and an optimizer may go by the class.
+            return _parameter, (type(value), value.data, value.requires_grad, vars(value))
+        if isinstance(value, CustomOpDef):
+            return _own_operator, parts_of_operator(value)
+        if isinstance(value, _OPERATORS):
+            return _operator, (str(value),)
+        if isinstance(value, ModuleType) and type(value) is not ModuleType:
+            # As torch.ops and its namespaces, which are modules of classes of their own.
+            return _module_named, (value.__name__,)
         if isinstance(value, tuple) and hasattr(type(value), "_make"):
             # A named tuple, whose own constructor may look at tensors, where a program has numbers.
             return _named_tuple, (type(value), tuple(value))
@@ -74,6 +95,45 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
                 (_set_state),
             )
         return super().reducer_override(value)
+
+
+def _parameter(cls: Any, data: Tensor, requires_grad: bool, state: dict[str, Any]) -> Tensor:
+    """Return a parameter of a class of the user's."""
+    made: Tensor = make_subclass(cls, data, requires_grad)
+    vars(made).update(state)
+    return made
+
+
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
+
+
+def _operator(name: str) -> Any:
+    """Return an operator by its name in ``torch.ops``."""
+    return functools.reduce(getattr, name.split("."), torch.ops)
+
+
+def _module_named(name: str) -> Any:
+    """Return a module that can be imported, or what is reached as an attribute of one."""
+    if name in sys.modules:
+        return sys.modules[name]
+    parent, _, last = name.rpartition(".")
+    return getattr(_module_named(parent), last) if parent else import_module(name)
+
+
+def _own_operator(
+    name: str, schema: str, fake: Any, backward: Any, function: Any, setup: Any
+) -> Any:
+    """Return the operator of a name; define it if this process has none."""
+    if name in OPERATORS:
+        return OPERATORS[name]
+    # What it changes in place stands in its schema: "(Tensor(a0!) x, Tensor y) -> Tensor".
+    changed = re.findall(r"!\)\S* (\w+)", schema)
+    made = torch.library.custom_op(name, function, mutates_args=changed, schema=schema)
+    if fake is not None:
+        made.register_fake(fake)
+    if backward is not None:
+        made.register_autograd(backward, setup_context=setup)
+    return made
 
 
 Take: TypeAlias = Callable[[pickle.PickleBuffer], None]

@@ -65,12 +65,18 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
     return layers
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody has hooks on the calls of a module, or on its backward."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
+
+
 def _refuse_more_than_a_sequence(model: nn.Module) -> None:
     """Refuse a model that has more than its layers, which would be lost when it is cut."""
     lost = []
     if model._parameters or model._buffers:
         lost.append("parameters or buffers")
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+    if has_hooks(model):
         lost.append("hooks")
     if lost:
         raise ConfigError(

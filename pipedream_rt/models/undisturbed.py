@@ -17,6 +17,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.split import has_hooks
 
 OURS = (
     str(Path(__file__).resolve().parent.parent),
@@ -90,8 +91,7 @@ def refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> N
                 "give the model as it was before, and Training(compile=True), with which each "
                 "worker compiles its layers"
             )
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if id(module) not in inside and (any(hooks) or module._backward_pre_hooks):
+        if id(module) not in inside and has_hooks(module):
             raise ConfigError(
                 f"{name or 'the model'} has hooks, and it is taken apart into layers, so that no "
                 f"stage calls it; put them on one of the layers, such as {next(iter(layers), name)}"
