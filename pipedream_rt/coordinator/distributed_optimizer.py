@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,8 +130,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
             prototype.defaults,
         )
         self._injecting = False
+        self._is_read = True
         self.given = self.groups()
         self.begin_anew()
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """No state is kept here; it is on the stages.
+
+        Raises:
+            ConfigError: Always, but for torch's own methods.
+        """
+        if vars(self).get("_is_read"):
+            raise ConfigError(
+                "the state of pipe.optimizer is on the stages, so there is none to read or to set "
+                "here; pipe.optimizer.state_dict()['state'] gathers it, by the number of the "
+                "parameter, and load_state_dict() sets it"
+            )
+        return self._nothing
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        """Keep what torch's constructor sets."""
+        self._nothing = state
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Let torch's own methods, the body, read that there is no state."""
+        before, self._is_read = self._is_read, False
+        try:
+            yield
+        finally:
+            self._is_read = before
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -285,7 +317,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         link = self._linked()
         state = link.pipeline.gather_optimizer_state()
-        packed: dict[str, Any] = super().state_dict()
+        with self._reading():
+            packed: dict[str, Any] = super().state_dict()
         for number, group in enumerate(packed["param_groups"]):
             own = {k: v for k, v in state.items() if k.part == GROUP and k.path[0] == number}
             first = min((key.name for key in own), default="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class References:
             **kwargs,
         )
         optimizer.attributes = attributes
+        optimizer.defaults = copy.deepcopy(attributes.get("defaults", optimizer.defaults))
         return optimizer
 
     def use(self, optimizer: DistributedOptimizer) -> None:

@@ -147,6 +147,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         pretrained=pretrained,
         autocast=training.autocast,
         rules=rule_options(training, corrections, codecs),
+        norm_dtype=model.norm_dtype,
         codecs=codecs.of_graph,
         compile=compiling(training.compile, model.modules.values()),
         trace_spans=SPANS_KEPT if options.observe.trace else 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -96,6 +97,12 @@ class UnsplitModel:
         """The parameters of the model and of the loss, by all of their names."""
         of_loss = self._loss.named_parameters(prefix=LOSS_LAYER) if self._loss is not None else ()
         return dict(self.whole.named_parameters(remove_duplicate=False)) | dict(of_loss)
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """The dtype of the norm of all gradients, to which those of other dtypes are promoted."""
+        dtypes = {p.dtype.to_real() for p in self.parameters.values() if p.requires_grad}
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def modes(self, layers: Iterable[nn.Module]) -> Modes:
         """Return which modules do not follow the mode of the model, where it sets its own.

@@ -99,9 +99,8 @@ class Flight:
         return [outgoing(structure, tensors) for structure, tensors in flat]
 
     def end_in(self, loss: Tensor) -> None:
-        """Note that the backward begins at the loss, if it depends on a weight or an input."""
-        if loss.requires_grad:
-            self.outputs, self.unit = [[get_gradient_edge(loss)]], torch.ones_like(loss)
+        """Note that the backward begins at the loss."""
+        self.outputs, self.unit = [[get_gradient_edge(loss)]], torch.ones_like(loss)
 
     def begin(self, gradients: Sequence[Gradients]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return where a backward begins, and the gradients there.

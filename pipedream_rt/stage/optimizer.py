@@ -458,11 +458,14 @@ def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:
 
 @functools.cache
 def _attributes_of_every_optimizer() -> frozenset[str]:
-    """Return the names of the attributes that torch gives to an optimizer of any class."""
+    """Return the names of the attributes that torch gives to an optimizer of any class.
+
+    But for ``defaults``, which an object has of its own, and schedulers and steps read.
+    """
     some = torch.optim.SGD([nn.Parameter(torch.empty(1, device="meta"))])
     return frozenset(
         {
-            *vars(some),
+            *(vars(some).keys() - {"defaults"}),
             "_step_supports_amp_scaling",
             "_need_device_dtype_check_for_fused",
             "_opt_called",  # which learning-rate schedulers set

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -193,20 +193,29 @@ class Runner:
         """
         if not self._recomputes:
             return self.run(program, values, number)
-        buffers = self.buffers.copies()
+        again = _Again(self.buffers, self.buffers.copies())
 
         def run(*given: Any) -> list[Any]:
             # Copies, since a step may change its input in place, which the second time needs too.
             copies = map(_copy_of, given)
             return self.run(program, dict(zip(values, copies, strict=True)), number)
 
-        made: list[Any] = checkpoint(
-            run,
-            *values.values(),
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self.buffers.put_back_for_a_while(buffers)),
-        )
+        try:
+            made: list[Any] = checkpoint(
+                run,
+                *values.values(),
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (nullcontext(), again),
+            )
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ConfigError(
+                "torch.func (grad, vjp, jacrev, hessian) cannot be used in a layer whose "
+                "activations are computed again: torch keeps what such a transform saves by itself "
+                "alone. Leave its stage out: Training(recompute=[...]) takes a list of stages"
+            ) from error
         return made
 
     def casting(self) -> Any:
@@ -245,6 +254,29 @@ class Runner:
         if carries := self.programs[program].carries:
             self.caches[number] = {name: cloudpickle.loads(data) for name, data in carries.items()}
         return self.caches[number]
+
+
+class _Again(AbstractContextManager[None]):
+    """The context of a forward that is computed again: buffers are as they were before it.
+
+    It can be entered more than once, and within itself: a layer that calls ``torch.autograd.grad``
+    has its forward computed again while the forward runs, and once more in the backward.
+
+    Args:
+        buffers: The buffers.
+        copies: Copies of them as they were before the forward.
+    """
+
+    def __init__(self, buffers: ForwardBuffers, copies: dict[str, Tensor]) -> None:
+        self._buffers, self._copies = buffers, copies
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._buffers.put_back_for_a_while(self._copies))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _copy_of(value: Any) -> Any:

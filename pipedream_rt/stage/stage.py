@@ -96,6 +96,9 @@ class Stage:
         self._first = FirstMicroBatch(self.module)
         self.optimizer: StageOptimizer | None = None
         self.steps = 0
+        # Two stages that draw random numbers in a backward, or a step, must not draw the same.
+        innermost = (name for name, each in self.module.named_modules() if not each._modules)
+        self._backward_name = f"backward of {next(innermost, '')}"
         self.ended = self.plan.next_own(self.address, 0)
         self._in_flight: dict[int, Flight] = {}
         # Of the pending update: its hyper-parameters, and the versions that were read.
@@ -109,6 +112,7 @@ class Stage:
             address=self.address,
             weights=self.weights,
             numbers=spec.numbers,
+            norm_dtype=spec.norm_dtype,
         )
         self.rules = tuple(rules_of(spec.rules, context))
         self._takers = {kind: rule for rule in self.rules for kind in rule.channels}
@@ -211,6 +215,14 @@ class Stage:
         if not share:  # as of labels that are all ignored, whose mean loss is NaN
             return runner.device.number(loss)
         reported = runner.device.number(loss, partial(self._check_finite, micro_batch))
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"stage {self.index}: the loss of micro-batch {micro_batch} depends on no weight "
+                "that is trained, so backward() would raise in plain PyTorch, and here no weight "
+                "would ever change. Is it detached, made of argmax or item, computed under no_grad "
+                "or by a reentrant checkpoint whose inputs need no gradient, or are all weights "
+                "before it frozen?"
+            )
         weighted = loss * share if share != 1.0 else loss
         for change in self._losses:
             weighted = change(micro_batch // self.plan.per_update, weighted)
@@ -262,7 +274,7 @@ class Stage:
             self.weights.accumulating(micro_batch, self._adjust(micro_batch)),
             self._first.backward(micro_batch),
         ):
-            self.runner.seed(micro_batch, "backward")
+            self.runner.seed(micro_batch, self._backward_name)
             if outputs:
                 # What torch.autograd.backward calls, which looks before at what is so by itself: a
                 # fifth of the time of a small backward.
@@ -294,7 +306,7 @@ class Stage:
             if outputs:
                 leaves = self.weights.leaves(micro_batch)
                 flight.split = SplitBackward(outputs, given, flight.entrances, leaves)
-                self.runner.seed(micro_batch, "backward")
+                self.runner.seed(micro_batch, self._backward_name)
                 flight.split.first_half()
         flight.outputs = []
         return flight.found()
@@ -312,7 +324,7 @@ class Stage:
         """
         flight = self._flight_of(micro_batch)
         with self.weights.accumulating(micro_batch, self._adjust(micro_batch)):
-            self.runner.seed(micro_batch, "backward")
+            self.runner.seed(micro_batch, self._backward_name)
             if flight.split is not None:
                 flight.split.second_half()
 
@@ -424,7 +436,7 @@ class Stage:
         made = self._updates.popleft()
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
-        self.runner.seed(update, "step")
+        self.runner.seed(update, f"step of {next(iter(self.optimizer.steps), '')}")
         with self.parameters.making(made.gradients, self.weights.next_read(update)):
             for change in self._changes:
                 change(made)

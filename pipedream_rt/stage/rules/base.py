@@ -67,6 +67,7 @@ class Context:
         address: The address of the replica.
         weights: The weights of the stage.
         numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
+        norm_dtype: The dtype of the norm of all gradients of the model.
         totals: The rule that makes the norm of all gradients (`totals.py`), if a rule needs it.
     """
 
@@ -75,6 +76,7 @@ class Context:
     address: Address
     weights: Weights
     numbers: Mapping[str, int]
+    norm_dtype: torch.dtype = torch.float32
     totals: Rule | None = None
 
     @property

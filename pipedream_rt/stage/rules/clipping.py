@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
-from pipedream_rt.stage.rules.totals import Norms, Totals
+from pipedream_rt.stage.rules.totals import Norms, Totals, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,7 @@ class Clipping(UpdateRule):
         """Let the totals be made of the norms of this stage, if they are needed."""
         self._clip = clip
         self._named, self._numbers = context.named, context.numbers
+        self._norm_dtype = context.norm_dtype
         self._totals: Totals | None = None
         # Where an update cannot wait for its own total, it takes one of some updates before.
         self._delay = context.plan.delay if context.plan.norms == "delayed" else 0
@@ -83,9 +84,11 @@ class Clipping(UpdateRule):
             self._totals.measured_by(self._measure, clip.norm_type)
 
     def _measure(self, update: Update) -> Norms:
-        """Return the norm of each gradient, by the place of its parameter in the model."""
+        """Return the norm of each gradient."""
         return {
-            self._numbers[name]: torch.linalg.vector_norm(gradient, self._clip.norm_type)
+            place(self._numbers[name], gradient): torch.linalg.vector_norm(
+                gradient, self._clip.norm_type
+            )
             for name, gradient in zip(self._named, update.gradients, strict=True)
             if gradient is not None
         }
@@ -106,7 +109,5 @@ class Clipping(UpdateRule):
                 [p.grad for p in found if p.grad is not None], self._clip.norm_type, foreach=False
             )
         else:
-            assert found[0].grad is not None
-            where = known.device if isinstance(known, Tensor) else "cpu"
-            total = torch.as_tensor(known, dtype=found[0].grad.real.dtype, device=where)
+            total = torch.as_tensor(known, dtype=self._norm_dtype)
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)

@@ -26,14 +26,42 @@ from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
+from pipedream_rt.torch_private import order_of_dtypes
 
 Norms: TypeAlias = dict[int, Tensor]
-"""Norms of gradients, by the places of their parameters in the model."""
+"""Norms of gradients, by `place`."""
 
 NOT_FINITE = -1
 """The place of the number that is not zero if a gradient is not finite."""
 
 _KEY = Key("totals", path=("totals",))
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128
+)  # fmt: skip
+
+
+def place(number: int, gradient: Tensor) -> int:
+    """Return under which number the norm of a gradient goes to other stages.
+
+    It tells the place of the parameter in the model and the dtype, by which torch's
+    ``get_total_norm`` puts norms in groups before it makes the total of them.
+    """
+    kind = _DTYPES.index(gradient.dtype) if gradient.dtype in _DTYPES else len(_DTYPES)
+    return number * _KINDS + kind
+
+
+_KINDS = len(_DTYPES) + 1
+
+
+def _in_groups(places: list[int]) -> list[int]:
+    """Return places in the order in which torch adds up what stands there: dtype by dtype."""
+    kinds = dict.fromkeys(each % _KINDS for each in places)
+    if len(kinds) > 1 and len(_DTYPES) not in kinds:
+        # Torch groups by a hash map, whose order nobody states, so it is asked.
+        stand_ins = [torch.empty(0, dtype=_DTYPES[each % _KINDS]) for each in places]
+        kinds = dict.fromkeys(map(_DTYPES.index, order_of_dtypes(stand_ins)))
+    return [each for kind in kinds for each in places if each % _KINDS == kind]
 
 
 class Totals(UpdateRule):
@@ -92,7 +120,7 @@ class Totals(UpdateRule):
 
     def _total(self, norms: Norms) -> float | Tensor:
         """Return the total of all norms; on a device it stays there, if nobody has to know it."""
-        ordered = [norms[number] for number in sorted(norms) if number != NOT_FINITE]
+        ordered = [norms[each] for each in _in_groups(sorted(norms.keys() - {NOT_FINITE}))]
         if NOT_FINITE in norms and norms[NOT_FINITE].item():
             return math.inf
         if not ordered:
