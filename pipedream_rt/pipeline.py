@@ -879,6 +879,13 @@ class Pipeline:
                     self._telling.finish(self.statistics(), trace)
                 if isinstance(path, Path) and trace is not None:
                     trace.save(path)
+                if self.seen and not self._run_state.is_read:
+                    _log.warning(
+                        "the pipeline ends, and nobody has read what it has trained: the model in "
+                        "the script is as it was at the start. Before the end, call "
+                        "model.load_state_dict(pipe.state_dict()), pipe.save(folder), or "
+                        "pipe.module(), which returns a copy"
+                    )
         finally:
             life.close()
 

@@ -4,7 +4,10 @@ Each test trains a small model in a plain loop and on a pipeline, and compares t
 that the pipeline says what it cannot do, before anything is lost.
 """
 
+import collections
 import copy
+import itertools
+import random
 import subprocess
 import sys
 
@@ -19,7 +22,7 @@ from torch.ao.quantization import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Clip, ConfigError, Pipeline, StageFailed, Training
+from pipedream_rt import Clip, ConfigError, LayerSpec, Layout, Pipeline, StageFailed, Training
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 
@@ -416,3 +419,438 @@ def test_buffers_may_be_resized(workers, kind, whole):
 def test_a_wrapped_model_is_refused(wrap):
     with pytest.raises(ConfigError, match=r"wrapped in DataParallel.*give model\.module"):
         piped(wrap(nn.Sequential(*layers(nn.Linear, nn.Linear))))
+
+
+def test_an_unusual_way_out_of_a_layer_is_named():
+    """As hooks of transformers do it for output_hidden_states."""
+
+    class Collecting(nn.Linear):
+        def forward(self, x):
+            made = super().forward(x)
+            self.seen.append(made.relu())
+            return made
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = layers(Collecting, nn.Linear)
+
+        def forward(self, x):
+            self.one.seen = seen = []
+            return self.two(self.one(x)) + sum(seen)
+
+    with pytest.raises(ConfigError, match=r"layer 'one' has made .* output_hidden_states"):
+        piped(Whole())
+
+
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class ReadsCount(nn.Module):
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+        self.one, self.two = layers(Counting, nn.Linear)
+
+    def forward(self, x):
+        if self.after:
+            return self.two(self.one(x)) * self.one.calls
+        return self.one(x * self.one.calls)
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_an_attribute_that_a_layer_changes_cannot_be_recorded(after):
+    with pytest.raises(ConfigError, match=r"attribute 'calls' of layer 'one', which the layer"):
+        piped(ReadsCount(after), stages=1)
+
+
+def test_a_layer_may_count_for_itself():
+    class Warming(Counting):
+        def forward(self, x):
+            return super().forward(x) * min(1.0, self.calls / 3)
+
+    model = nn.Sequential(*layers(Warming, nn.Linear))
+    assert_same(piped(model), plain(model))
+
+
+class Numbered(nn.Linear):
+    made = 0
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        Numbered.made += 1
+        self.number = Numbered.made
+
+
+def drawn():
+    layer = nn.Linear(8, 8)
+    layer.scale = random.random()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda: Numbered(8, 8), "given 'number' the value"),
+        (drawn, "draws random numbers of Python"),
+    ],
+)
+def test_factories_that_count_or_draw_are_refused(factory, words):
+    with pytest.raises(ConfigError, match=f"the factory of layer 0 .*{words}"):
+        piped([LayerSpec(factory), LayerSpec(nn.Linear, 8, 8)])
+
+
+# -- what the script changes while it trains ----------------------------------------------------
+
+
+class Penalty:
+    beta = 1.0
+
+    def __init__(self, kind):
+        self.kind, self.cell, self.steps = kind, {"beta": 1.0}, [1.0]
+
+    def __call__(self, output, target):
+        beta = {
+            "attribute": self.beta, "dict": self.cell["beta"], "list": self.steps[0]
+        }[self.kind]  # fmt: skip
+        return F.mse_loss(output, target) + beta * output.pow(2).mean()
+
+    def anneal(self, value):
+        self.beta = self.cell["beta"] = self.steps[0] = value
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def annealed(model, loss, change, run):
+    """Losses of a run in which the script changes something after each result."""
+    found = []
+    for number, value in enumerate(run(model, loss)):
+        found.append(value)
+        change(model, loss, 1 / (number + 2))
+    return found
+
+
+def plain_losses(model, loss):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        yield value.item()
+
+
+def set_scale(model, loss, value):
+    model[1].scale = value
+
+
+def set_dropout(model, loss, value):
+    model[2].p = value / 4
+
+
+CHANGES = {
+    "an attribute of the loss": ("attribute", lambda m, loss, v: loss.anneal(v)),
+    "an entry of a dict": ("dict", lambda m, loss, v: loss.anneal(v)),
+    "an entry of a list": ("list", lambda m, loss, v: loss.anneal(v)),
+    "an attribute of a layer": ("attribute", set_scale),
+}
+
+
+def sequence():
+    one, two, three = layers(nn.Linear, Scaled, nn.Linear)
+    return nn.Sequential(one, two, nn.Dropout(0.5), three)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["serial", "local"])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_the_script_changes_reaches_the_stages(workers, name, recompute):
+    kind, change = CHANGES[name]
+
+    def pipeline_losses(model, loss):
+        with Pipeline(
+            model, stages=2, loss_fn=loss, optimizer=SGD, schedule="1f1b", micro_batches=1,
+            workers=workers, training=Training(recompute=recompute), layout=Layout(credits=1),
+        ) as pipe:  # fmt: skip
+            yield from (result.loss for result in pipe.train_epoch(batches(6)))
+
+    model = sequence()
+    model[2].p = 0.0
+    expected = annealed(copy.deepcopy(model), Penalty(kind), change, plain_losses)
+    assert annealed(model, Penalty(kind), change, pipeline_losses) == expected
+
+
+@pytest.mark.parametrize("schedule", ["async-1f1b", "async-1f1b+vertical-sync", "1f1b", "2bw"])
+def test_a_change_travels_with_the_micro_batch_whatever_is_in_flight(schedule):
+    """In any schedule the same as a loss to which the value comes as a target."""
+
+    def pipeline_losses(model, loss, data):
+        with Pipeline(
+            model, stages=3, loss_fn=loss, optimizer=SGD, schedule=schedule, micro_batches=4,
+            corrections=(), workers="serial",
+        ) as pipe:  # fmt: skip
+            for number, (x, y) in enumerate(batches(8)):
+                if data is None:
+                    loss.anneal(1 / (number + 2))
+                    pipe.submit(x, y)
+                else:
+                    pipe.submit(x, (y, torch.tensor(1 / (number + 2), dtype=torch.float64)))
+            return pipe.state_dict()
+
+    def told(output, target):
+        return F.mse_loss(output, target[0]) + target[1].item() * output.pow(2).mean()
+
+    one = pipeline_losses(sequence(), Penalty("attribute"), None)
+    other = pipeline_losses(sequence(), told, "told")
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_dropout_can_be_annealed_and_evaluated_with():
+    model = sequence()
+    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial") as pipe:
+        list(pipe.train_epoch(batches(2)))
+        before = pipe.evaluate(batches(2))
+        set_scale(model, None, 5.0)
+        assert pipe.evaluate(batches(2)) != before
+        set_scale(model, None, 1.0)
+        assert pipe.evaluate(batches(2)) == before
+
+
+def refused(change, words, model=None, loss=None, **options):
+    model = sequence() if model is None else model
+    loss = Penalty("attribute") if loss is None else loss
+    with Pipeline(
+        model, stages=2, loss_fn=loss, optimizer=SGD, workers="serial", example=batches(1)[0],
+        **options,
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(batches(2)))
+        change(model, loss)
+        with pytest.raises(ConfigError, match=words):
+            list(pipe.train_epoch(batches(2)))
+
+
+class Between(nn.Module):
+    """Reads an attribute between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.notes = 1.0, 0
+        self.one, self.two = layers(Scaled, Scaled)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)) * self.alpha)
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("beta", torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) * self.beta
+
+
+def test_what_cannot_travel_is_refused_by_name():
+    refused(lambda m, loss: setattr(loss, "cell", [1]), "changed 'cell' of loss_fn")
+    refused(lambda m, loss: loss.steps.append(2.0) or loss.cell.update(a=torch.ones(1)), "'a' of")
+    refused(lambda m, loss: setattr(m, "alpha", 0.5), "'alpha' of the model.*recorded", Between())
+    refused(lambda m, loss: loss.beta.fill_(2), r"the buffer '.loss..beta'", loss=Buffered())
+    refused(lambda m, loss: m[0].requires_grad_(False), "requires_grad of '0.weight'")
+    refused(
+        lambda m, loss: setattr(Scaled, "scale", 1.0 + Scaled.scale),
+        "'scale' of the class Scaled",
+    )
+
+
+def test_what_nobody_reads_may_change():
+    model, loss = Between(), Penalty("attribute")
+    with Pipeline(
+        model, stages=2, loss_fn=loss, optimizer=SGD, workers="serial", example=batches(1)[0]
+    ) as pipe:
+        list(pipe.train_epoch(batches(2)))
+        model.notes, model.best, model.one.owner = 5, [1], object()
+        model.load_state_dict(pipe.state_dict())
+        model.eval()
+        model(batches(1)[0][0])
+        model.train()
+        assert len(list(pipe.train_epoch(batches(2)))) == 2
+
+
+# -- objects that several stages have ------------------------------------------------------------
+
+
+class Writes(nn.Linear):
+    def __init__(self, shared):
+        super().__init__(8, 8)
+        self.shared = shared
+
+    def forward(self, x):
+        made = super().forward(x)
+        match self.shared:
+            case dict():
+                self.shared["skip"] = made.detach()
+            case torch.Generator():
+                made = made + torch.rand(8, generator=self.shared)
+            case torch.Tensor():
+                self.shared.add_(1)
+            case random.Random():
+                made = made * self.shared.random()
+            case itertools.count():
+                made = made * next(self.shared)
+            case list() | collections.deque():
+                self.shared.append(1)
+            case _:
+                self.shared.value += 1
+        return made
+
+
+class Box:
+    value = 0
+
+
+SHARED = [
+    dict, lambda: torch.Generator().manual_seed(1), lambda: torch.zeros(()),
+    lambda: random.Random(1), lambda: itertools.count(1), list, lambda: collections.deque(), Box,
+]  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["serial", "local"])
+@pytest.mark.parametrize("make", SHARED)
+def test_what_stages_share_may_not_change(make, workers):
+    shared = make()
+    model = nn.Sequential(Writes(shared), nn.Linear(8, 8), Writes(shared))
+    with pytest.raises(StageFailed, match=r"has changed .* of which other stages have copies"):
+        piped(model, workers=workers)
+    alone = nn.Sequential(nn.Linear(8, 8), Writes(make()))
+    assert_same(piped(alone, workers="serial"), plain(alone))
+
+
+def test_a_hook_may_not_count_for_two_stages():
+    seen = []
+
+    def hook(module, inputs, output):
+        seen.append(0)
+        return output * (1 + len(seen) % 3)
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    for layer in model:
+        layer.register_forward_hook(hook)
+    with pytest.raises(StageFailed, match=r"has changed 0 of 'seen', in .*hook of a hook"):
+        piped(model)
+
+
+def test_constants_may_be_shared():
+    shared = {"scale": 2.0, "names": ["a"], "table": torch.ones(8)}
+
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * self.config["scale"] + self.config["table"]
+
+    model = nn.Sequential(*layers(Reads, nn.Linear, Reads))
+    model[0].config = model[2].config = shared
+    assert_same(piped(model), plain(model))
+
+
+# -- what is collected for the script -----------------------------------------------------------
+
+
+def test_what_is_collected_for_the_script_is_refused():
+    seen, total = [], 0
+
+    def collect(module, inputs, output):
+        seen.append(output.detach())
+
+    def count(output, target):
+        nonlocal total
+        total += len(target)
+        return F.mse_loss(output, target)
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    with pytest.raises(ConfigError, match=r"'total', in .*count of loss_fn, is only added to"):
+        piped(model, count)
+    model[0].register_forward_hook(collect)
+    with pytest.raises(ConfigError, match=r"'seen', in .*collect of a hook of layer 0"):
+        piped(model)
+
+
+class Accuracy:
+    def __init__(self):
+        self.seen, self.outputs = 0, []
+
+    def __call__(self, output, target):
+        self.seen += len(target)
+        return 0.5
+
+
+def test_a_metric_that_collects_is_refused():
+    model, outputs = nn.Sequential(*layers(nn.Linear, nn.Linear)), []
+
+    def keep(output, target):
+        outputs.append(output)
+        return 0.5
+
+    with Pipeline(model, stages=2, loss_fn=F.mse_loss, workers="serial") as pipe:
+        for metric, words in ((Accuracy(), "'seen' of the metric"), (keep, "'outputs'")):
+            with pytest.raises(ConfigError, match=f'"it" must return .*it changes .*{words}'):
+                pipe.evaluate(batches(2), metrics={"it": metric})
+
+
+# -- wrapped and unfinished ---------------------------------------------------------------------
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers(nn.Linear, nn.Linear)
+
+    def forward(self, x, labels=None):
+        made = self.two(torch.tanh(self.one(x)))
+        if labels is None:
+            return {"logits": made}
+        return {"loss": F.cross_entropy(made, labels), "logits": made}
+
+
+def test_a_finished_model_that_computes_its_loss_is_evaluated_alone():
+    model = OwnLoss().eval()
+    data = [{"x": x, "labels": torch.arange(8)} for x, _ in batches(2)]
+    data[1]["labels"][:5] = -100
+    whole = {name: torch.cat([each[name] for each in data]) for name in data[0]}
+    with Pipeline(model, stages=2, example=data[0], workers="serial") as pipe:
+        assert pipe.evaluate(data) == pytest.approx(model(**whole)["loss"].item())
+        assert torch.equal(pipe(data[0]["x"])["logits"], model(data[0]["x"])["logits"])
+    with (
+        Pipeline(model, stages=2, example={"x": data[0]["x"]}, workers="serial") as pipe,
+        pytest.raises(ConfigError, match="example=, a mini-batch with the labels"),
+    ):
+        pipe.evaluate(data)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        None, lambda pipe, folder: pipe.state_dict(), lambda pipe, folder: pipe.module(),
+        lambda pipe, folder: pipe.save(folder),
+    ],
+)  # fmt: skip
+def test_a_run_whose_weights_nobody_reads_says_so(read, caplog, tmp_path):
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial") as pipe:
+        list(pipe.train_epoch(batches(2)))
+        if read is not None:
+            read(pipe, tmp_path)
+    assert ("nobody has read what it has trained" in caplog.text) == (read is None)

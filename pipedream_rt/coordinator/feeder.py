@@ -25,7 +25,7 @@ from pipedream_rt.job.batches import Batch, Prepare, batch_of, example_of, requi
 from pipedream_rt.job.cutting import samples_of
 from pipedream_rt.job.forwards import Cache, Fed, Forwards
 from pipedream_rt.job.weighing import Samples, WeighedMean, Weighing
-from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
+from pipedream_rt.messages.message import CommandName, Given, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.models.settings import (
     Settings,
@@ -74,6 +74,7 @@ class Feeder:
         recorder: Where the coordinator writes its spans; None for no trace.
         fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
             no fingerprints.
+        given: Returns the values that the script has changed since the start.
         refuse: Called before every injection, to refuse what would not reach the stages.
         first: Called with the first mini-batch, before it is fed.
         watch: Functions that are called with every result, in order.
@@ -103,6 +104,7 @@ class Feeder:
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] = lambda: None,
+        given: Callable[[], list[Given]] = list,
         first: Callable[[Batch], object] = lambda batch: None,
         watch: Sequence[Callable[[StepResult], object]] = (),
         injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
@@ -112,7 +114,7 @@ class Feeder:
         self._injected = injected
         self._watch = watch
         self._fingerprint_every = fingerprint_every
-        self._refuse = refuse
+        self._refuse, self._given = refuse, given
         self._settings = settings
         self.forwards = forwards
         self._lease = lease
@@ -147,6 +149,7 @@ class Feeder:
         refuse_no_grad()
         self._refuse_what_stays_here()
         self._refuse()
+        given = self._given()
         if not self.step:
             self._first(batch)
         cut = self._cutter.cut(batch, self._group.training)
@@ -164,7 +167,9 @@ class Feeder:
                 start = time.monotonic_ns()
                 marks = wants_mark and i == len(parts) - 1
                 target = _WHOLE._replace(share=shares[i], compared=compared.get(i, ()))
-                self._feed(Mode.TRAIN, number, part, target, hyper=hyper, fingerprint=marks)
+                self._feed(
+                    Mode.TRAIN, number, part, target, hyper=hyper, given=given, fingerprint=marks
+                )
                 self._record(INJECTED, number, NOBODY, start, start)
             optimizer.count_step()
             self.step += 1
@@ -234,6 +239,7 @@ class Feeder:
         of_target: _OfTarget = _WHOLE,
         *,
         hyper: list[Hyper] | None = None,
+        given: list[Given] | None = None,
         fingerprint: bool = False,
         version: int = 0,
         cache: int = 0,
@@ -245,6 +251,7 @@ class Feeder:
             number: Number of the micro-batch, counted by itself for training and for other modes.
             part: The micro-batch; None for an empty one.
             of_target: What goes with its target.
+            given: The values that the script has changed; None for those of now.
             hyper: Hyper-parameters of its update, by parameter group; None unless it is trained on.
             fingerprint: Whether each stage adds a fingerprint.
             version: Number of the kept version that is read; 0 for the newest weights.
@@ -264,6 +271,7 @@ class Feeder:
             cache=cache,
             fingerprint=fingerprint,
             hyper=hyper,
+            given=self._given() if given is None else given,
             structure=structure,
         )
         if not mode.has_target:
@@ -361,7 +369,10 @@ class Feeder:
         """Return the mean loss and metrics over a loader; see `Pipeline.evaluate`."""
         self._group.life.check()
         if not self._has_loss:
-            raise ConfigError("evaluate needs loss_fn; give it to Pipeline")
+            raise ConfigError(
+                "evaluate needs a loss: give Pipeline loss_fn; or, for a model that computes its "
+                "loss itself, example=, a mini-batch with the labels"
+            )
         require_loader(loader, "evaluate")
         target = _OfTarget(metrics=packed_metrics(metrics or {}))
         names = ["loss", *(metrics or {})]

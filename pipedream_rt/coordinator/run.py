@@ -195,6 +195,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
         refuse=job.given.refuse_changes,
+        given=job.script_values.now,
         first=_first(job),
         watch=watch,
         injected=None if telling is None else telling.injected,

@@ -64,6 +64,7 @@ class RunState:
 
     Attributes:
         resumed: The manifest of the checkpoint from which the run goes on; None if from none.
+        is_read: Whether somebody has asked for weights, or saved them.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RunState:
         self._attached: dict[str, Any] = {}
         self._with_groups = True  # whether a checkpoint's hyper-parameters are taken
         self.resumed: Manifest | None = None
+        self.is_read = checkpointer.folder is not None
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class RunState:
     def _gathered(self, version: int = 0) -> dict[str, Any]:
         """Flush, and return the state dicts of all stages as one, with that of the loss."""
         self._feeder.flush()
+        self.is_read = True
         found: dict[str, Any] = {}
         for part in self._group.of_stages(self._group.command(CommandName.STATE, version)):
             found.update(part)
@@ -125,7 +128,7 @@ class RunState:
 
     def save(self, folder: Path | None, keep: int | None, extra: Any) -> Path:
         """Flush, and write a checkpoint; see `Pipeline.save`."""
-        root = folder or self._checkpointer.folder
+        root, self.is_read = folder or self._checkpointer.folder, True
         if root is None:
             raise ConfigError("save needs a folder, here or as checkpoint of the pipeline")
         self._feeder.flush()

@@ -99,6 +99,7 @@ class Forwards(Protocol):
         takes_total: Whether its forward has an argument ``num_items_in_batch``: what the whole
             mini-batch weighs.
         dtype: The coarsest dtype in which it computes.
+        layers: The modules that stay whole, by name, of a model that is taken apart.
         definitions: The pickled programs that were made since the start, by their numbers.
         first_defined: The number of the first of these.
     """
@@ -107,6 +108,7 @@ class Forwards(Protocol):
     is_sequence: bool
     takes_total: bool
     dtype: torch.dtype
+    layers: dict[str, nn.Module]
     definitions: list[bytes]
     first_defined: int
 
@@ -157,6 +159,7 @@ class SequenceForwards:
         is_sequence: Always True.
         takes_total: Always False.
         dtype: Always float32, as nobody asks.
+        layers: Always empty.
         definitions: Always empty.
         first_defined: 1, for there is one program.
     """
@@ -165,6 +168,7 @@ class SequenceForwards:
     is_sequence: bool = True
     takes_total: bool = False
     dtype: torch.dtype = torch.float32
+    layers: dict[str, nn.Module] = field(default_factory=dict)
     definitions: list[bytes] = field(default_factory=list)
     first_defined: int = 1
 
@@ -214,6 +218,7 @@ class RecordedForwards:
         is_sequence: Always False.
         takes_total: See `Forwards`.
         dtype: See `Forwards`.
+        layers: See `Forwards`.
         homes: The stage of each layer that was called so far, by name.
         cuts: The programs so far, cut into stages.
         definitions: The pickled programs that were made since the start.
@@ -233,7 +238,7 @@ class RecordedForwards:
         """Record nothing yet."""
         self._model = model
         self._modes = modes
-        self._layers = layers
+        self.layers = layers
         self.own_loss = own_loss
         self.takes_total = TOTAL in inspect.signature(model.forward).parameters
         self._autocast = autocast
@@ -289,7 +294,7 @@ class RecordedForwards:
         """
         program = record(
             self._model,
-            self._layers,
+            self.layers,
             batch.args,
             {**self._given, **batch.kwargs},
             training=False if mode in _EVAL else training,

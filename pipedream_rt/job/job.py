@@ -28,6 +28,7 @@ from pipedream_rt.job.given_optimizer import (
 from pipedream_rt.job.notices import LeftOut, about_plan
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
+from pipedream_rt.job.script_values import ScriptValues
 from pipedream_rt.job.specs import pickled_specs
 from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
@@ -60,6 +61,7 @@ class Job:
         optimizer: Its parts; None without one.
         brought: The state that it already has, by name of its parameter.
         names: The names of the trainable parameters, stage by stage.
+        script_values: What the script may change while it trains.
         changes_modes: Whether a layer does something when its mode is set.
         settings: The settings of torch that the workers have.
         notices: What is said at the start.
@@ -79,6 +81,7 @@ class Job:
     optimizer: Parts | None
     brought: Mapping[str, dict[str, Any]]
     names: Sequence[str]
+    script_values: ScriptValues
     changes_modes: bool
     settings: Settings
     notices: Sequence[str]
@@ -120,6 +123,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     loss_fn = own_loss if own else options.loss_fn
     forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=training.autocast)
     split = split_model(model, options.stages, options.example, forward)
+    if split.forwards.own_loss:  # which an example has shown, where nothing is trained
+        loss_fn = own_loss
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
     devices = devices_of(options.devices, plan, parts, starts_here)
@@ -156,7 +161,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         devices=devices,
         settings=settings,
     )
-    specs = pickled_specs(
+    specs, holders = pickled_specs(
         model,
         parts,
         common,
@@ -169,6 +174,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         micro_batches=options.micro_batches is None, corrections=options.corrections is None
     )
     trains = loss_fn is not None and optimizer is not None
+    fixed = [(type(each).__name__, each) for each in (*corrections, *codecs.of_graph.values())]
     return Job(
         options=options,
         model=model,
@@ -184,6 +190,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         optimizer=optimizer,
         brought=state_by_name(options.optimizer, model.names),
         names=parameter_names(model, parts),
+        script_values=ScriptValues(model, split.forwards.layers, holders, fixed),
         changes_modes=any(map(changes_modes, parts)),
         settings=settings,
         notices=about_plan(plan, corrections, left_out) if trains else [],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.script_values import holders_of
 from pipedream_rt.job.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.models import (
     alias,
@@ -22,6 +23,7 @@ from pipedream_rt.models import (
     why_unpicklable,
 )
 from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.holders import Holder
 from pipedream_rt.models.settings import refuse_global_hooks
 from pipedream_rt.models.shipping import Range
 from pipedream_rt.models.tensors import gradient_hooks
@@ -41,7 +43,7 @@ def pickled_specs(
     recompute: Collection[int],
     programs: Sequence[tuple[StageProgram, ...]],
     compared: bool,
-) -> list[tuple[Tensor, ...]]:
+) -> tuple[list[tuple[Tensor, ...]], list[dict[int, Holder]]]:
     """Pickle the `StageSpec` of every stage.
 
     Args:
@@ -55,7 +57,7 @@ def pickled_specs(
 
     Returns:
         For each stage a tensor of bytes, and one for the memory of each of its tensors. They share
-        nothing with the model.
+        nothing with the model. And by stage, what holds values of the script's, by number.
 
     Raises:
         ConfigError: A layer or the loss function does not pickle, or takes a weight of another
@@ -63,7 +65,7 @@ def pickled_specs(
     """
     refuse_global_hooks()
     shared, owners, weights = shared_buffers(parts), _owners(parts), _weights(model)
-    pickled = []
+    made: list[tuple[StageSpec, list[tuple[str, object]]]] = []
     for stage, part in enumerate(parts):
         loss = loss_fn if stage in common.plan.exits else None
         named = {name: module_named(part, name) for name in common.plan.layers[stage]}
@@ -85,18 +87,54 @@ def pickled_specs(
         )
         if compared:
             spec = dataclasses.replace(spec, code=spec.own_code())
-        pieces = list(_pieces(spec, layers, loss))
-        try:
-            buffers: list[pickle.PickleBuffer] = []
-            data, tensors = dumps(spec, buffers.append)
-        except Exception as error:  # a foreign class may raise anything when pickled
-            raise ConfigError(_unpicklable(pieces, error)) from error
+        made.append((spec, list(_pieces(spec, layers, loss))))
+    roots = [_roots(spec, pieces) for spec, pieces in made]
+    found, numbers = [holders_of(each, model, compared).found for each in roots], dict[Any, int]()
+    for of_stage in found:
+        for each in of_stage:
+            numbers.setdefault(each, len(numbers))
+    pickled, holders = [], []
+    for stage, ((spec, pieces), of_stage) in enumerate(zip(made, found, strict=True)):
+        along: set[int] = set()
+        _dumped(spec, pieces, along=along)
+        # What an object leaves out when it is pickled, as a connection, stays here.
+        mine = {numbers[each]: h for each, h in of_stage.items() if id(h.value) in along}
+        others = {
+            numbers[each] for s, each_of in enumerate(found) if s != stage for each in each_of
+        }
+        spec = dataclasses.replace(
+            spec, holders=mine, shared_holders=tuple(sorted(mine.keys() & others))
+        )
+        buffers: list[pickle.PickleBuffer] = []
+        data, tensors = _dumped(spec, pieces, buffers.append)
         if foreign(tensors, owners, stage):
             raise ConfigError(_takes_along(pieces, owners, stage))
         if alias(tensors, weights):
             raise ConfigError(_lies_over(pieces, weights))
         pickled.append(tuple(_copied(each) for each in (data, *(b.raw() for b in buffers))))
-    return pickled
+        holders.append(mine)
+    return pickled, holders
+
+
+def _dumped(
+    spec: StageSpec, pieces: Sequence[tuple[str, object]], *how: Any, **more: Any
+) -> tuple[bytes, dict[int, Range]]:
+    """Pickle a specification.
+
+    Raises:
+        ConfigError: A piece of it does not pickle.
+    """
+    try:
+        return dumps(spec, *how, **more)
+    except Exception as error:  # a foreign class may raise anything when pickled
+        raise ConfigError(_unpicklable(pieces, error)) from error
+
+
+def _roots(spec: StageSpec, pieces: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Return the objects of the user's whose values the script may change, or stages share."""
+    of_rules = {id(thing) for rule in spec.rules for thing in rule.things()}
+    codecs = {id(codec) for codec in spec.codecs.values()}
+    return [(what, each) for what, each in pieces if id(each) not in of_rules | codecs]
 
 
 def _pieces(

@@ -31,6 +31,7 @@ from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.record import refuse_changing
 from pipedream_rt.models.undisturbed import MANUAL
+from pipedream_rt.stage.spec import has_own_loss
 
 Stages: TypeAlias = int | Sequence[int | str]
 """The number of stages; or the first layer of every stage but the first, by index or by name."""
@@ -119,6 +120,8 @@ def _split_whole(
     modes = [Mode.TRAIN, Mode.EVALUATE] if options.trains else [Mode.INFER]
     programs = [forwards.record(batch, mode) for mode in modes]
     refuse_changing(programs[0], forwards.record(batch, modes[0]))
+    if not options.trains:  # a finished model may be evaluated, if it computes a loss
+        forwards.own_loss = has_own_loss(programs[0].output)
     firsts = _first_layers(stages, programs[0], layers, model.whole)
     forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)
     return Split(

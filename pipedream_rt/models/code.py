@@ -66,7 +66,7 @@ def code_of(things: Iterable[object], *, built: bool = False) -> Code:
                 modules |= {each.__module__, *_modules_in(each.__globals__)}
                 continue
             for cls in (each if isinstance(each, type) else type(each)).__mro__:
-                if not _is_by_name(cls):  # it travels, and what it reads is found there by name
+                if not is_by_name(cls):  # it travels, and what it reads is found there by name
                     own = (v.__globals__ for v in vars(cls).values() if type(v) is FunctionType)
                     modules.update(*map(_modules_in, own))
                 elif f"{cls.__module__}.{cls.__qualname__}" not in found:
@@ -101,7 +101,7 @@ def refuse_other_code(here: Code, sent: Code) -> None:
 
 def _methods(cls: type, built: bool) -> Code:
     """Return where the methods of a class were written, and that it was looked at."""
-    name, installed = f"{cls.__module__}.{cls.__qualname__}", _is_installed(cls.__module__)
+    name, installed = f"{cls.__module__}.{cls.__qualname__}", is_installed(cls.__module__)
     # torch puts a step into each class of optimizers when one is made, so bases count as well.
     inherited = {key: getattr_static(cls, key, None) for key in _COMPUTE}
     named = {**inherited, **({} if installed else vars(cls))}
@@ -118,7 +118,7 @@ def _functions(module: ModuleType, built: bool) -> Code:
         if issubclass(type(value), type) and value.__module__ == name:
             found |= _methods(value, built)
     path = getattr(module, "__file__", None)
-    if path and not _is_installed(name):
+    if path and not is_installed(name):
         found[f"the file of {name}"] = _digest(path)
     return found
 
@@ -169,7 +169,7 @@ def _with_imported(names: Iterable[str]) -> Iterator[str]:
         if name in seen or name == "__main__":
             continue
         seen.add(name)
-        if name not in _ALWAYS and _is_installed(name):
+        if name not in _ALWAYS and is_installed(name):
             continue
         yield name
         left += _modules_in(vars(sys.modules[name]))
@@ -183,24 +183,24 @@ def _modules_in(namespace: Mapping[str, Any]) -> set[str]:
         is_code = issubclass(type(value), type) or type(value) is FunctionType
         if is_code or type(value) is ModuleType:
             module = value.__module__ if is_code else value.__name__
-            if module in sys.modules and not _is_installed(module):
+            if module in sys.modules and not is_installed(module):
                 found.add(module)
     return found
 
 
 @functools.cache
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module is an installed one, or Python's or ours, rather than the user's own."""
     if module.partition(".")[0] in ("pipedream_rt", *sys.stdlib_module_names):
         return True
     return str(getattr(sys.modules.get(module), "__file__", "") or "").startswith(_INSTALLED)
 
 
-def _is_by_name(thing: type) -> bool:
-    """Whether a class is pickled by its name; else its code travels with it."""
+def is_by_name(thing: Any) -> bool:
+    """Whether a class or function is pickled by its name; else its code travels with it."""
     module = thing.__module__
     by_value = cloudpickle.list_registry_pickle_by_value()
-    if module in ("__main__", "builtins") or any(
+    if module in ("__main__", "__mp_main__", "builtins") or any(
         f"{module}.".startswith(f"{each}.") for each in by_value
     ):
         return False

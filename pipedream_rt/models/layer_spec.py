@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -91,13 +94,15 @@ class Blueprint:
         """Build all layers on the meta device, where they have shapes and no values, and tie them.
 
         Raises:
-            ConfigError: A factory fails, or a tied parameter is not there.
+            ConfigError: A factory fails, or makes another layer in each call, or a tied parameter
+                is not there.
         """
         layers: dict[str, nn.Module] = {}
         for name, spec in self.specs.items():
             try:
-                with torch.device("meta"):
-                    layers[name] = spec.build()
+                with torch.device("meta"), _drawing_nothing(name):
+                    layers[name], again = spec.build(), spec.build()
+                _refuse_other_attributes(name, layers[name], again)
             except ConfigError:
                 raise
             except Exception as error:  # a factory may raise anything
@@ -141,6 +146,41 @@ class Blueprint:
             if name not in built:
                 dropped()
         return built
+
+
+@contextmanager
+def _drawing_nothing(name: str) -> Iterator[None]:
+    """Refuse that a factory, the body, draws random numbers that no worker would draw.
+
+    Raises:
+        ConfigError: It does.
+    """
+    before = random.getstate(), str(np.random.get_state())
+    yield
+    if before != (random.getstate(), str(np.random.get_state())):
+        raise ConfigError(
+            f"the factory of layer {name} draws random numbers of Python or NumPy, and each worker "
+            "that builds the layer would draw others; draw them with torch, which is seeded there, "
+            "or give them to LayerSpec as arguments"
+        )
+
+
+def _refuse_other_attributes(name: str, one: nn.Module, other: nn.Module) -> None:
+    """Refuse a factory that has made two layers with different values.
+
+    Raises:
+        ConfigError: It has.
+    """
+    for module, again in zip(one.modules(), other.modules(), strict=False):
+        for key, value in vars(module).items():
+            kept = vars(again).get(key)
+            if isinstance(value, bool | int | float | str | None) and value != kept == kept:
+                raise ConfigError(
+                    f"the factory of layer {name} has given {key!r} the value {value!r}, and "
+                    f"{kept!r} when it was called once more, as one does that counts: each worker "
+                    "that builds the layer would count from another number. Give the value to "
+                    "LayerSpec as an argument"
+                )
 
 
 def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:

@@ -246,7 +246,11 @@ class _Recorder(TorchFunctionMode):
         self._slots = 0
         self._inputs = inputs
         self._tags: dict[int, tuple[ref[Tensor], _Tag]] = {}
-        self._made: dict[int, ref[Tensor]] = {}
+        self._made: dict[int, tuple[ref[Tensor], str]] = {}
+        self._inside = ""  # the layer whose shapes are asked for
+        # Attributes of layers, by ``id``, that the forward reads and that calls of layers change.
+        self._read: dict[tuple[int, str], str] = {}
+        self._changed: set[tuple[int, str]] = set()
         self._foreign: dict[int, tuple[str, Any]] = {}
         self._over: dict[int, list[ref[Tensor]]] = {}
         self._held = {
@@ -283,16 +287,16 @@ class _Recorder(TorchFunctionMode):
 
     def note_made(self, tensor: Tensor) -> None:
         """Note that a tensor was made during the forward, by whatever means."""
-        self._made[id(tensor)] = ref(tensor)
+        self._made[id(tensor)] = ref(tensor), self._inside
 
     def _is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight or a buffer, or lies over one's memory as ``.data`` does."""
         return id(tensor) in self._held or tensor.untyped_storage()._cdata in self._names_over
 
-    def _was_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made during the forward."""
+    def _maker_of(self, tensor: Tensor) -> str | None:
+        """Return the layer in which a tensor was made, "" for none; None before the forward."""
         there = self._made.get(id(tensor))
-        return there is not None and there() is tensor
+        return there[1] if there is not None and there[0]() is tensor else None
 
     def _seen(self, value: Any) -> tuple[Any, int, set[int]]:
         """Return a value with slots and names in the place of tensors.
@@ -322,7 +326,14 @@ class _Recorder(TorchFunctionMode):
             if id(tensor) in self._held:
                 depends |= _LAYERS
                 return Held(self._held[id(tensor)])
-            if self._was_made(tensor):
+            if maker := self._maker_of(tensor):
+                raise refusal(
+                    f"a tensor is used that layer {maker!r} has made and handed on in another way "
+                    "than by returning it, as a hook does that collects outputs. Let the layer "
+                    "return it; of a model of transformers, set output_hidden_states, "
+                    "output_attentions and output_router_logits to False, in its config too"
+                )
+            if maker is not None:
                 raise refusal(
                     "a tensor was made in a way that cannot be followed, for instance by NumPy or "
                     "in a transform of torch.func"
@@ -600,7 +611,8 @@ class _Recorder(TorchFunctionMode):
         for layer in self._layers.values():
             cls = type(layer)
             if cls not in classes:
-                classes[cls] = type(cls.__name__, (cls,), {"__call__": self._stand_in(cls)})
+                methods = {"__call__": self._stand_in(cls), "__getattribute__": self._noting(cls)}
+                classes[cls] = type(cls.__name__, (cls,), methods)
             layer.__class__ = classes[cls]
 
         def grad(*args: Any, **kwargs: Any) -> Any:
@@ -620,6 +632,18 @@ class _Recorder(TorchFunctionMode):
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for layer in self._layers.values():
                 layer.__class__ = type(layer).__mro__[1]
+
+    def _noting(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """Return what reads an attribute of a layer of a class, and notes that the forward does."""
+        recorder = self
+
+        def read(layer: Any, name: str) -> Any:
+            value = cls.__getattribute__(layer, name)
+            if not recorder.paused and type(value) in _PLAIN_LEAVES:
+                recorder._read.setdefault((id(layer), name), line_now())
+            return value
+
+        return read
 
     def _stand_in(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """Return what is called in the place of a layer of a class."""
@@ -649,7 +673,8 @@ class _Recorder(TorchFunctionMode):
         given, depends, after = self._seen((args, kwargs))
         objects = self._objects_in(given)
         has_weights = any(True for _ in layer.parameters())
-        self.drew = False
+        self.drew, self._inside = False, name
+        before_it = dict(vars(layer))
         try:
             result, changed, moved, views = shapes_of(layer, (args, kwargs), self._carried)
         except NotDense as error:
@@ -662,6 +687,12 @@ class _Recorder(TorchFunctionMode):
                 f"layer {name!r} ({type(layer).__name__}), called at {where}, does not take what "
                 f"the forward gives it: {error}"
             ) from error
+        finally:
+            self._inside = ""
+        for key, kept in vars(layer).items():
+            was = before_it.get(key, self)
+            if type(kept) in _PLAIN_LEAVES and (type(was) is not type(kept) or was != kept):
+                self._changed.add((id(layer), key))
         for value, before in objects:
             if self._pickled(value) != before:
                 raise refusal(
@@ -769,6 +800,14 @@ class _Recorder(TorchFunctionMode):
             output: What it has returned.
             at_first: The objects in which layers keep something, pickled as they were before.
         """
+        if parted := [place for place in self._read if place in self._changed]:
+            number, key = parted[0]
+            raise ConfigError(
+                f"the model cannot be cut into stages: at {self._read[parted[0]]} the forward "
+                f"reads the attribute {key!r} of layer {self._names[number]!r}, which the layer "
+                "changes when it is called, so it would be read once, when the forward is "
+                f"recorded. Let the layer return it, or use it itself. {MANUAL}"
+            )
         made, _, after = self._seen(output)
         # Each stage keeps its own, so none of them is a result.
         made = replaced(made, (Carried,), lambda _: None)

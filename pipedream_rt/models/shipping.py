@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipedream_rt.messages.wire import bytes_of, sendable
+from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.tensors import is_away
 from pipedream_rt.torch_private import (
     OPERATORS,
@@ -74,6 +75,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if isinstance(value, nn.Parameter) and type(value) is not nn.Parameter:
             # torch would make a plain Parameter of it, and an optimizer may go by the class.
             return _parameter, (type(value), value.data, value.requires_grad, vars(value))
+        cls: type = type(value)
+        if name := _global_of(cls).get(id(value)):
+            # As what a hook of transformers looks at, which holds a ContextVar.
+            return _attribute_of, (cls.__module__, name)
         if isinstance(value, CustomOpDef):
             return _own_operator, parts_of_operator(value)
         if isinstance(value, _OPERATORS):
@@ -102,6 +107,21 @@ def _parameter(cls: Any, data: Tensor, requires_grad: bool, state: dict[str, Any
     made: Tensor = make_subclass(cls, data, requires_grad)
     vars(made).update(state)
     return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_of(cls: Any) -> dict[int, str]:
+    """Return the globals of the installed module of a class that are objects of it, by ``id``."""
+    module = cls.__module__
+    if module == "builtins" or not is_installed(module):
+        return {}
+    there = vars(sys.modules[module]).items() if module in sys.modules else ()
+    return {id(value): name for name, value in there if type(value) is cls}
+
+
+def _attribute_of(module: str, name: str) -> Any:
+    """Return a global of a module."""
+    return getattr(import_module(module), name)
 
 
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
@@ -212,13 +232,16 @@ def range_of(tensor: Tensor) -> Range:
     return start, start + (reach + 1) * tensor.element_size()
 
 
-def dumps(value: object, take: Take | None = None) -> tuple[bytes, dict[int, Range]]:
+def dumps(
+    value: object, take: Take | None = None, along: set[int] | None = None
+) -> tuple[bytes, dict[int, Range]]:
     """Pickle a value for a worker.
 
     Args:
         value: The value.
         take: Takes the memory of each tensor in it, to be given to `cloudpickle.loads` as
             ``buffers``, in order; None to have it among the bytes.
+        along: Gets the ``id`` of each object that went along.
 
     Returns:
         The bytes, which `cloudpickle.loads` reads; and where every tensor in it lies, by ``id``.
@@ -227,6 +250,8 @@ def dumps(value: object, take: Take | None = None) -> tuple[bytes, dict[int, Ran
     with io.BytesIO() as file:
         pickler = _Pickler(file, take)
         pickler.dump(value)
+        if along is not None:
+            along.update(pickler.memo.copy())
         return file.getvalue(), pickler.tensors
 
 

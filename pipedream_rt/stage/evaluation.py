@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models import dumps
+from pipedream_rt.models.holders import Holder, Holders
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.stage.parameters import VersionedParameters
 
@@ -221,10 +222,20 @@ def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
 
 
 @functools.lru_cache(maxsize=1)
-def _unpacked(packed: bytes) -> dict[str, Metric]:
-    """Return the metrics of an evaluation, whose passes all bring the same ones."""
+def _unpacked(packed: bytes) -> list[tuple[Metric, list[Holder]]]:
+    """Return the metrics of an evaluation, whose passes all bring the same ones.
+
+    With each comes what holds values that it reads, as they are before the first pass.
+    """
     metrics: dict[str, Metric] = cloudpickle.loads(packed)
-    return metrics
+    found = []
+    for metric in metrics.values():
+        holders = Holders()
+        holders.walk([("the metric", metric)])
+        for holder in holders.found.values():
+            holder.look()
+        found.append((metric, list(holders.found.values())))
+    return found
 
 
 def measured(packed: bytes, output: Any, target: Any) -> list[float | str]:
@@ -233,12 +244,19 @@ def measured(packed: bytes, output: Any, target: Any) -> list[float | str]:
     An error here does not end the run, as one in the loss does: nothing depends on a metric.
     """
     said: list[float | str] = []
-    for metric in _unpacked(packed).values() if packed else ():
+    for metric, holders in _unpacked(packed) if packed else ():
         try:
-            found = metric(output, target)
-            said.append(float(found))
+            found = float(metric(output, target))
         except Exception as error:  # the user's code
             said.append(f"{type(error).__name__}: {error}")
+            continue
+        changed = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
+        said.append(
+            f"it changes {changed[0]}, as to collect something, which the script would not see: "
+            "evaluate() takes the mean over mini-batches, and predict() yields all outputs"
+            if changed
+            else found
+        )
     return said
 
 

@@ -275,6 +275,7 @@ class Exchange:
                     cache=head.cache,
                     fingerprint=head.fingerprint,
                     hyper=head.hyper,
+                    given=head.given,
                     structure=output.structure,
                     requires_grad=list(output.requires_grad),
                     coded=coded,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipedream_rt.messages.message import Given
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
 from pipedream_rt.stage.optimizer import Hyper
 from pipedream_rt.stage.runner import Runner
@@ -50,6 +51,7 @@ class Flight:
 
     Attributes:
         hyper: The hyper-parameters that travelled with the micro-batch.
+        given: The values that the script has changed, which travelled with it too.
         empty: Whether the micro-batch has no samples.
         caught: By input, and by tensor of it that asked for a gradient: a list to which autograd
             appends that gradient.
@@ -62,6 +64,7 @@ class Flight:
     """
 
     hyper: list[Hyper]
+    given: Sequence[Given] = ()
     empty: bool = False
     caught: list[list[list[Tensor]]] = field(default_factory=list)
     entrances: list[Node] = field(default_factory=list)

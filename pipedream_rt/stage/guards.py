@@ -18,6 +18,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, places
 from pipedream_rt.stage.buffers import buffer_slots, names_of_buffers
+from pipedream_rt.stage.given import GivenValues
 from pipedream_rt.stage.parameters import same
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.weights import Weights
@@ -31,13 +32,15 @@ class Guards:
     Args:
         spec: The specification of the stage.
         weights: The weights of the stage.
+        given: The values of the script's that the stage has copies of.
 
     Attributes:
         filled: The names of the buffers that were not None at the start.
     """
 
-    def __init__(self, spec: StageSpec, weights: Weights) -> None:
+    def __init__(self, spec: StageSpec, weights: Weights, given: GivenValues) -> None:
         """Look at what the layers have at the start."""
+        self._given = given
         self._stage, self._module = spec.stage, spec.layers
         self._weights, self._shared = weights, spec.shared
         # Where a schedule flushes there is one version, and a change in place is one of it; but
@@ -67,6 +70,7 @@ class Guards:
             for weights, copies in zip(owners, before, strict=True):
                 weights.require_unchanged(micro_batch, copies)
             self._refuse_new_names()
+            self._given.refuse_parted()
         for name, now in self._marks_of_shared().items():
             moved = name in values and not torch.equal(values[name], self._module.get_buffer(name))
             if now != shared[name] or moved:

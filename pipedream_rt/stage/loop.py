@@ -399,9 +399,15 @@ class Loop:
         inputs = None if head.empty else hosted.values_of(came.messages)
         target, beside = target_of(came.target)
         with hosted.computing:
-            hyper = head.hyper or []
             made = stage.forward(
-                micro_batch, inputs, hyper, target, beside.share, head.program, beside.compared
+                micro_batch,
+                inputs,
+                head.hyper or [],
+                target,
+                beside.share,
+                head.program,
+                beside.compared,
+                head.given,
             )
         version = stage.version_of(micro_batch)
         mark = snapshot.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
@@ -460,6 +466,7 @@ class Loop:
         mark = ""
         metrics: list[float | str] = []
         with hosted.computing, stage.kept.read(head.version):
+            stage.given.apply(head.given)
             if head.mode.evaluates:
                 target, beside = target_of(came.target)
                 made, metrics = stage.passes.evaluate(

@@ -13,6 +13,7 @@ from pipedream_rt.codecs.base import GraphCodec
 from pipedream_rt.devices import HOST, Device
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.holders import Holder
 from pipedream_rt.models.layer_spec import Blueprint
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.pretrained import Pretrained
@@ -72,6 +73,8 @@ class StageSpec:
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         trace_shown: Where it shows the newest of them; None for nowhere.
         hooks: The hooks on parameters of the stage.
+        holders: What holds values of the script's, by the numbers that micro-batches name.
+        shared_holders: The numbers of those that other stages have too.
         shared: The names of the buffers that other stages have too, which must not change.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
             by their keys on this stage.
@@ -101,6 +104,8 @@ class StageSpec:
     trace_spans: int = 0
     trace_shown: Shown | None = None
     hooks: tuple[GradientHook, ...] = ()
+    holders: dict[int, Holder] = field(default_factory=dict)
+    shared_holders: tuple[int, ...] = ()
     shared: tuple[str, ...] = ()
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     modes: Modes = field(default_factory=Modes)

@@ -24,6 +24,7 @@ import torch
 
 from pipedream_rt.devices import HOST, Device, Late
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
+from pipedream_rt.messages.message import Given
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.optimizers.stepping import step
@@ -31,6 +32,7 @@ from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
 from pipedream_rt.stage.flight import Flight
+from pipedream_rt.stage.given import GivenValues
 from pipedream_rt.stage.guards import Guards, telling_changed_inputs
 from pipedream_rt.stage.kept import KeptVersions
 from pipedream_rt.stage.loss_check import LossCheck
@@ -68,6 +70,7 @@ class Stage:
         runner: Does the steps of a forward.
         weights: The weights of the stage, those that other stages own among them.
         parameters: Those that the stage owns, in the versions that micro-batches in flight read.
+        given: The values of the script's that the stage has copies of.
         guards: What refuses.
         passes: The passes of evaluation and inference.
         rules: What features do to updates and within micro-batches, in the order in which they act.
@@ -90,7 +93,8 @@ class Stage:
             self.module, self.plan, self.index, self.address, spec.hooks, spec.names
         )
         self.parameters = self.weights.own
-        self.guards = Guards(spec, self.weights)
+        self.given = GivenValues(self.index, spec.holders, spec.shared_holders)
+        self.guards = Guards(spec, self.weights, self.given)
         self.passes = Passes(spec, self.runner, self.weights)
         self.kept = KeptVersions(self.module)
         self._first = FirstMicroBatch(self.module)
@@ -160,6 +164,7 @@ class Stage:
         share: float = 1.0,
         program: int = 0,
         compared: Sequence[int] = (),
+        given: Sequence[Given] = (),
     ) -> list[Value] | float | Late | None:
         """Run the forward of one micro-batch with the weight version that the plan names.
 
@@ -173,6 +178,7 @@ class Stage:
                 backward derives is multiplied; with 0 there is nothing to derive.
             program: Number of the program to follow.
             compared: What is to be compared of losses; see `Target`.
+            given: The values that the script has changed; see `MicroBatch`.
 
         Returns:
             The value for each consumer; on the stage that computes the loss, the loss without the
@@ -187,10 +193,11 @@ class Stage:
         """
         runner = self.runner
         self.weights.begin(micro_batch)
-        flight = self._in_flight[micro_batch] = Flight(hyper=hyper)
+        flight = self._in_flight[micro_batch] = Flight(hyper=hyper, given=given)
         if inputs is None:
             flight.empty = True
             return None
+        self.given.apply(given)
         values = flight.enter(runner, inputs, program)
         others = len(self._in_flight) > 1
         told = runner.of_mini_batch(inputs) if micro_batch == 0 else None
@@ -209,9 +216,9 @@ class Stage:
         if compared:
             assert self._loss_check is not None
             assert target is not None
-            given = unflatten(target.structure, target.tensors)
+            wanted = unflatten(target.structure, target.tensors)
             with self.weights.reading(micro_batch), runner.casting():
-                self._loss_check.look(made[0], given, share, *compared)
+                self._loss_check.look(made[0], wanted, share, *compared)
         if not share:  # as of labels that are all ignored, whose mean loss is NaN
             return runner.device.number(loss)
         reported = runner.device.number(loss, partial(self._check_finite, micro_batch))
@@ -265,6 +272,7 @@ class Stage:
             ScheduleError: The micro-batch is not in flight.
         """
         flight = self._flight_of(micro_batch)
+        self.given.apply(flight.given)
         outputs, given = flight.begin(gradients)
         for roots in self._roots:
             for output, gradient in roots(micro_batch):
@@ -301,6 +309,7 @@ class Stage:
             ScheduleError: The micro-batch is not in flight.
         """
         flight = self._flight_of(micro_batch)
+        self.given.apply(flight.given)
         outputs, given = flight.begin(gradients)
         with self.weights.reading(micro_batch), self._first.backward(micro_batch):
             if outputs:
@@ -323,6 +332,7 @@ class Stage:
             ScheduleError: The micro-batch is not in flight.
         """
         flight = self._flight_of(micro_batch)
+        self.given.apply(flight.given)
         with self.weights.accumulating(micro_batch, self._adjust(micro_batch)):
             self.runner.seed(micro_batch, self._backward_name)
             if flight.split is not None:

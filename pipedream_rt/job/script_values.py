@@ -1,0 +1,229 @@
+"""What the script changes while it trains: it travels with the next micro-batch, or is refused.
+
+Annealing is an everyday line: ``loss.beta = step / 1000``, ``model.drop.p = 0.1``. The stages have
+copies of the loss and of the layers, so the script's change would reach nobody. A plain value in an
+attribute, a closure, a global or a container that went along with a stage is sent with the
+micro-batches that are injected after the change, as hyper-parameters are, and so is exact in every
+schedule. What cannot be sent is refused at the next injection, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.messages.message import Given
+from pipedream_rt.models.holders import GONE, Holder, Holders, names_used
+from pipedream_rt.models.undisturbed import modules_inside
+from pipedream_rt.stage.optimizer import pack_hyper
+from pipedream_rt.torch_private import NormWithBuffers
+
+
+def holders_of(roots: Sequence[tuple[str, Any]], model: UnsplitModel, elsewhere: bool) -> Holders:
+    """Return the holders of a stage.
+
+    Args:
+        roots: Its layers, loss and hooks, each with what it is called.
+        model: The unsplit model, whose weights and buffers are looked after by others.
+        elsewhere: Whether stages are in other processes.
+
+    Raises:
+        ConfigError: Something is collected for the script, which would never see it.
+    """
+    found = Holders(t for each in model.modules.values() for t in _tensors_of(each))
+    found.walk(roots)
+    if what := found.collecting(elsewhere):
+        raise ConfigError(
+            f"{what}, is only added to and never read, as what is collected for the script; on a "
+            "stage it is a copy, which the script would never see. Return it from the model or as "
+            "a metric of evaluate(), keep it in an attribute of the layer, which "
+            "pipe.on_stages(function) can read, or collect it in the loop over the results"
+        )
+    return found
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+class ScriptValues:
+    """The values of the script's that stages have copies of.
+
+    Args:
+        model: The unsplit model.
+        layers: The layers of a model that is taken apart; empty for a sequence.
+        stages: By stage, its holders by number.
+        fixed: Objects of which all stages have copies that nobody can reach, as corrections.
+    """
+
+    def __init__(
+        self,
+        model: UnsplitModel,
+        layers: dict[str, nn.Module],
+        stages: Sequence[dict[int, Holder]],
+        fixed: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._holders: dict[int, Holder] = {}
+        for of_stage in stages:
+            self._holders.update(of_stage)
+        others = Holders()
+        others.walk(fixed)
+        self._fixed = list(others.found.values())
+        # Of what is taken apart, a recorded forward has read the values once.
+        self._apart, self._read = self._taken_apart(model, layers) if layers else ([], set())
+        for holder in (*self._holders.values(), *self._fixed, *self._apart):
+            holder.look()
+        self._weights = [_Weights(*each) for each in model.modules.items()]
+        self._changed: dict[tuple[int, Any], Any] = {}
+
+    @staticmethod
+    def _taken_apart(
+        model: UnsplitModel, layers: dict[str, nn.Module]
+    ) -> tuple[list[Holder], set[str]]:
+        """Return the holders of modules that no stage has, and the attributes that they read."""
+        inside = modules_inside(layers)
+        apart = [(n, m) for n, m in model.whole.named_modules() if id(m) not in inside]
+        whole = [m for m in model.whole.modules() if id(m) in inside]
+        found = Holders([*_tensors_of(model.whole), *whole])
+        found.walk((name or "the model", module) for name, module in apart)
+        read: set[str] = set()
+        for _, module in apart:
+            cls: type = type(module)
+            read |= names_used(cls)[0]
+        return list(found.found.values()), read
+
+    def now(self) -> list[Given]:
+        """Return all values that the script has changed so far: number of the holder, key, value.
+
+        Raises:
+            ConfigError: It has changed something that cannot be sent.
+        """
+        for weights in self._weights:
+            weights.refuse_changes()
+        for holder in self._fixed:
+            for key, *_ in holder.changes():
+                _refuse(holder, key, "the stages have copies of it that nobody can reach")
+        for holder in self._apart:
+            for key, *_ in holder.changes():
+                if key in self._read or holder.kind != "object":
+                    _refuse(
+                        holder,
+                        key,
+                        "the forward between the layers was recorded with its value; give it to "
+                        "the model as an input, or keep it in a layer, from which it travels",
+                    )
+        for number, holder in self._holders.items():
+            changes = list(holder.changes())
+            for key, _, value in changes:
+                self._note(number, holder, key, value)
+            if changes:
+                holder.look()
+        return [[number, key, value] for (number, key), value in self._changed.items()]
+
+    def _note(self, number: int, holder: Holder, key: Any, value: Any) -> None:
+        """Note a change that is to be sent, or refuse it."""
+        cls: type = type(holder.value)
+        read, stored = names_used(cls) if holder.kind == "object" else ((), ())
+        if not holder.travels:
+            by_class = "an attribute of the object" if holder.kind == "class" else "an attribute"
+            _refuse(
+                holder,
+                key,
+                f"workers have their own, and what is in flight would see it; keep it in {by_class}"
+                " of the layer or the loss, from which it travels",
+            )
+        if holder.kind == "object" and key in names_used(cls, "set_extra_state")[1]:
+            return  # load_state_dict has set it, and the stages have their own
+        if key in stored:
+            if _can_be_sent(value):
+                _refuse(
+                    holder,
+                    key,
+                    "its forward changes it too, on its stage, so it is not known what it is to be "
+                    "there. If the script calls the module by itself, let it call pipe.module()",
+                )
+            return
+        if type(key) in (str, int) and _can_be_sent(value):
+            self._changed[number, key] = pack_hyper(value, str(key))
+        elif holder.kind != "object" or key in read:
+            _refuse(
+                holder,
+                key,
+                "only numbers, texts, None and tuples of these travel to the stages while one "
+                "trains; give it as an input, or change it by pipe.on_stages(function)",
+            )
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Whether a value can be packed."""
+    try:
+        pack_hyper(value, "")
+    except ConfigError:
+        return False
+    return not isinstance(value, Tensor | list | dict) and value is not GONE
+
+
+class _Weights:
+    """The script's weights and buffers of a module, which nobody reads after the start.
+
+    A script may load the stages' weights into its model, and call it. It may not expect that what
+    it changes in it reaches the stages.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = [(n, p, p.requires_grad) for n, p in module.named_parameters(name)]
+        self._versions = [p._version for p in module.parameters()]
+        normed = {
+            id(b)
+            for m in module.modules()
+            if isinstance(m, NormWithBuffers)
+            for b in m.buffers(recurse=False)
+        }
+        self._buffers = [
+            (n, b, b._version) for n, b in module.named_buffers(name) if id(b) not in normed
+        ]
+
+    def refuse_changes(self) -> None:
+        """Refuse what plain PyTorch would go by, and the stages do not.
+
+        Raises:
+            ConfigError: Something is trained that was not, or a buffer was changed alone.
+        """
+        for name, parameter, trained in self._parameters:
+            if parameter.requires_grad != trained:
+                raise ConfigError(
+                    f"requires_grad of {name!r} was changed in the script, and the stages train "
+                    "what was trained at the start. To freeze or unfreeze in a run, save() it, and "
+                    "go on with load() in a new Pipeline; for a model of your own take "
+                    "pipe.module()"
+                )
+        changed = next((n for n, b, version in self._buffers if b._version != version), None)
+        if changed is None:
+            return
+        if [p._version for p in self._module.parameters()] == self._versions:
+            raise ConfigError(
+                f"the buffer {changed!r} was changed in the script, and the stages have a copy of "
+                "it. Keep a number that the script changes in a plain attribute, which travels, or "
+                "change the buffer by pipe.on_stages(function); for a model of your own take "
+                "pipe.module()"
+            )
+        # The script has loaded weights into its model, and uses it by itself.
+        self._buffers = []
+
+
+def _refuse(holder: Holder, key: Any, why: str) -> NoReturn:
+    """Refuse a change of the script's.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"the script has changed {holder.called(key)} since the pipeline was made: {why}"
+    )

@@ -1,0 +1,445 @@
+"""What code of the user's reads beside its arguments: attributes, closures, globals, containers.
+
+A stage has copies of all that. So a value that the script changes while it trains must travel, or
+be refused; and an object that several stages have would be another one on each. Both are found by
+going through what is pickled for a stage, from its layers, its loss and its hooks. A *holder* is an
+object that holds values under keys: an object its attributes, a function its globals.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import getattr_static
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.models.code import is_by_name, is_installed
+
+PLAIN = (type(None), bool, int, float, str)
+"""The values that travel when the script changes them."""
+
+_WITH_STATE = (
+    Tensor, torch.Generator, np.ndarray, np.random.Generator, np.random.RandomState,
+    random.Random, itertools.count,
+)  # fmt: skip
+"""Objects that change without an attribute of theirs that one could look at."""
+
+_OF_MODULES = {*vars(nn.Module())}
+"""What every module holds for torch: its mode, its parts, its hooks."""
+
+_MOST, _SMALL = 256, 1 << 20
+"""Entries of a container that are looked at one by one; of a larger one its length counts. Bytes of
+an array that are compared; of a larger one its shape."""
+
+
+@dataclass(eq=False)
+class Holder:
+    """An object that holds values under keys.
+
+    Attributes:
+        value: The object; of globals, a function that has them.
+        kind: How it holds them: as an ``"object"``, a ``"class"``, a ``"dict"``, a ``"list"``, a
+            ``"cell"`` of a closure, the ``"globals"`` of a function, or as its own ``"state"``.
+        where: Where it was found, for people.
+        names: The keys that count; None for all.
+        travels: Whether a stage has a copy of its own, which alone is changed.
+    """
+
+    value: Any
+    kind: str
+    where: str
+    names: set[str] | None = None
+    travels: bool = True
+    _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _size: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what it held, which a worker sees for itself."""
+        return {**vars(self), "_seen": {}}
+
+    def content(self) -> Mapping[Any, Any]:
+        """Return what it holds now."""
+        value, kind = self.value, self.kind
+        if kind == "globals":
+            held = value.__globals__ if isinstance(value, FunctionType) else vars(value)
+            return {n: held[n] for n in self.names or () if n in held}
+        if kind == "cell":
+            try:
+                return {"": value.cell_contents}
+            except ValueError:  # nothing was put into it so far
+                return {}
+        if kind == "state":
+            return {"": _state_of(value)}
+        if kind in ("dict", "list"):
+            if len(value) > _MOST:
+                return {"": len(value)}
+            return value if kind == "dict" else dict(enumerate(value))
+        held = vars(value)
+        skipped = _OF_MODULES if isinstance(value, nn.Module) else ()
+        return {k: v for k, v in held.items() if k not in skipped and not _is_machinery(k, v)}
+
+    def look(self) -> None:
+        """Take what it holds now for what it held before."""
+        self._seen = dict(self.content())
+        self._size = self._length()
+
+    def _length(self) -> int:
+        """Return the number of all that it holds, which tells of what is new."""
+        if self.kind in ("object", "class"):
+            return len(vars(self.value))
+        return len(self.value) if self.kind in ("dict", "list") else 0
+
+    def _is_same(self) -> bool:
+        """Whether it holds the very same objects; this is called for each mini-batch."""
+        if self._length() != self._size:
+            return False
+        value, seen = self.value, self._seen
+        if self.kind in ("object", "class"):
+            held = vars(value)
+            return all(held.get(k, GONE) is v for k, v in seen.items())
+        if self.kind in ("dict", "list") and len(value) <= _MOST:
+            return all(map(is_, value if self.kind == "list" else value.values(), seen.values()))
+        return False
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield what differs since `look`: a key, what stood there, what does; `GONE` for none."""
+        if self._is_same():
+            return
+        now, seen = self.content(), self._seen
+        for key in [*seen, *(key for key in now if key not in seen)]:
+            one, other = seen.get(key, GONE), now.get(key, GONE)
+            if one is not other and not _equal(one, other):
+                yield key, one, other
+
+    def put(self, key: Any, value: Any) -> None:
+        """Let it hold a value."""
+        match self.kind:
+            case "cell":
+                self.value.cell_contents = value
+            case "globals":
+                self.value.__globals__[key] = value
+            case "dict" | "list":
+                self.value[key] = value
+            case _:
+                vars(self.value)[key] = value
+
+    def called(self, key: Any) -> str:
+        """Return what a value in it is called."""
+        if self.kind in ("cell", "state"):
+            return self.where
+        return f"{key!r} of {self.where}"
+
+
+def _state_of(value: Any) -> Any:
+    """Return what differs once such an object was changed."""
+    match value:
+        case Tensor():
+            return id(value), value._version
+        case torch.Generator():
+            return bytes(value.get_state())
+        case np.ndarray():
+            return value.tobytes() if value.nbytes < _SMALL else value.shape
+        case np.random.Generator():
+            return repr(value.bit_generator.state)
+        case np.random.RandomState():
+            return repr(value.get_state(legacy=True))
+        case random.Random():
+            return repr(value.getstate())
+    return repr(value)
+
+
+class _Gone:
+    """Stands for nothing where something else stood."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+GONE = _Gone()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same, where NaN is the same as NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, PLAIN):
+        return bool(one == other) or (one != one and other != other)
+    return isinstance(one, tuple | bytes) and _is_plain(one) and one == other
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one that travels, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*PLAIN, bytes))
+
+
+def _is_machinery(key: Any, value: Any) -> bool:
+    """Whether something in an object or a class is none of its values."""
+    return (isinstance(key, str) and key.startswith("__")) or isinstance(
+        value, FunctionType | property | staticmethod | classmethod
+    )
+
+
+# -- what code reads ----------------------------------------------------------------------------
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def globals_read(function: FunctionType) -> set[str]:
+    """Return the globals that a function, or one inside it, reads."""
+    return {
+        ins.argval
+        for code in _codes(function.__code__)
+        for ins in dis.get_instructions(code)
+        if ins.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+
+
+_ADDING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
+"""Methods by which a container is added to."""
+
+
+def uses(function: FunctionType) -> Iterator[tuple[str, bool]]:
+    """Yield the globals and the variables of a closure that a function names.
+
+    Yields:
+        The name, and whether this use of it only adds to what stands there: ``seen.append(x)``,
+        ``seen[i] = x``, ``count += 1``.
+    """
+    for code in _codes(function.__code__):
+        steps = [ins for ins in dis.get_instructions(code) if ins.opname not in _NOTHING]
+        stored = Counter(i.argval for i in steps if i.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+        loaded = Counter(i.argval for i in steps if i.opname in _LOADING)
+        own = {*code.co_cellvars, *code.co_varnames}
+        for i, ins in enumerate(steps):
+            if ins.opname not in _LOADING or ins.argval in own:
+                continue
+            name, following = ins.argval, steps[i + 1] if i + 1 < len(steps) else ins
+            adds = following.opname in ("LOAD_ATTR", "LOAD_METHOD") and following.argval in _ADDING
+            # Of `count += 1` there is one load for each store.
+            yield name, adds or loaded[name] == stored[name] or _is_stored_into(steps[i:])
+
+
+_LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+
+
+_NOTHING = {"CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "RESUME"}
+
+
+def _is_stored_into(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether what the first instruction loads is the container of ``container[i] = x``."""
+    following = [ins.opname for ins in steps[1:3]]
+    return len(following) == 2 and following[1] == "STORE_SUBSCR"
+
+
+@functools.cache
+def names_used(cls: type, *methods: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the attributes that some methods of a class may read, and those that they set.
+
+    Those that any method on their way names count, of any object.
+
+    Args:
+        cls: The class.
+        *methods: The names of the methods; none for a call of an object.
+    """
+    loaded: set[str] = set()
+    stored: set[str] = set()
+    for function in functions_called(cls, *methods):
+        for code in _codes(function.__code__):
+            for ins in dis.get_instructions(code):
+                if ins.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                    loaded.add(ins.argval)
+                elif ins.opname == "STORE_ATTR":
+                    stored.add(ins.argval)
+            # As in getattr(self, "alpha").
+            loaded |= {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    return frozenset(loaded), frozenset(stored)
+
+
+def functions_called(cls: type, *methods: str) -> list[FunctionType]:
+    """Return the functions of a class on the way of a call, as far as their names tell."""
+    left, seen, found = list(methods or ("forward", "__call__")), set[str](), []
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        function: Any = getattr_static(cls, name, None)
+        function = getattr(function, "fget", None) or getattr(function, "__func__", function)
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType) or function.__module__ == nn.Module.__module__:
+            continue
+        found.append(function)
+        for code in _codes(function.__code__):
+            left += [each for each in code.co_names if each not in seen]
+    return found
+
+
+# -- the walk -----------------------------------------------------------------------------------
+
+
+class Holders:
+    """The holders that are found from some roots, each once.
+
+    Args:
+        spared: Objects that are left out with all that is in them, as weights, which have versions.
+
+    Attributes:
+        found: The holders, by what tells them apart in this process.
+    """
+
+    def __init__(self, spared: Iterable[Any] = ()) -> None:
+        self.found: dict[tuple[str, int], Holder] = {}
+        self._uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
+        self._spared = {id(each): each for each in spared}
+        self._visited = dict(self._spared)
+
+    def walk(self, roots: Iterable[tuple[str, Any]]) -> None:
+        """Go through objects, each with what it is called."""
+        left = deque(roots)
+        while left:
+            where, value = left.popleft()
+            if isinstance(value, (*PLAIN, bytes, torch.dtype, torch.device)):
+                continue
+            if id(value) not in self._visited:
+                self._visited[id(value)] = value  # alive, so that no other gets its id
+                left.extend(self._inside(where, value))
+
+    def _add(self, value: Any, kind: str, where: str, **more: Any) -> Holder:
+        """Note a holder."""
+        of = value.__globals__ if isinstance(value, FunctionType) else value
+        name = kind if more.get("travels", True) else f"fixed {kind}"
+        return self.found.setdefault((name, id(of)), Holder(value, kind, where, **more))
+
+    def _inside(self, where: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Note a value if it is a holder, and yield what is in it."""
+        cls = type(value)
+        if isinstance(value, _WITH_STATE):
+            if id(value) not in self._spared:
+                self._add(value, "state", where)
+        elif isinstance(value, type):
+            yield from self._of_class(where, value)
+        elif isinstance(value, FunctionType):
+            yield from self._of_function(where, value)
+        elif isinstance(value, MethodType):
+            yield from ((where, value.__func__), (where, value.__self__))
+        elif isinstance(value, functools.partial):
+            yield from ((where, each) for each in (value.func, value.args, value.keywords))
+        elif isinstance(value, CellType):
+            yield from self._held(self._add(value, "cell", where))
+        elif isinstance(value, dict):
+            yield from self._held(self._add(value, "dict", where))
+        elif isinstance(value, list | set | deque):
+            yield from self._held(self._add(value, "list", where))
+        elif isinstance(value, tuple | frozenset):
+            yield from ((where, each) for each in value)
+        elif isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
+            return
+        else:
+            yield from self._held(self._add(value, "object", where))
+            if isinstance(value, nn.Module):
+                yield from _of_module(where, value)
+            yield where, cls
+
+    @staticmethod
+    def _held(holder: Holder) -> Iterator[tuple[str, Any]]:
+        """Yield what a holder holds."""
+        if holder.kind in ("dict", "list") and len(holder.value) > _MOST:
+            return
+        for key, value in holder.content().items():
+            yield holder.called(key), value
+
+    def _of_class(self, where: str, cls: type) -> Iterator[tuple[str, Any]]:
+        """Note a class of the user's, and yield what its methods read."""
+        if is_installed(cls.__module__):
+            return
+        holder = self._add(cls, "class", f"the class {cls.__qualname__}", travels=False)
+        yield from self._held(holder)
+        for each in (*functions_called(cls), *cls.__bases__):
+            yield where, each
+        for function in functions_called(cls):
+            # Of a class of the script, those are in this process the script's own.
+            yield from self._of_globals(where, function, travels=False)
+
+    def _of_function(self, where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        """Note what a function of the user's holds, and yield it."""
+        if is_installed(function.__module__):
+            return
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            yield f"{name!r}, which {_named(function)} of {where} reads", cell
+        yield from ((where, each) for each in function.__defaults__ or ())
+        yield from ((where, each) for each in (function.__kwdefaults__ or {}).values())
+        yield from self._of_globals(where, function, travels=not is_by_name(function))
+
+    def _of_globals(
+        self, where: str, function: FunctionType, travels: bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Note the globals that a function reads, and yield them."""
+        place = where
+        owner: Any = sys.modules[function.__module__] if is_by_name(function) else function
+        where = f"the globals that {_named(function)} reads"
+        holder = self._add(owner, "globals", where, names=set(), travels=travels)
+        there = {n for n in globals_read(function) if n in function.__globals__}
+        assert holder.names is not None
+        holder.names |= there
+        for name in there:
+            yield f"the global {name!r}", function.__globals__[name]
+        free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name, adds in uses(function):
+            cell, what = free.get(name), f"{name!r}, in {_named(function)} of {place}"
+            cells = () if cell is None else self._add(cell, "cell", what).content().values()
+            value = next(iter(cells), None) if cell else function.__globals__.get(name)
+            key = (id(function.__globals__ if cell is None else cell), name)
+            self._uses.setdefault(key, []).append((value, what, adds, travels))
+
+    def collecting(self, elsewhere: bool) -> str:
+        """Return what code only adds to, as to collect it for the script; empty for nothing.
+
+        Args:
+            elsewhere: Whether stages are in other processes, where the script sees no global.
+        """
+        for used in self._uses.values():
+            value, what, *_ = used[0]
+            if isinstance(value, _COLLECTING) and not isinstance(value, bool):
+                lost = elsewhere or any(travels for *_, travels in used)
+                if lost and all(adds for _, _, adds, _ in used):
+                    return what
+        return ""
+
+
+_COLLECTING = (list, dict, set, deque, int, float)
+
+
+def _of_module(where: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules inside a module, and its hooks."""
+    for name, child in module._modules.items():
+        yield f"{where}.{name}".strip("."), child
+    for key in _OF_MODULES:
+        held = vars(module).get(key)
+        if key.endswith("_hooks") and isinstance(held, dict):
+            yield from ((f"a hook of {where}", hook) for hook in held.values())
+
+
+def _named(function: FunctionType) -> str:
+    """Return what a function is called."""
+    return function.__qualname__.replace("<locals>.", "")
