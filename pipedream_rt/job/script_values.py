@@ -179,6 +179,7 @@ class _Weights:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._module = module
         self._parameters = [(n, p, p.requires_grad) for n, p in module.named_parameters(name)]
+        self._trained = [trained for *_, trained in self._parameters]
         self._versions = [p._version for p in module.parameters()]
         normed = {
             id(b)
@@ -196,8 +197,8 @@ class _Weights:
         Raises:
             ConfigError: Something is trained that was not, or a buffer was changed alone.
         """
-        for name, parameter, trained in self._parameters:
-            if parameter.requires_grad != trained:
+        if [p.requires_grad for _, p, _ in self._parameters] != self._trained:
+            for name in (n for n, p, trained in self._parameters if p.requires_grad != trained):
                 raise ConfigError(
                     f"requires_grad of {name!r} was changed in the script, and the stages train "
                     "what was trained at the start. To freeze or unfreeze in a run, save() it, and "

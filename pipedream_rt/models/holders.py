@@ -103,14 +103,12 @@ class Holder:
 
     def _is_same(self) -> bool:
         """Whether it holds the very same objects; this is called for each mini-batch."""
-        if self._length() != self._size:
-            return False
-        value, seen = self.value, self._seen
-        if self.kind in ("object", "class"):
+        value, seen, kind = self.value, self._seen, self.kind
+        if kind in ("object", "class"):
             held = vars(value)
-            return all(held.get(k, GONE) is v for k, v in seen.items())
-        if self.kind in ("dict", "list") and len(value) <= _MOST:
-            return all(map(is_, value if self.kind == "list" else value.values(), seen.values()))
+            return len(held) == self._size and all(map(is_, map(held.get, seen), seen.values()))
+        if kind in ("dict", "list") and len(value) == self._size <= _MOST:
+            return all(map(is_, value if kind == "list" else value.values(), seen.values()))
         return False
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
