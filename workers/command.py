@@ -13,13 +13,14 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
-from pipedream_rt.workers.forkserver import serve_forks
+from pipedream_rt.workers.forkserver import end_orphans, serve_forks
 from pipedream_rt.workers.joining import Tries, Worker, serve, serve_at
 
 from pipedream_rt.cluster.calling import JobOver, Place
@@ -88,7 +89,9 @@ def main(
     if fork_server_fd is not None:
         # torch reads it when imported; see `serve`.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        serve_forks(socket.socket(fileno=fork_server_fd), _run_forked, not no_imports)
+        with suppress(ConnectionError):
+            serve_forks(socket.socket(fileno=fork_server_fd), _run_forked, not no_imports)
+        end_orphans()  # who only wants no more workers kills this process
         os._exit(0)
     name = name or f"{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
     _set_up(name, "INFO")

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,6 +25,9 @@ import numpy as np
 
 _SET_NAME = 15
 """PR_SET_NAME of prctl."""
+
+_ORPHANS_END_S = 5
+"""Seconds for workers to end by themselves once the process that has asked for them is dead."""
 
 RunWorker = Callable[[int, str, int, "dict[str, Any] | None"], int]
 """``run(fd, name, threads, join)`` is the life of a worker and returns its exit code.
@@ -40,6 +44,9 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
         connection: Connection to the coordinator's process.
         run: The life of a worker, which each child runs.
         imports: Whether to import the modules that requests name.
+
+    Raises:
+        ConnectionError: The other end has closed with something unread, or while it was written to.
     """
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
@@ -81,6 +88,25 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
             pidfd = os.pidfd_open(pid)
             socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
             os.close(pidfd)
+
+
+def end_orphans() -> None:
+    """Wait for the workers of a dead process to end, and kill those that are late.
+
+    A worker that is stopped, or in a C call that holds the interpreter's lock, notices nothing.
+    """
+
+    def kill(*_: object) -> None:
+        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)  # waited for by nobody else, so no other has its pid
+        os._exit(0)
+
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGALRM, kill)
+    signal.alarm(_ORPHANS_END_S)
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitpid(-1, 0)
 
 
 def _import(names: Sequence[str], connection: socket.socket) -> None:

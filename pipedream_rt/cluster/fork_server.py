@@ -6,7 +6,7 @@ does with the installed modules of which the models are made: those of transform
 torch. It computes nothing, so that the state of a worker that it forks equals that of a fresh
 process. It starts with the first pipeline, or already when a program's own file imports `Pipeline`,
 and ends with the process that has started it. Workers are its children, so it is the fork server
-that reports how they ended.
+that reports how they ended, and that kills those which do not notice the death of that process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REPORT_TIMEOUT = timedelta(seconds=1)
 """For the server to report how a worker has ended, which it does at once unless it was stopped."""
 
 _EXIT_TIMEOUT = timedelta(seconds=5)
-"""For the server to end itself."""
+"""For a killed server to be gone."""
 
 LISTENS_WITHIN = timedelta(seconds=5)
 """For the coordinators of `pipedream-rt run` to listen: their socket does as long as the job lives.
@@ -269,7 +269,7 @@ class ForkServer:
                     if last or not self._life.is_open:
                         raise gone from error
                     _log.warning("%s; another one is started", gone)
-                self._end(at_once=True)
+                self._end()
         raise AssertionError("the second attempt returns or raises")
 
     def _changes(self) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class ForkServer:
                 try:
                     self._receive(parent, deadline)
                 except (OSError, PeerLost):  # it was stopped, or is gone: the next one is better
-                    self._end(at_once=True)
+                    self._end()
             # The code stays in the dict: several threads may ask.
             return self._codes.get(pid, UNKNOWN) if self._connection is parent else UNKNOWN
 
@@ -371,30 +371,25 @@ class ForkServer:
             ended = self._process is not None and self._process.poll() is not None
             if ended and self._life.is_open:  # at the end of the script it may go before pipelines
                 _log.warning("the process that forks workers is gone; another one is started")
-                self._end(at_once=True)
+                self._end()
                 with contextlib.suppress(OSError, PipelineClosed):  # `fork` will say it
                     self._start()
 
     def close(self) -> None:
         """End the server; it ends no workers. Idempotent."""
         self._life.begin_closing()
-        self._end(at_once=not self._answered)  # it may still be importing
+        self._end()
         self._life.close()
 
-    def _end(self, *, at_once: bool = False) -> None:
-        """End the process of the server, if one runs.
-
-        Args:
-            at_once: Whether to kill it, since it does not answer.
-        """
+    def _end(self) -> None:
+        """End the process of the server, if one runs; it ends no workers."""
+        if self._process is not None:
+            self._process.kill()  # the end of its connection would tell it that this one is dead
+            end_processes([self._process], Deadline(_EXIT_TIMEOUT))
+            self._process = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if self._process is not None:
-            if at_once:
-                self._process.kill()
-            end_processes([self._process], Deadline(_EXIT_TIMEOUT))
-            self._process = None
 
 
 def _inherited() -> object:
