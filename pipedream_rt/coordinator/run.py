@@ -108,7 +108,8 @@ def warm_up(model: UnsplitModel, options: Options) -> None:
     """Let the fork server import what workers will need, while a job is prepared."""
     if starts_here(options.workers):
         objects = [*model.whole.modules(), options.loss_fn]
-        compiles = bool(options.training.compile)
+        # torch imports its compiler also where activations are computed again and nothing compiled.
+        compiles = bool(options.training.compile) or options.training.recompute is not False
         fork_server().prepare(installed_modules(objects, compiles=compiles))
 
 
