@@ -16,6 +16,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from inspect import getattr_static
 from pathlib import Path
@@ -119,7 +120,8 @@ def _functions(module: ModuleType, built: bool) -> Code:
             found |= _methods(value, built)
     path = getattr(module, "__file__", None)
     if path and not is_installed(name):
-        found[f"the file of {name}"] = _digest(path)
+        with suppress(OSError):  # a file that cannot be read now tells nothing of its code
+            found[f"the file of {name}"] = _digest(path)
     return found
 
 
@@ -153,10 +155,14 @@ def _package(value: Any) -> str:
 
 @functools.cache
 def _digest(path: str) -> str:
-    """Return a digest of a file of Python without its comments; empty if it cannot be read."""
+    """Return a digest of a file of Python without its comments; empty if it is none.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     try:
         tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (SyntaxError, ValueError):
         return ""
     return blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
 

@@ -295,6 +295,17 @@ def test_another_file_of_the_same_name(module, tmp_path, edit, differs):
     assert found == [f"the file of {module.__name__}"] * differs
 
 
+def test_a_file_that_cannot_be_read_now_is_not_other_code(module, tmp_path):
+    """Nor is it remembered as one that cannot be read."""
+    before = code_of([module.Layer()])
+    path, away = tmp_path / f"{module.__name__}.py", tmp_path / "away"
+    path.rename(away)
+    code_module._digest.cache_clear()  # as in another process
+    refuse_other_code(code_of([module.Layer()]), before)
+    away.rename(path)
+    assert code_of([module.Layer()]) == before
+
+
 def test_partials_methods_and_objects(module):
     layer = module.Layer()
     for thing in (functools.partial(module.loss, target=1), layer.forward, module.Layer):
