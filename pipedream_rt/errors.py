@@ -118,19 +118,30 @@ class WorkerLost(PipelineError):
         worker: Name of the worker.
         stage: Index of the stage that it hosted, the first of several; None if not known.
         doing: Text form of its last action, as ``"2:F3"``; empty if not known.
+        crashed: Whether a signal ended it that comes from what it computed, as SIGSEGV.
 
     Attributes:
         worker: Name of the worker.
         stage: Index of the stage that it hosted, the first of several; None if not known.
         doing: Text form of its last action, as ``"2:F3"``; empty if not known.
+        crashed: Whether a signal ended it that comes from what it computed, as SIGSEGV.
     """
 
-    def __init__(self, message: str, *, worker: str, stage: int | None, doing: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: str,
+        stage: int | None,
+        doing: str = "",
+        crashed: bool = False,
+    ) -> None:
         """Keep the place beside the text."""
         super().__init__(message)
         self.worker = worker
         self.stage = stage
         self.doing = doing
+        self.crashed = crashed
 
 
 class StageFailed(PipelineError):

@@ -190,12 +190,6 @@ class Script:
             group._reception.fail_of(group.generation)(error)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_poison(monkeypatch):
-    """A worker may be killed again and again while the same micro-batch is on its way."""
-    monkeypatch.setattr("pipedream_rt.coordinator.recovery._MOST_OF_ONE", 1000)
-
-
 def check(schedule, workers, script):
     with tempfile.TemporaryDirectory() as folder:
         Script(schedule, workers, Path(folder)).run(script)

@@ -15,6 +15,9 @@ from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.transport.rpc.fence import Obstacle
 
+_CRASHES = [f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "ILL")]
+"""How a worker ends by what it computes. SIGKILL and the like come from outside."""
+
 
 class Seat(NamedTuple):
     """A worker of the plan, whose work a worker process does.
@@ -108,6 +111,7 @@ class Member:
             worker=self.name,
             stage=self.stage,
             doing=self.doing,
+            crashed=ending in _CRASHES,
         )
         error.__cause__ = problem
         return error

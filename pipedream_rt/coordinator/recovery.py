@@ -55,6 +55,16 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, TransportError | WorkerLost)
 
 
+def _is_evidence(error: BaseException, action: Action | None) -> bool:
+    """Whether a micro-batch may have caused a failure: by an exception in its action, or a crash.
+
+    A worker that is killed from outside, or hears nothing from another one, says nothing of it.
+    """
+    if isinstance(error, WorkerLost):
+        return error.crashed
+    return action is not None and not isinstance(error.__cause__, TransportError)
+
+
 class Failures:
     """The failures of a run so far, which decide whether it recovers from the next one.
 
@@ -84,12 +94,14 @@ class Failures:
         if not is_passing(error) or not self._most:
             raise error
         action = action_of(error, self._plan)
-        if action is None:
-            self._unexplained.append(open_micro_batches)
-        else:
+        if action is not None:
             self._forget_passed(action)
-            self._by_action[action] += 1
-            self._refuse_poison(action, error)
+        if _is_evidence(error, action):
+            if action is None:
+                self._unexplained.append(open_micro_batches)
+            else:
+                self._by_action[action] += 1
+                self._refuse_poison(action, error)
         if not self._left:
             raise error
         self._left -= 1

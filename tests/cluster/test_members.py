@@ -35,7 +35,8 @@ def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
     assert str(error) == (
         "worker 'w1' (stages 1, 3, pid 7 on here) is gone: killed by SIGKILL (note)"
     )
-    assert (error.worker, error.stage, error.doing) == ("w1", 1, "F4")
+    assert (error.worker, error.stage, error.doing, error.crashed) == ("w1", 1, "F4", False)
+    assert member.lost("killed by SIGSEGV").crashed
     assert error.__cause__ is problem
 
 

@@ -43,8 +43,8 @@ def failed(stage=1, action="F7", cause=None, cls=StageFailed):
     return error
 
 
-def lost(doing=""):
-    return WorkerLost("it is gone", worker="w", stage=1, doing=doing)
+def lost(doing="", crashed=True):
+    return WorkerLost("it is gone", worker="w", stage=1, doing=doing, crashed=crashed)
 
 
 # -- which failures are recovered from ----------------------------------------------------------
@@ -122,6 +122,21 @@ def test_a_failure_without_a_word_counts_where_it_may_have_been_the_same():
     with pytest.raises(PoisonedMicroBatch):
         failures.note(lost("1:F7"), range(5, 9))
     assert failures.micro_batch_of(Action.parse("1:S3")) == 7
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [lost("1:F7", crashed=False), failed(cause=MessageTimeout("m")), failed(action="start")],
+)
+def test_only_exceptions_and_crashes_are_evidence_of_poison(failure):
+    """A worker may be killed from outside, or wait in vain, in the same action again and again."""
+    failures = Failures(100, PLAN)
+    for _ in range(9):
+        failures.note(failure, range(5, 9))
+    failures.note(failed(), range(5, 9))
+    failures.note(failed(), range(5, 9))
+    with pytest.raises(PoisonedMicroBatch, match="micro-batch 7 has ended its worker 3 times"):
+        failures.note(failed(), range(5, 9))
 
 
 # -- what was fed -------------------------------------------------------------------------------
