@@ -32,7 +32,7 @@ def _rebuild(cls: type[PipelineError], args: tuple[Any, ...], state: dict[str, A
     """Return an error from its parts, without its constructor, whose signature may differ."""
     error = cls.__new__(cls, *args)
     error.args = args
-    error.__dict__.update(state)
+    error.__setstate__(state)
     return error
 
 
@@ -40,8 +40,13 @@ class PipelineError(Exception):
     """The base of every error of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle keep the class, the text and the attributes."""
-        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+        """Let pickle keep the class, the text and the attributes.
+
+        And an error of the system that it comes from: that may be gone when it is tried again.
+        """
+        of_system = isinstance(self.__cause__, OSError)
+        state = self.__dict__ | ({"__cause__": self.__cause__} if of_system else {})
+        return (_rebuild, (type(self), self.args, state))
 
 
 class ConfigError(PipelineError, ValueError):

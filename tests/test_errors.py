@@ -41,6 +41,14 @@ def test_every_error_survives_pickling(error):
     assert found.__dict__ == error.__dict__
 
 
+def test_an_error_of_the_system_survives_behind_it():
+    for cause in (FileNotFoundError(2, "No such file", "name"), KeyError("k")):
+        error = errors.CheckpointError("m")
+        error.__cause__ = cause
+        found = pickle.loads(pickle.dumps(error)).__cause__
+        assert repr(found) == repr(cause if isinstance(cause, OSError) else None)
+
+
 def test_the_tree_is_drawn_in_the_docstring():
     for error in SAMPLES:
         assert type(error).__name__ in (errors.__doc__ or "") or type(error) is errors.RemoteError

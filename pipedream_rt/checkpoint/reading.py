@@ -283,7 +283,10 @@ def _opened(path: Path) -> Iterator[Any]:
         CheckpointError: It cannot be read, or is none.
     """
     try:
-        open_file(path, follow=False).close()  # refuses links and pipes, as safetensors does not
+        # Refuses links and pipes, as safetensors does not. Twice, as that opens it: with too few
+        # descriptors it raises what looks like a damaged file.
+        with open_file(path, follow=False), open_file(path, follow=False):
+            pass
         with safe_open(path, framework="pt") as file:
             yield file
     except _UNREADABLE as error:

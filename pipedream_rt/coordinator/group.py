@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster.base import Cluster, Fail
+from pipedream_rt.cluster.subprocesses import Pauses
 from pipedream_rt.coordinator.feed_log import Entry, FeedLog, Origin, Role
 from pipedream_rt.coordinator.reception import Reception
 from pipedream_rt.coordinator.recovery import Failures, Grown, Restart, is_passing
@@ -534,8 +536,9 @@ class WorkerGroup:
         Raises:
             BaseException: The failure, or one that came after it.
         """
-        noticed, failure = time.monotonic(), error
+        noticed, failure, pauses = time.monotonic(), error, Pauses()
         while True:
+            began = time.monotonic()
             if isinstance(failure, Grown):
                 _log.warning("%s; the work is divided anew", failure)
             else:
@@ -549,12 +552,16 @@ class WorkerGroup:
                 replayed = self._start_again()
                 break
             except (CheckpointError, ConfigError) as again:
-                # There is no checkpoint to go back to, or no worker can be started.
-                raise again if isinstance(error, Grown) else error from again
+                if not is_passing(again):
+                    # There is no checkpoint to go back to, or no worker can be started.
+                    raise again if isinstance(error, Grown) else error from again
+                failure = again
             except Exception as again:
                 if self.life.is_over:
                     raise PipelineClosed("the pipeline was closed") from again
                 failure = self._reception.failure or again
+            # What the system has refused, or where workers end at once, may take a while to pass.
+            threading.Event().wait(pauses.after("", time.monotonic() - began))
         restart = Restart(
             generation=self.generation,
             reason=str(error).splitlines()[0],
@@ -577,8 +584,9 @@ class WorkerGroup:
         Returns:
             The number of micro-batches that were fed again.
         """
-        self.cluster.kill()
+        self._refuse_if_over()
         origin, manifest = self._origin_to_use()
+        self.cluster.kill()
         self._begin(origin, manifest)
         replayed = 0
         for entry in self.log.since(origin):

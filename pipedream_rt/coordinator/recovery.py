@@ -49,10 +49,15 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, StageFailed):
         deterministic = isinstance(error, NonFiniteLoss)
         cause = error.__cause__
-        theirs = isinstance(cause, TransportError | RemoteError)
+        theirs = isinstance(cause, TransportError | RemoteError) or _is_of_system(cause)
         ours = isinstance(cause, PipelineError) and not theirs
         return not deterministic and not ours
-    return isinstance(error, TransportError | WorkerLost)
+    return isinstance(error, TransportError | WorkerLost) or _is_of_system(error)
+
+
+def _is_of_system(error: BaseException | None) -> bool:
+    """Whether the system has refused something, as to open a file: later it may not."""
+    return isinstance(error, PipelineError) and isinstance(error.__cause__, OSError)
 
 
 def _is_evidence(error: BaseException, action: Action | None) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pipedream_rt.checkpoint import (
     read_stage,
     shapes,
     verify,
+    weights_of,
     write_manifest,
     write_stage,
 )
@@ -89,6 +91,22 @@ def test_a_damaged_file_is_never_loaded(tmp_path, how):
                 break
         path.write_bytes(data)
     assert newest_good(tmp_path)[0] == folder
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_too_few_descriptors_are_an_error_of_the_system(tmp_path, free):
+    """Safetensors would say that the file is not there, or raise what a damaged one does."""
+    folder = write(tmp_path)
+    files, limits = verify(folder).files, resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="Too many open files") as e:
+            weights_of(folder, files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(e.value.__cause__, OSError)
 
 
 def test_what_was_not_finished_is_not_there(tmp_path):

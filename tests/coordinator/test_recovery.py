@@ -1,8 +1,10 @@
 """What a failure may and may not do to a run: the parts by themselves, then on workers."""
 
+import errno
 import functools
 import gc
 import os
+import pkgutil
 import signal
 import threading
 import time
@@ -37,6 +39,13 @@ DATA = batches(30, samples=8)
 PLAN = plan_for("async-1f1b", num_stages=4)
 
 
+def of_system(cls=CheckpointError):
+    """An error that comes from one of the system."""
+    error = cls("it cannot be read")
+    error.__cause__ = OSError(errno.EIO, "I/O error")
+    return error
+
+
 def failed(stage=1, action="F7", cause=None, cls=StageFailed):
     error = cls("it failed", stage=stage, action=action)
     error.__cause__ = cause or ZeroDivisionError()
@@ -59,6 +68,9 @@ def lost(doing="", crashed=True):
         (failed(), True),
         (failed(cause=PeerLost("m", peer="w")), True),
         (failed(cause=ConfigError("m")), False),
+        (failed(cause=CheckpointError("m")), False),
+        (failed(cause=of_system()), True),
+        (of_system(), True),
         (failed(cls=NonFiniteLoss), False),
         (ConfigError("m"), False),
         (KeyError("m"), False),
@@ -208,6 +220,34 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
         assert len(pipe.restarts) == 1
     assert found == expected
     assert "the run goes back to the origin before it" in caplog.text
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("of", "times"), [("checkpoint.reading.open_file", 1), ("coordinator.group.newest_good", 2)]
+)
+def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
+    tmp_path, monkeypatch, of, times
+):
+    """For a stage that reads it; or for the coordinator, of both that it can go back to."""
+    with open_pipe() as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    left = [of_system() if "group" in of else of_system().__cause__ for _ in range(times)]
+    there = pkgutil.resolve_name(f"pipedream_rt.{of}")
+
+    def reading(*arguments, **options):
+        if left:
+            raise left.pop()
+        return there(*arguments, **options)
+
+    monkeypatch.setattr(f"pipedream_rt.{of}", reading)
+    with open_pipe(
+        folder=tmp_path, faults=[fault(1, "forward", 25)],
+        checkpoint=Checkpoints(tmp_path / "run", every=3),
+    ) as pipe:  # fmt: skip
+        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert len(pipe.restarts) == 1
+        assert pipe._group._failures.left == 98
 
 
 @pytest.mark.threads
