@@ -31,7 +31,7 @@ from typing import Any
 import msgpack
 
 from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE, SECRET
-from pipedream_rt.cluster.program import imports_of
+from pipedream_rt.cluster.program import COMPILER, imports_of
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
@@ -68,9 +68,6 @@ _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLA
 
 _READ_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
 """Those of them that torch sets itself when its compiler is imported, and reads when it is used."""
-
-_COMPILER = "torch._dynamo"
-"""The module of torch's compiler, which takes as long to import as torch."""
 
 _log = logging.getLogger(__name__)
 
@@ -468,6 +465,6 @@ def installed_modules(objects: Iterable[object], compiles: bool = False) -> list
     files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
     ours = ("torch.", "pipedream_rt.")
     found = {n for n, f in files.items() if f.startswith(roots) and not n.startswith(ours)}
-    if compiles or any(name.startswith(_COMPILER) for name in names):
-        found.add(_COMPILER)
+    if compiles or any(name.startswith(COMPILER) for name in names):
+        found.add(COMPILER)
     return sorted(found)

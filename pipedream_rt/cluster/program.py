@@ -14,6 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 _LARGEST = 1 << 20
+COMPILER = "torch._dynamo"
+"""The module of torch's compiler, which takes as long to import as torch."""
+
 _OURS = ("torch", "pipedream_rt")
 """Packages that workers have imported in any case."""
 
@@ -28,14 +31,17 @@ def imports_of(program: str | Path) -> list[str]:
 
     Returns:
         Names of modules, as ``timm``, and of what is taken out of them, as
-        ``transformers:GPT2LMHeadModel``; nothing if the file cannot be read.
+        ``transformers:GPT2LMHeadModel``; and torch's compiler, if workers may need that. Nothing if
+        the file cannot be read.
     """
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         path = Path(program)
         if path.stat().st_size <= _LARGEST:
-            found = dict.fromkeys(_imported(ast.parse(path.read_bytes())))
+            tree = ast.parse(path.read_bytes())
+            found = dict.fromkeys(_imported(tree))
             roots = {root: _builds_on_torch(root) for root in map(_root_of, found)}
-            return [name for name in found if roots[_root_of(name)]]
+            compiler = [COMPILER] * any(map(_needs_compiler, ast.walk(tree)))
+            return [*(name for name in found if roots[_root_of(name)]), *compiler]
     return []
 
 
@@ -48,6 +54,16 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}:{alias.name}" for alias in node.names)
         elif not isinstance(node, _NOT_AT_ONCE):
             yield from _imported(node)
+
+
+def _needs_compiler(node: ast.AST) -> bool:
+    """Whether workers need torch's compiler for this: also where activations are computed again."""
+    match node:
+        case ast.keyword(arg="compile" | "recompute", value=given):
+            return not isinstance(given, ast.Constant) or bool(given.value)
+        case ast.ImportFrom(module="torch.utils.checkpoint"):
+            return True
+    return False
 
 
 def _root_of(name: str) -> str:

@@ -38,6 +38,21 @@ def test_what_a_program_imports_by_itself_of_packages_that_build_on_torch(tmp_pa
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        ("Pipeline(model, training=Training(recompute=[0]))", True),
+        ("def main():\n    return Training(compile=options.compile)", True),
+        ("from torch.utils.checkpoint import checkpoint", True),
+        ("Training(compile=False, recompute=None)", False),
+        ("import torch; torch.compile(model)", False),
+    ],
+)
+def test_a_program_whose_workers_need_the_compiler_of_torch(tmp_path, text, needed):
+    (tmp_path / "train.py").write_text(text)
+    assert imports_of(tmp_path / "train.py") == ["torch._dynamo"] * needed
+
+
 def test_a_program_that_cannot_be_read_imports_nothing(tmp_path):
     (tmp_path / "wrong.py").write_text("import transformers\ndef (")
     (tmp_path / "binary.py").write_bytes(b"import transformers\0")
