@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.base import Reference
+from pipedream_rt.cluster.environment import VERIFY, count_of_environment
 from pipedream_rt.cluster.launch import starts_here
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.epochs import say_if_not_drawn
@@ -69,6 +70,8 @@ from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.evaluation import Metric
 from pipedream_rt.stage.spec import LossFunction
+from pipedream_rt.verify.compare import Verification
+from pipedream_rt.verify.run import explained, verified, watching
 
 if TYPE_CHECKING:  # not imported unless somebody is told of a run
     from pipedream_rt.coordinator.telling import Telling
@@ -209,6 +212,10 @@ class Pipeline:
             self._run_state = run.run_state
             self._trace = run.trace
             self.stages = run.references.handles()
+            self._watching = watching(job.lasting, run, count_of_environment(VERIFY, 0))
+            if self._watching is not None:
+                run.feeder.watch_first = self._watching.injected
+            self._run = run
         remember(self)
 
     # -- training -------------------------------------------------------------------------------
@@ -523,6 +530,36 @@ class Pipeline:
         """Train in eval mode from now on, as after `nn.Module.eval`. Flushes the pipe."""
         return self.train(False)
 
+    def verify(
+        self, loader: Iterable[Any], *, steps: int = 3, prepare: Prepare | None = None
+    ) -> Verification:
+        """Train copies beside plain PyTorch, and say whether and where they part. Flushes the pipe.
+
+        A copy of the stages trains in this process, in a schedule without staleness; a copy of the
+        unsplit model, its loss and its optimizer, which begins without state, trains in a plain
+        loop: on the same mini-batches, from the weights of now, with the random numbers that each
+        layer gets in the stages. What goes into each layer and comes out of it is compared, the
+        losses, the gradients, and weights and buffers after each update; the loss of a whole
+        mini-batch with those of its micro-batches; and a loss that the workers compute. Nothing of
+        the run changes: no weight, random number, item of the loader or state of the optimizer.
+
+        Args:
+            loader: Yields what `train_epoch` takes, and begins anew for it.
+            steps: The number of mini-batches, at least 1.
+            prepare: As in `train_epoch`.
+
+        Returns:
+            What was found: true if all is the same; as text, how many values were compared, or the
+            first one that parts, by how much, and the likeliest cause.
+
+        Raises:
+            ConfigError: Nothing can be trained, the loader yields nothing or each item once, or the
+                script has no values of the weights.
+        """
+        require_count("steps", steps)
+        with ShorterTracebacks():
+            return verified(self._job, self._run, loader, steps, prepare)
+
     # -- weights --------------------------------------------------------------------------------
 
     def state_dict(self, *, version: KeptVersion | None = None) -> dict[str, Tensor]:
@@ -768,6 +805,7 @@ class Pipeline:
             forwards.how + (f"\n{self._why}" if self._why else ""),
             self._job.corrections,
             self._job.codecs.texts(),
+            verified=explained(self._job),
             places=self._group.cluster.places,
             endpoints=self._group.cluster.endpoints,
         )
@@ -869,6 +907,8 @@ class Pipeline:
         # Not after a failure, and not where a signal interrupted a wait.
         healthy = self._group.is_idle
         try:
+            if self._watching is not None and healthy and life.is_open:
+                self._watching.end()
             if life.begin_closing() and healthy:
                 if self._checkpointer.is_begun:
                     self.flush()

@@ -39,6 +39,7 @@ LAYERS = [
     {"pipedream_rt.planning.auto_split"},
     {"pipedream_rt.cluster"},
     {"pipedream_rt.coordinator"},
+    {"pipedream_rt.verify"},
     {"pipedream_rt.pipeline"},
     {"pipedream_rt.planning.link_costs", "pipedream_rt.doctor", "pipedream_rt.hf"},
     {"pipedream_rt.cli", "pipedream_rt.__main__"},

@@ -12,7 +12,7 @@ import click
 
 from pipedream_rt.cli.nodes import options_of_nodes
 from pipedream_rt.cluster.engines import Asked, membership
-from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE
+from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE, VERIFY
 from pipedream_rt.cluster.program import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
 from pipedream_rt.deadline import Deadline
@@ -55,6 +55,9 @@ def worker(arguments: tuple[str, ...]) -> None:
               "makes checkpoints.")  # fmt: skip
 @click.option("--resume", is_flag=True,
               help="Go on from the last checkpoint in the script's folder.")  # fmt: skip
+@click.option("--verify", is_flag=True,
+              help="Compare the first three mini-batches with plain PyTorch, value by value, and "
+              "say where they part; end the script if they do.")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -70,6 +73,7 @@ def run(
     record: str | None,
     max_restarts: int | None,
     resume: bool,
+    verify: bool,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -93,7 +97,7 @@ def run(
         options += [] if log_dir is None else [f"--log-dir={os.path.abspath(log_dir)}"]
         options += [] if record is None else [f"--record={os.path.abspath(record)}"]
         options += [] if max_restarts is None else [f"--max-restarts={max_restarts}"]
-        options += ["--resume"] * resume + ["--module"] * module
+        options += ["--resume"] * resume + ["--verify"] * verify + ["--module"] * module
         on_nodes = [script if module else os.path.abspath(script), *arguments]
         sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), _say))
     job = membership(os.environ, asked)
@@ -113,6 +117,7 @@ def run(
         **({} if record is None else {RECORD: os.path.abspath(record)}),
         **({} if max_restarts is None else {MAX_RESTARTS: str(max_restarts)}),
         **({RESUME: "1"} if resume else {}),
+        **({VERIFY: "3"} if verify else {}),
     }
     command = [sys.executable, *(["-m", script] if module else [script]), *arguments]
     if job is None:

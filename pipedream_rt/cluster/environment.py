@@ -48,6 +48,9 @@ LOG_DIR = "PIPEDREAM_RT_LOG_DIR"
 RESUME = "PIPEDREAM_RT_RESUME"
 """`pipedream-rt run --resume` sets it: the pipeline goes on from the last checkpoint."""
 
+VERIFY = "PIPEDREAM_RT_VERIFY"
+"""How many mini-batches `run --verify` compares with plain PyTorch."""
+
 MAX_RESTARTS = "PIPEDREAM_RT_MAX_RESTARTS"
 """`pipedream-rt run --max-restarts` sets it: the number of failures to recover from."""
 

@@ -21,6 +21,7 @@ def explain(
     corrections: Sequence[Correction] = (),
     codecs: Mapping[tuple[int, int], str] = _NO_CODECS,
     *,
+    verified: str = "",
     places: Sequence[str] = (),
     endpoints: str = "",
 ) -> str:
@@ -33,6 +34,7 @@ def explain(
         how: How the model was cut.
         corrections: The corrections for staleness.
         codecs: By edge, the codecs of each that has some, as text.
+        verified: What is to be said of a comparison with plain PyTorch.
         places: By worker, a text that is the same for those which share memory; see `Cluster`.
         endpoints: What is to be said of torch RPC; see `Cluster`.
     """
@@ -80,8 +82,7 @@ def explain(
     ]
     lines += _of_codecs(codecs, statistics)
     lines += _of_memory(workers, places)
-    if endpoints:
-        lines.append(endpoints)
+    lines += [text for text in (verified, endpoints) if text]
     return "\n".join([*lines, table(rows)])
 
 

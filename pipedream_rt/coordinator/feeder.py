@@ -25,8 +25,9 @@ from pipedream_rt.job.batches import Batch, Prepare, batch_of, example_of, requi
 from pipedream_rt.job.cutting import samples_of
 from pipedream_rt.job.forwards import Cache, Fed, Forwards
 from pipedream_rt.job.weighing import Samples, WeighedMean, Weighing
-from pipedream_rt.messages.message import CommandName, Given, Key, Loss, MicroBatch, Mode, Target
+from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
+from pipedream_rt.models.holders import Given
 from pipedream_rt.models.settings import (
     Settings,
     refuse_contexts,
@@ -88,6 +89,8 @@ class Feeder:
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: The numbers of what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
+        watch_first: Called with each mini-batch that was injected, and what it became, as long as
+            it returns True; None for nobody.
     """
 
     def __init__(
@@ -130,6 +133,26 @@ class Feeder:
         self.step = self.passes = 0
         self.numbers = itertools.count(1)
         self.pending: deque[PendingStep] = deque()
+        self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
+
+    @property
+    def training(self) -> bool | None:
+        """The mode that all modules were set to; None if to none."""
+        return self._group.training
+
+    def set_training(self, training: bool) -> None:
+        """Flush, and set the mode of all modules."""
+        self.flush()
+        self._group.command(CommandName.TRAINING, (None, training))
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether weights were loaded since the start."""
+        return self._group.loads > 0
+
+    def cut(self, batch: Batch) -> CutBatch:
+        """Return a mini-batch in the micro-batches in which it would be fed."""
+        return self._cutter.cut(batch, self.training)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -152,7 +175,7 @@ class Feeder:
         given = self._given()
         if not self.step:
             self._first(batch)
-        cut = self._cutter.cut(batch, self._group.training)
+        cut = self.cut(batch)
         parts, shares = cut.parts, cut.shares
         compared = self._compared(cut)
         while len(self.pending) >= self.credits:
@@ -176,6 +199,9 @@ class Feeder:
             self.pending.append(pending)
         if self._injected is not None:
             self._injected(cut, optimizer)
+        if (look := self.watch_first) is not None:
+            self.watch_first = None  # not once more, if it raises
+            self.watch_first = look if look(cut, pending) else None
         return pending
 
     def _refuse_what_stays_here(self) -> None:

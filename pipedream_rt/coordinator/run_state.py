@@ -95,12 +95,12 @@ class RunState:
 
     def state_dict(self, version: int = 0) -> dict[str, Any]:
         """Flush, and return weights and buffers; see `Pipeline.state_dict`."""
-        return self._model.in_order(self._gathered(version))
+        self.is_read = True
+        return self._model.in_order(self.gathered(version))
 
-    def _gathered(self, version: int = 0) -> dict[str, Any]:
+    def gathered(self, version: int = 0) -> dict[str, Any]:
         """Flush, and return the state dicts of all stages as one, with that of the loss."""
         self._feeder.flush()
-        self.is_read = True
         found: dict[str, Any] = {}
         for part in self._group.of_stages(self._group.command(CommandName.STATE, version)):
             found.update(part)
@@ -114,7 +114,8 @@ class RunState:
 
     def loss_module(self) -> nn.Module:
         """Flush, and return a copy of the loss function; see `Pipeline.loss_module`."""
-        return self._model.loss_with(self._gathered())
+        self.is_read = True
+        return self._model.loss_with(self.gathered())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Flush, and load weights and buffers; see `Pipeline.load_state_dict`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -95,20 +95,30 @@ def example_of(example: Any) -> Batch:
     if isinstance(example, Tensor):
         return on_host(Batch((example,), {}, None))
     if isinstance(example, DataLoader):
-        return batch_of(_first_of(example))
+        items = looking(example, 1)
+        if not items:
+            raise ConfigError("the loader given as example yields nothing")
+        return batch_of(items[0])
     return batch_of(example)
 
 
 _LOOKED_AT: WeakKeyDictionary[DataLoader[Any], Iterator[Any]] = WeakKeyDictionary()
-"""Iterations over streams of which the first item was taken as an example, and comes back first."""
+"""Iterations over streams of which the first items were looked at, and come back first."""
 
 
-def _first_of(loader: DataLoader[Any]) -> Any:
-    """Return the first item of a loader, which gives the same items afterwards.
+def looking(loader: Iterable[Any], count: int) -> list[Any]:
+    """Return the first items of a loader, which gives the same items afterwards.
 
     Raises:
-        ConfigError: It is empty.
+        ConfigError: It is an iterator, which would not.
     """
+    if isinstance(loader, Iterator):
+        raise ConfigError(
+            f"a {type(loader).__name__} gives each item once, so to look at some would take them "
+            "out: give a list of them, or something that begins anew, as a DataLoader"
+        )
+    if not isinstance(loader, DataLoader):
+        return list(islice(iter(loader), count))
     generators = [
         found
         for owner in (loader, getattr(loader, "sampler", None))
@@ -116,17 +126,14 @@ def _first_of(loader: DataLoader[Any]) -> Any:
     ]
     states = [generator.get_state() for generator in generators]
     with kept_generator_state():
-        items = iter(loader)
-        try:
-            for item in items:
-                # Rows of a stream may come once: nobody can tell, so this iteration goes on later.
-                if isinstance(loader.dataset, IterableDataset):
-                    _LOOKED_AT[loader] = chain([item], items)
-                return item
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-    raise ConfigError("the loader given as example yields nothing")
+        items = begun(loader)
+        found = list(islice(items, count))
+        # Rows of a stream may come once: nobody can tell, so this iteration goes on later.
+        if isinstance(loader.dataset, IterableDataset):
+            _LOOKED_AT[loader] = chain(found, items)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    return found
 
 
 def begun(loader: Any) -> Iterator[Any]:

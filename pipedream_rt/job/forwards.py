@@ -244,7 +244,7 @@ class RecordedForwards:
         self._autocast = autocast
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self.dtype = min({autocast or torch.float32, *dtypes}, key=lambda dtype: dtype.itemsize)
-        self._given = _without_cache(model)
+        self._given = without_cache(model)
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
         self._countings: dict[int, Counting | None] = {}  # by number of a program
         # Of forwards with a cache: programs by signature and content, the one that was taken last
@@ -472,7 +472,7 @@ def _key(
     return key
 
 
-def _without_cache(model: nn.Module) -> dict[str, Any]:
+def without_cache(model: nn.Module) -> dict[str, Any]:
     """Return what keeps a Hugging Face model from filling a cache of keys and values.
 
     Its layers would fill it one after another, and only generation uses it.

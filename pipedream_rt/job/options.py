@@ -85,6 +85,9 @@ class Training:
             an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
         check_loss: In how many mini-batches, from the first one on, the loss of the whole is
             compared with the losses of its micro-batches, which must be its parts; 0 for none.
+        verify: Whether the first mini-batch is computed in plain PyTorch too, in the script's
+            process, and the losses, weights and buffers of the workers are compared with it, where
+            the model is small (`Pipeline.explain` says whether). See `Pipeline.verify`.
 
     Raises:
         ConfigError: A value makes no sense.
@@ -99,6 +102,7 @@ class Training:
     on_nan: OnNan = "raise"
     weigh: Weigh | None = None
     check_loss: int = 1
+    verify: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -118,6 +122,7 @@ class Training:
             )
         require_choice("on_nan", self.on_nan, ("raise", "ignore"))
         require_count("check_loss", self.check_loss, least=0)
+        require_choice("verify", self.verify, (True, False))
 
 
 @option_group

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.message import Given
-from pipedream_rt.models.holders import GONE, Holder, Holders, names_used
+from pipedream_rt.models.holders import GONE, Given, Holder, Holders, names_used
 from pipedream_rt.models.undisturbed import modules_inside
 from pipedream_rt.stage.optimizer import pack_hyper
 from pipedream_rt.torch_private import NormWithBuffers

@@ -24,11 +24,6 @@ Passed: TypeAlias = list[Any]
 """What a stage adds to the trail of a micro-batch; see `MicroBatch`."""
 
 
-Given: TypeAlias = list[Any]
-"""A value that the script has changed: the number of what holds it, its key there, and the value as
-`pack_hyper` packs it."""
-
-
 class Mode(Enum):
     """What the stages do with a micro-batch."""
 
@@ -177,7 +172,8 @@ class MicroBatch(Payload):
         fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
-        given: The values that the script has changed since the start; see `Given`.
+        given: The values that the script has changed since the start: the number of what holds
+            each, its key there, and the value as `pack_hyper` packs it.
         structure: The structure of the value whose tensors the message carries.
         requires_grad: For each tensor, whether a gradient is expected back.
         coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
@@ -198,7 +194,7 @@ class MicroBatch(Payload):
     cache: int = 0
     fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
-    given: list[Given] = field(default_factory=list)
+    given: list[list[Any]] = field(default_factory=list)
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
     coded: list[Any] = field(default_factory=list)

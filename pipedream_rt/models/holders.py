@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from inspect import getattr_static
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipedream_rt.models.code import is_by_name, is_installed
+
+Given: TypeAlias = list[Any]
+"""A value that the script has changed: the number of its holder, its key there, it packed."""
 
 PLAIN = (type(None), bool, int, float, str)
 """The values that travel when the script changes them."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Given
-from pipedream_rt.models.holders import Holder
+from pipedream_rt.models.holders import Given, Holder
 from pipedream_rt.stage.optimizer import unpack_hyper
 
 

@@ -137,7 +137,8 @@ class StageHost:
 
         Args:
             index: Index of the stage.
-            part: ``"module"``, ``"parameters"`` for those that the stage steps, or ``"optimizer"``.
+            part: ``"module"``, ``"parameters"`` for those that the stage steps, ``"optimizer"``, or
+                ``"stage"`` for all of it, in this process alone.
 
         Raises:
             PipelineClosed: The stage has ended.
@@ -145,8 +146,8 @@ class StageHost:
         stage = self._stages.get(index)
         if stage is None:
             raise PipelineClosed(f"{self.inbox.titles(index)} has ended")
-        if part == "module":
-            return stage.module
+        if part in ("module", "stage"):
+            return stage.module if part == "module" else stage
         if part == "parameters":
             return list(stage.parameters.named.values())
         return stage.optimizer and stage.optimizer.torch_optimizer

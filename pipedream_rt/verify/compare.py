@@ -1,0 +1,194 @@
+"""Comparing what two trainings have computed, value by value in the order in which they did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.stage.loss_check import rounding_of
+from pipedream_rt.stage.parameters import same
+
+
+class Place(NamedTuple):
+    """Where a value was seen.
+
+    Attributes:
+        step: Number of the mini-batch.
+        micro_batch: Number of the micro-batch; -1 for what belongs to the update.
+        kind: ``"input"`` or ``"output"`` of a layer, ``"loss"``, ``"gradient"``, ``"state"``.
+        name: The layer, with ``#2`` at its second call; the parameter or the buffer.
+        number: Which of several tensors it is.
+    """
+
+    step: int
+    micro_batch: int
+    kind: str
+    name: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        """Return the place in words."""
+        which = f" (tensor {self.number})" if self.number else ""
+        of = {
+            "input": f"the input{which} of layer {self.name}",
+            "output": f"the output{which} of layer {self.name}",
+            "loss": "the loss",
+            "gradient": f"the gradient of {self.name}",
+            "state": f"{self.name} after the update",
+        }[self.kind]
+        at = f"mini-batch {self.step}"
+        return of + (
+            f", micro-batch {self.micro_batch} of {at}" if self.micro_batch >= 0 else f", {at}"
+        )
+
+
+Seen: TypeAlias = dict[Place, Any]
+"""What a training has computed, in its order: tensors, and losses as numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `Pipeline.verify` has found. It is true if nothing parts from plain PyTorch.
+
+    Attributes:
+        same: Whether all values that were compared are the same bits, or may not be and differ by
+            rounding alone.
+        values: The number of values that were compared: tensors, and losses.
+        steps: The number of mini-batches that were trained on.
+        parted: The first value that differs by more than rounding, in words; empty if none does.
+        difference: By how much it differs, as a part of the largest element; 0.0 if none does.
+        cause: The likeliest cause; empty if none does.
+        notes: What was left out of the comparison, and what else there is to know.
+    """
+
+    same: bool
+    values: int
+    steps: int
+    parted: str = ""
+    difference: float = 0.0
+    cause: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether nothing parts from plain PyTorch."""
+        return self.same
+
+    def __str__(self) -> str:
+        """Return what was found, in sentences."""
+        if self.same:
+            text = f"the same as plain PyTorch: {self.values} values of {self.steps} mini-batches"
+        else:
+            text = (
+                f"not the same as plain PyTorch: {self.parted} differs by {self.difference:.2g} of "
+                f"its largest element, after {self.values} values that are the same. {self.cause}"
+            )
+        return "\n".join([text, *(f"- {note}" for note in self.notes)])
+
+
+class Parted(NamedTuple):
+    """The first value that differs.
+
+    Attributes:
+        place: Where it is.
+        difference: By how much, as a part of its largest element; infinite where one lacks it.
+        before: The number of values before it, which are the same.
+        rounds: Whether it may be rounding.
+    """
+
+    place: Place
+    difference: float
+    before: int
+    rounds: bool
+
+
+def compared(plain: Seen, other: Seen) -> tuple[int, Parted | None]:
+    """Compare two trainings, in the order of the plain one.
+
+    Returns:
+        The number of values that were compared, and the first one that differs by more than
+        rounding; else the first that differs; None if all bits are the same.
+    """
+    count, first = 0, None
+    for place, value in plain.items():
+        if place not in other:
+            continue
+        difference, rounds = _difference(value, other[place])
+        if difference and (first is None or not rounds):
+            first = Parted(place, difference, count, rounds)
+            if not rounds:
+                return count, first
+        count += 1
+    return count, first
+
+
+def lacking(plain: Seen, other: Seen, kinds: Sequence[str]) -> Place | None:
+    """Return the first place of some kinds that one has and the other lacks, as a gradient."""
+    for one, another in ((plain, other), (other, plain)):
+        for place in one:
+            if place.kind in kinds and place not in another:
+                return place
+    return None
+
+
+def _difference(one: Any, other: Any) -> tuple[float, bool]:
+    """Return by how much two values differ, and whether that may be rounding."""
+    one, other = (_as_tensor(each) for each in (one, other))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf"), False
+    if same(one, other):
+        return 0.0, True
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - other.to(wide)).abs()
+    size = max(one.to(wide).abs().max().item(), other.to(wide).abs().max().item())
+    difference = apart.max().item() / size if size else float("inf")
+    if not difference < float("inf"):  # NaN or infinite in one of them
+        return float("inf"), False
+    # Bits that differ in a difference that is nothing are those of -0.0.
+    return difference or 5e-324, difference <= rounding_of(one.dtype)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return a value as a dense tensor on the host."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float32)
+    here: Tensor = value.detach().to("cpu")
+    return here if here.layout is torch.strided else here.to_dense()
+
+
+_CAUSES: Mapping[str, str] = {
+    "input": (
+        "The layer before it gave the same, so it is what is done between the two: in the forward "
+        "of the model, by a hook of the whole model, or by a codec"
+    ),
+    "output": (
+        "Its input is the same, so the layer goes by something else than its input and its "
+        "weights: an object that it shares with other layers or with the script (a dict, a "
+        "counter, a generator), a global or an attribute of its class, random numbers of Python or "
+        "NumPy, a clock"
+    ),
+    "loss": (
+        "All layers gave the same, so it is the loss: it reads something that the script or a "
+        "layer changes (a global, a closure, an attribute), or draws random numbers of its own"
+    ),
+    "gradient": (
+        "All layers and losses gave the same, so it is in the backward: a hook of the model or of "
+        "a parameter, an autograd function with a state, a loss that is detached in part, or how "
+        "gradients are clipped"
+    ),
+    "state": (
+        "All gradients are the same, so it is the step of the optimizer: an attribute, a default "
+        "or a count that it keeps for all parameters, or random numbers; or, of a buffer, how a "
+        "layer changes it"
+    ),
+}
+
+
+def cause_of(place: Place) -> str:
+    """Return the likeliest cause of a value that differs, when all before it are the same."""
+    later = " It parts in a later micro-batch alone, so something has changed meanwhile."
+    first = place.step == 0 and place.micro_batch <= 0
+    return f"{_CAUSES[place.kind]}.{'' if first else later}"

@@ -1,0 +1,541 @@
+"""Asking whether a run computes what plain PyTorch does."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from pipedream_rt.coordinator.cutting import CutBatch
+from pipedream_rt.coordinator.results import PendingStep
+from pipedream_rt.coordinator.run import Run, attach, start
+from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.job.batches import Batch, Prepare, batch_of, looking, require_loader
+from pipedream_rt.job.cutting import unmarked
+from pipedream_rt.job.forwards import Forwards, RecordedForwards
+from pipedream_rt.job.given_optimizer import GivenOptimizer, Parts
+from pipedream_rt.job.job import Job, prepare
+from pipedream_rt.job.options import Layout, Observe, Options, Recovery
+from pipedream_rt.job.rules import scale_of
+from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.loss_check import rounding_of
+from pipedream_rt.stage.optimizer import Hyper, set_hyper
+from pipedream_rt.stage.stage import Stage
+from pipedream_rt.verify.compare import (
+    Parted,
+    Place,
+    Seen,
+    Verification,
+    cause_of,
+    compared,
+    lacking,
+)
+from pipedream_rt.verify.plain import Copies, PlainTraining, Tap, apart, copies_of
+
+LIMIT = 64 << 20
+"""The most bytes of weights and buffers of a model of which the first mini-batch is verified by
+itself."""
+
+_DRAWS = {
+    "backward": "random numbers are drawn in a backward, on each stage others, so gradients and "
+    "weights were not compared",
+    "step": "the optimizer draws random numbers, on each stage others, so weights were not "
+    "compared",
+}
+
+_WORKERS = (
+    "a global or a class attribute that the script has changed in a module which they import by "
+    "themselves, another environment, other software, or a file that they read"
+)
+
+_log = logging.getLogger(__name__)
+
+
+# -- whenever one asks --------------------------------------------------------------------------
+
+
+def verified(
+    job: Job, run: Run, loader: Iterable[Any], steps: int, prepare_item: Prepare | None
+) -> Verification:
+    """Compare stages with plain PyTorch on the first mini-batches of a loader.
+
+    Raises:
+        ConfigError: Nothing can be trained, or the loader yields nothing.
+    """
+    require_loader(loader, "verify")
+    optimizer = run.feeder.optimizer
+    if job.loss_fn is None or optimizer is None:
+        raise ConfigError("verify trains copies, so Pipeline needs loss_fn and optimizer")
+    state = run.run_state.gathered()
+    items = looking(loader, steps)
+    batches = [batch_of(item, prepare_item) for item in items]
+    if not batches:
+        raise ConfigError("the loader given to verify yielded nothing")
+    found = beside(job, state, batches, [optimizer.groups()] * steps, run.feeder.training)
+    return _with_workers(found, job, run, state, batches[0])
+
+
+def beside(
+    job: Job,
+    state: Mapping[str, Any] | None,
+    batches: Sequence[Batch],
+    hyper: Sequence[Sequence[Hyper]],
+    training: bool | None,
+) -> Verification:
+    """Train stages in this process beside plain PyTorch, and compare all that they compute.
+
+    Args:
+        job: The job, whose stages they are.
+        state: The weights and buffers at the start; None for those of the script.
+        batches: The mini-batches.
+        hyper: For each, the hyper-parameters of each group.
+        training: The mode that modules were set to; None for the one that they have.
+    """
+    count, rounded = 0, None
+    with apart(job.options.threads), _Twin(job, copies_of(job, state), batches[0]) as twin:
+        plain = PlainTraining(job, copies_of(job, state), twin.parts, names_by_stage(job))
+        plain.set_mode(training)
+        twin.set_mode(training)
+        notes = [*twin.left_out, *_staleness(job.plan)]
+        for step, (batch, of_step) in enumerate(zip(batches, hyper)):
+            theirs = twin.step(step, batch, of_step)
+            cut = twin.cut(batch)  # afterwards: a new program goes to the stages once
+            whole = copies_of(job, plain.state()) if len(cut.filled) > 1 else None
+            own = plain.step(step, cut, steps_that_draw(twin.forwards), of_step)
+            if whole is not None and (text := _parts_differ(job, twin, whole, cut, own, training)):
+                return Verification(False, count, step + 1, *text, tuple(notes))
+            number, parted = compared(own, theirs)
+            count += number
+            lacks = lacking(own, theirs, ("gradient",)) if "backward" not in plain.notes else None
+            if lacks is not None and (parted is None or parted.rounds):
+                parted = Parted(lacks, math.inf, number, rounds=False)
+            if parted is not None and not parted.rounds:
+                words = str(parted.place), parted.difference, cause_of(parted.place)
+                return Verification(False, count, step + 1, *words, tuple(notes))
+            rounded = rounded or parted
+        if rounded is not None:
+            notes.insert(0, f"{rounded.place} and what follows it differ by rounding alone")
+        notes += [_DRAWS[each] for each in plain.notes]
+    return Verification(True, count, len(batches), notes=tuple(notes))
+
+
+def _parts_differ(
+    job: Job, twin: _Twin, copies: Copies, cut: CutBatch, own: Seen, training: bool | None
+) -> tuple[str, float, str] | None:
+    """Say so if the loss of a whole mini-batch is not that of its micro-batches."""
+    plain = PlainTraining(job, copies, twin.parts, names_by_stage(job))
+    plain.set_mode(training)
+    whole = plain.loss_of(unmarked(cut.batch))
+    losses = [value for place, value in own.items() if place.kind == "loss"]
+    shares = [cut.shares[i] for i in cut.filled]
+    parts = sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
+    if whole is None or not math.isfinite(whole) or not math.isfinite(parts):
+        return None
+    size = max(abs(whole), sum(abs(x * s) for x, s in zip(losses, shares, strict=True)))
+    if abs(whole - parts) <= rounding_of(job.forwards.dtype) * size:
+        return None
+    return (
+        f"the loss of mini-batch {next(iter(own)).step} as a whole, {whole:.6g}, of which its "
+        f"{len(losses)} micro-batches make {parts:.6g},",
+        abs(whole - parts) / size,
+        "The mini-batch is cut into something else: a value is cut that belongs to every "
+        "micro-batch, or along another dimension (pipedream_rt.Whole and Along say how), a layer "
+        "lets samples depend on each other, or the loss is no mean over samples "
+        "(Training(weigh=...))",
+    )
+
+
+class _Twin:
+    """The stages of a job on a plan without staleness, in the thread of the script.
+
+    Args:
+        job: The job.
+        copies: A copy of the model and the loss.
+        batch: A mini-batch, on which a model that is no sequence is recorded.
+
+    Attributes:
+        parts: The optimizer, taken apart.
+        left_out: What of the job is left out, in words.
+        forwards: What the forwards of the copy do.
+    """
+
+    def __init__(self, job: Job, copies: Copies, batch: Batch) -> None:
+        assert job.optimizer is not None
+        self.parts: Parts = job.optimizer
+        options, self.left_out = _plain_options(job, copies, batch)
+        made = prepare(copies.model, options)
+        made = replace(
+            made, optimizer=job.optimizer, given=GivenOptimizer(None), brought={}, notices=[]
+        )
+        self.forwards = made.forwards
+        self._plan, self._group = made.plan, start(made, None)
+        with self._group.life.guard():
+            self._run = attach(made, self._group, None)
+            cluster = self._group.cluster
+            self._stages: list[Stage] = [
+                cluster.reference(address, "stage").local_value() for address in made.plan.addresses
+            ]
+        self._seen: Seen = {}
+        self._step = 0
+        for stage in self._stages:
+            self._watch(stage)
+
+    def __enter__(self) -> _Twin:
+        """Return the stages."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End them."""
+        self._group.life.close()
+
+    def set_mode(self, training: bool | None) -> None:
+        """Set the mode of all modules; None leaves it."""
+        if training is not None:
+            self._run.feeder.set_training(training)
+
+    def cut(self, batch: Batch) -> CutBatch:
+        """Return a mini-batch in micro-batches."""
+        return self._run.feeder.cut(batch)
+
+    def step(self, step: int, batch: Batch, hyper: Sequence[Hyper]) -> Seen:
+        """Train on a mini-batch, and return what was computed."""
+        feeder, self._step = self._run.feeder, step
+        self._seen.clear()
+        assert feeder.optimizer is not None
+        for group, packed in zip(feeder.optimizer.param_groups, hyper, strict=True):
+            set_hyper(group, packed)
+        result, cut = feeder.inject(batch).result(), self.cut(batch)
+        weighed = [i for i in cut.filled if cut.shares[i]]
+        for i, loss in zip(weighed, result.losses, strict=True):
+            self._seen[Place(step, step * len(cut.parts) + i, "loss")] = loss
+        for name, value in self._run.run_state.gathered().items():
+            if isinstance(value, Tensor):
+                self._seen[Place(step, -1, "state", name)] = value
+        return dict(self._seen)
+
+    def _watch(self, stage: Stage) -> None:
+        """Note what the layers of a stage compute, and with which gradients it steps."""
+        layers = {}
+        for name in self._plan.layers[stage.index]:
+            try:
+                layers[name] = stage.module.get_submodule(name)
+            except AttributeError:  # a parameter or a buffer beside the layers
+                continue
+        tap, train = Tap(layers, self._seen), stage.runner.train
+
+        def watched(program: int, values: dict[int, Any], number: int) -> list[Any]:
+            tap.begin(self._step, number)
+            try:
+                return train(program, values, number)
+            finally:
+                tap.at = None  # what is computed again in the backward was seen
+
+        stage.runner.train = watched  # type: ignore[method-assign]
+        if stage.optimizer is not None and stage.optimizer.torch_optimizer is not None:
+            named = stage.parameters.named
+            stage.optimizer.torch_optimizer.register_step_pre_hook(
+                lambda *_: self._note_gradients(named)
+            )
+
+    def _note_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Note the gradients with which a stage steps."""
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                place = Place(self._step, -1, "gradient", name)
+                self._seen[place] = parameter.grad.detach().clone()
+
+
+def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, list[str]]:
+    """Return the options of a job without what plain PyTorch has not, and say what that is."""
+    options, training, layout, plan = (
+        job.options,
+        job.options.training,
+        job.options.layout,
+        job.plan,
+    )
+    assert job.optimizer is not None
+    rules: Any = [
+        (lambda name, parameter, mine=frozenset(names): name in mine, of_group)
+        for names, of_group in job.optimizer.groups
+    ]
+    left_out = [
+        text
+        for text, there in (
+            ("corrections for staleness", bool(job.corrections)),
+            ("codecs", layout.codecs is not None),
+            ("replicas", plan.replicated),
+            ("the average of weights", training.ema is not None),
+            ("scaling of losses", scale_of(training) is not None),
+            ("torch.compile", bool(training.compile)),
+            (f"the schedule, {plan.title}, for 1f1b", not plan.flushes),
+        )
+        if there
+    ]
+    example = None if job.model.sequence is not None else unmarked(batch)
+    return replace(
+        options,
+        loss_fn=copies.loss_fn,
+        example=example and (example.args, example.kwargs, example.target),
+        optimizer=(job.optimizer.optimizer_class, job.optimizer.kwargs, rules),
+        schedule=options.schedule if plan.flushes else "1f1b",
+        micro_batches=plan.per_update,
+        corrections=(),
+        workers="serial",
+        checkpoint=None,
+        devices=None,
+        report=None,
+        training=replace(
+            training, ema=None, loss_scale=None, autocast=training.autocast, compile=False
+        ),
+        layout=Layout(stages_per_worker=layout.stages_per_worker if plan.flushes else None),
+        recovery=Recovery(max_restarts=0),
+        observe=Observe(),
+    ), ([f"left out: {', '.join(left_out)}"] if left_out else [])
+
+
+def names_by_stage(job: Job) -> list[list[str]]:
+    """Return, by stage, the names of the parameters that it steps."""
+    seen: set[str] = set()
+    found = []
+    for layers in job.plan.layers:
+        part = job.model.part(layers)
+        mine = [job.model.names[id(p)] for p in part.parameters() if id(p) in job.model.names]
+        found.append([name for name in mine if name not in seen])
+        seen.update(mine)
+    found[-1] += [name for name in job.model.names.values() if name not in seen]  # of the loss
+    return found
+
+
+def steps_that_draw(forwards: Forwards) -> dict[int, list[str]]:
+    """Return, by number of a program, the steps between layers that draw random numbers."""
+    if not isinstance(forwards, RecordedForwards):
+        return {}
+    return {
+        number: [
+            step.name
+            for stage in made.stages
+            for step in stage.steps
+            if step.layer is None and step.random
+        ]
+        for number, made in enumerate(forwards.cuts)
+    }
+
+
+def _staleness(plan: Plan) -> list[str]:
+    """Say which versions an asynchronous plan reads, by the rule of its schedule.
+
+    Raises:
+        PipelineError: It reads others, which is an error of ours.
+    """
+    k, n, shape = plan.per_update, plan.num_stages, plan.shape
+    if plan.flushes or plan.replicated or plan.name not in ("async-1f1b", "2bw"):
+        return []
+    slack = list(shape.slack) or [0] * (n - 1)
+    for stage, m in itertools.product(range(n), range(4 * k * (n + sum(slack)))):
+        warm = n - 1 - stage + sum(slack[stage:])
+        rule = max(0, m // k - 1) if plan.name == "2bw" else max(0, (m - warm) // k)
+        if plan.reads(stage, m) != rule:
+            raise PipelineError(
+                f"stage {stage} reads version {plan.reads(stage, m)} for micro-batch {m}, and by "
+                f"the rule of {plan.name} it is {rule}; this is an error of pipedream-rt"
+            )
+    most = max(plan.staleness(stage) for stage in range(n))
+    formula = "max(0, m // k - 1)" if plan.name == "2bw" else "max(0, (m - w) // k)"
+    return [f"{plan.name} reads the versions {formula}: up to {most} updates old, k being {k}"]
+
+
+def _with_workers(
+    found: Verification, job: Job, run: Run, state: Mapping[str, Any], batch: Batch
+) -> Verification:
+    """Compare the loss of a mini-batch in eval mode on the workers themselves, too."""
+    if not found:
+        return found
+    feeder, passes = run.feeder, run.feeder.passes
+    theirs = feeder.evaluate([batch], _as_it_is)["loss"]
+    feeder.passes = passes  # layers that draw random numbers draw as if there were none of these
+    with apart(job.options.threads):
+        assert job.optimizer is not None
+        plain = PlainTraining(job, copies_of(job, state), job.optimizer, names_by_stage(job))
+        plain.set_mode(False)
+        own = plain.loss_of(unmarked(batch))
+    if own is None or not math.isfinite(own):
+        return found
+    apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
+    if apart_by <= rounding_of(job.forwards.dtype) or job.codecs.of_graph:
+        return replace(found, values=found.values + 1)
+    return replace(
+        found,
+        same=False,
+        parted=f"the loss of the first mini-batch in eval mode on the workers, {theirs:.6g} and "
+        f"not {own:.6g},",
+        difference=apart_by,
+        cause=f"Stages in this process gave the same, so it is the workers: {_WORKERS}.",
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    """Return a mini-batch in the parts that `batch_of` takes."""
+    return item.args, item.kwargs, item.target
+
+
+# -- the first mini-batch, and `run --verify` ---------------------------------------------------
+
+
+class Watching:
+    """Verifies the first mini-batches of a run as they are injected.
+
+    Args:
+        job: The job.
+        run: The run.
+        asked: How many mini-batches somebody has asked to verify; 0 for the first one alone, by
+            what the workers say of it.
+    """
+
+    def __init__(self, job: Job, run: Run, asked: int) -> None:
+        self._job, self._run, self._asked = job, run, asked
+        self._batches: list[Batch] = []
+        self._hyper: list[list[Hyper]] = []
+
+    def injected(self, cut: CutBatch, pending: PendingStep) -> bool:
+        """Look at a mini-batch that was injected; return whether to look at the next one too.
+
+        Raises:
+            ConfigError: It is not what plain PyTorch computes.
+        """
+        optimizer = self._run.feeder.optimizer
+        assert optimizer is not None
+        if self._run.feeder.has_loaded or pending.step != len(self._batches):
+            return False  # the script's model does not have the weights of the start
+        self._batches.append(cut.batch)
+        self._hyper.append(optimizer.groups())
+        if not self._asked:
+            self._compare_first(cut, pending)
+            self._batches.clear()
+            return False
+        if len(self._batches) == self._asked:
+            self.end()
+            return False
+        return True
+
+    def end(self) -> None:
+        """Say what was found of the mini-batches that somebody has asked to verify.
+
+        Raises:
+            ConfigError: They are not what plain PyTorch computes.
+        """
+        if self._asked and self._batches:
+            batches, self._batches = self._batches, []
+            found = beside(self._job, None, batches, self._hyper, self._run.feeder.training)
+            if not found:
+                raise ConfigError(f"verified: {found}")
+            print(f"verified: {found}", file=sys.stderr, flush=True)
+
+    def _compare_first(self, cut: CutBatch, pending: PendingStep) -> None:
+        """Compare what the workers say of the first mini-batch with plain PyTorch.
+
+        Raises:
+            ConfigError: It differs by more than rounding.
+        """
+        job, result = self._job, pending.result()
+        theirs: Seen = {}
+        weighed = [i for i in cut.filled if cut.shares[i]]
+        for i, loss in zip(weighed, result.losses, strict=True):
+            theirs[Place(0, i, "loss")] = loss
+        if _steps_plainly(job):
+            for name, value in self._run.run_state.gathered().items():
+                theirs[Place(0, -1, "state", name)] = value
+        own = self._plain(cut)
+        number, parted = compared(own, theirs)
+        if parted is None or parted.rounds:
+            how = "is" if parted is None else "is, but for rounding,"
+            _log.info(
+                "the first mini-batch %s what plain PyTorch computes, in %d values", how, number
+            )
+            return
+        again = self._plain(cut, other=True)
+        if compared(own, again)[1] is not None:
+            _log.info(
+                "the first mini-batch was not compared with plain PyTorch: the model draws random "
+                "numbers that nobody seeds, or goes by a clock"
+            )
+            return
+        found = beside(job, None, self._batches, self._hyper, self._run.feeder.training)
+        where = (
+            found
+            if not found
+            else (
+                f"{parted.place} differs by {parted.difference:.2g} of its largest element. Stages "
+                f"in this process give what plain PyTorch gives, so it is the workers: {_WORKERS}"
+            )
+        )
+        raise ConfigError(
+            f"the first mini-batch is not what plain PyTorch computes: {where}. "
+            "Training(verify=False) leaves this comparison out"
+        )
+
+    def _plain(self, cut: CutBatch, other: bool = False) -> Seen:
+        """Train on the first mini-batch in plain PyTorch, perhaps with other seeds of Python."""
+        job = self._job
+        assert job.optimizer is not None
+        with apart(job.options.threads):
+            if other:
+                random.seed(1)
+                np.random.seed(1)
+            plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job))
+            plain.set_mode(self._run.feeder.training)
+            return plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0])
+
+
+def _steps_plainly(job: Job) -> bool:
+    """Whether the first update of a job is that of plain PyTorch."""
+    training, plan = job.options.training, job.plan
+    clips_late = training.clip is not None and training.clip.of_model and plan.norms == "delayed"
+    scales = scale_of(training) is not None
+    others = job.corrections or job.options.layout.codecs is not None or plan.replicated
+    return not (clips_late or scales or others)
+
+
+def watching(job: Job, run: Run, asked: int) -> Watching | None:
+    """Return what verifies the first mini-batches of a run; None if nothing does."""
+    trains = job.loss_fn is not None and job.optimizer is not None
+    if trains and (asked or not why_not(job)):
+        return Watching(job, run, asked)
+    return None
+
+
+def why_not(job: Job) -> str:
+    """Return why the first mini-batch of a job is not verified by itself; empty if it is."""
+    training, model = job.options.training, job.model
+    tensors = [t for m in model.modules.values() for t in (*m.parameters(), *m.buffers())]
+    size = sum(t.nbytes for t in tensors if t.layout is not None)
+    if not training.verify:
+        return "as Training(verify=False) says"
+    if model.blueprint.specs or any(t.is_meta for t in tensors):
+        return "as the script has no values of its weights"
+    if size > LIMIT:
+        return f"as its weights take {size >> 20} MiB, more than {LIMIT >> 20}"
+    if training.compile or job.options.devices is not None or any(not t.is_cpu for t in tensors):
+        return "as it is compiled, or computed by another device"
+    if job.codecs.of_graph:
+        return "as codecs change values"
+    return ""
+
+
+def explained(job: Job) -> str:
+    """Say whether the first mini-batch is verified, for `Pipeline.explain`."""
+    if why := why_not(job):
+        return (
+            f"the first mini-batch is not computed in plain PyTorch too, {why}; pipe.verify() asks"
+        )
+    return (
+        "the first mini-batch is computed in plain PyTorch too, and compared (weights of up to "
+        f"{LIMIT >> 20} MiB; Training(verify=False) leaves it out)"
+    )
