@@ -136,6 +136,22 @@ class Holder:
             case _:
                 vars(self.value)[key] = value
 
+    def put_back(self) -> None:
+        """Let it hold what it held at `look`, as far as that can be set."""
+        for key, before, _ in list(self.changes()):
+            owner, kind = self.value, self.kind
+            if kind == "list" and isinstance(owner, list):
+                owner[:] = self._seen.values()
+                return
+            if kind in ("dict", "object", "cell") or isinstance(owner, FunctionType):
+                held = owner if kind == "dict" else getattr(owner, "__dict__", {})
+                if before is GONE and kind in ("dict", "object"):
+                    del held[key]
+                elif before is not GONE:
+                    self.put(key, before)
+            elif kind in ("class", "globals"):  # of a class, or of a module
+                delattr(owner, key) if before is GONE else setattr(owner, key, before)
+
     def called(self, key: Any) -> str:
         """Return what a value in it is called."""
         if self.kind in ("cell", "state"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,20 +20,21 @@ from torch.overrides import TorchFunctionMode
 from pipedream_rt.coordinator.cutting import CutBatch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Batch
+from pipedream_rt.job.cutting import unmarked
 from pipedream_rt.job.forwards import without_cache
 from pipedream_rt.job.given_optimizer import Parts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models import dumps
+from pipedream_rt.models.holders import Holders
 from pipedream_rt.models.program import found
-from pipedream_rt.models.tensors import gradient_hooks, home_of
+from pipedream_rt.models.tensors import gradient_hooks, home_of, named_tensors
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.seeds import kept_generator_state, layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss
-from pipedream_rt.torch_private import NormWithBuffers
 from pipedream_rt.verify.compare import Place, Seen
 
 
@@ -282,26 +284,30 @@ class PlainTraining:
                 seen[Place(step, -1, "state", name)] = value.detach().clone()
         return {place: value for place, value in seen.items() if place.kind not in self.left_out}
 
-    def loss_of(self, batch: Batch) -> float | None:
-        """Return the loss of a whole mini-batch, of which nothing else is made.
-
-        None where it is another one by rights: random numbers are drawn for it, or BatchNorm sees
-        more samples.
-        """
-        if any(isinstance(m, NormWithBuffers) and m.training for m in self._modules):
-            return None
-        self._seed(0, "whole")
-        before = torch.get_rng_state()
-        given = batch.args[0] if self._model.sequence is not None else (batch.args, batch.kwargs)
+    def loss_of(self, given: Any, target: Any) -> float | None:
+        """Return the loss of inputs in eval mode; None where random numbers are drawn for it."""
+        self.set_mode(False)
+        self._seed(0, "eval mode")
+        before = _drawn()
         with torch.no_grad(), self._casting():
             assert self._loss is not None
-            loss = self._loss(self._forward(given), batch.target).item()
-        return loss if torch.equal(before, torch.get_rng_state()) else None
+            loss = self._loss(self._forward(given), target).item()
+        return loss if _drawn() == before else None
 
-    @property
-    def _modules(self) -> list[nn.Module]:
-        """All modules, those of the loss too."""
-        return [each for part in self._model.modules.values() for each in part.modules()]
+    def losses_of(self, cut: CutBatch) -> tuple[float, float] | None:
+        """Return the loss of a whole mini-batch in eval mode, and the mean of its micro-batches.
+
+        None where they need not be the same.
+        """
+        found = [self.loss_of(*inputs_of(self._job, cut.batch))]
+        for part in cut.filled.values():
+            value = unflatten(part.x.structure, [t.clone() for t in part.x.tensors])
+            found.append(self.loss_of(value, unflatten(*part.y)))
+        whole, *parts = [math.nan if each is None else each for each in found]
+        shares = [cut.shares[i] for i in cut.filled]
+        weighed = [loss * share for loss, share in zip(parts, shares, strict=True) if share]
+        known = all(map(math.isfinite, (whole, *weighed)))
+        return (whole, sum(weighed)) if known else None
 
     @property
     def left_out(self) -> set[str]:
@@ -354,15 +360,35 @@ class PlainTraining:
             nn.utils.clip_grad_norm_(mine, clip.norm, clip.norm_type)
 
 
+def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:
+    """Return what the model, or its first layer, takes of a mini-batch; and the target."""
+    batch = unmarked(batch)
+    given = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
+    return given, batch.target
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Return what differs once random numbers were drawn."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())
+
+
 @contextmanager
-def apart(threads: int) -> Iterator[None]:
+def apart(job: Job) -> Iterator[None]:
     """Let the body compute as a worker does, and leave no trace of it in this process."""
-    before, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    # Of what is pickled by its name, the copies have the script's own: classes, and modules.
+    roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
+    holders = Holders(t for _, t in named_tensors(job.model.whole))
+    holders.walk(("", root) for root in roots)
+    for holder in holders.found.values():
+        holder.look()
     try:
         with kept_generator_state(), torch.inference_mode(False), torch.enable_grad():
-            torch.set_num_threads(threads)
+            torch.set_num_threads(job.options.threads)
             yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
+        for holder in holders.found.values():
+            holder.put_back()

@@ -38,7 +38,14 @@ from pipedream_rt.verify.compare import (
     compared,
     lacking,
 )
-from pipedream_rt.verify.plain import Copies, PlainTraining, Tap, apart, copies_of
+from pipedream_rt.verify.plain import (
+    Copies,
+    PlainTraining,
+    Tap,
+    apart,
+    copies_of,
+    inputs_of,
+)
 
 LIMIT = 64 << 20
 """The most bytes of weights and buffers of a model of which the first mini-batch is verified by
@@ -100,7 +107,7 @@ def beside(
         training: The mode that modules were set to; None for the one that they have.
     """
     count, rounded = 0, None
-    with apart(job.options.threads), _Twin(job, copies_of(job, state), batches[0]) as twin:
+    with apart(job), _Twin(job, copies_of(job, state), batches[0]) as twin:
         plain = PlainTraining(job, copies_of(job, state), twin.parts, names_by_stage(job))
         plain.set_mode(training)
         twin.set_mode(training)
@@ -108,10 +115,9 @@ def beside(
         for step, (batch, of_step) in enumerate(zip(batches, hyper)):
             theirs = twin.step(step, batch, of_step)
             cut = twin.cut(batch)  # afterwards: a new program goes to the stages once
-            whole = copies_of(job, plain.state()) if len(cut.filled) > 1 else None
-            own = plain.step(step, cut, steps_that_draw(twin.forwards), of_step)
-            if whole is not None and (text := _parts_differ(job, twin, whole, cut, own, training)):
+            if text := _parts_differ(job, copies_of(job, plain.state()), cut):
                 return Verification(False, count, step + 1, *text, tuple(notes))
+            own = plain.step(step, cut, steps_that_draw(twin.forwards), of_step)
             number, parted = compared(own, theirs)
             count += number
             lacks = lacking(own, theirs, ("gradient",)) if "backward" not in plain.notes else None
@@ -127,24 +133,24 @@ def beside(
     return Verification(True, count, len(batches), notes=tuple(notes))
 
 
-def _parts_differ(
-    job: Job, twin: _Twin, copies: Copies, cut: CutBatch, own: Seen, training: bool | None
-) -> tuple[str, float, str] | None:
-    """Say so if the loss of a whole mini-batch is not that of its micro-batches."""
-    plain = PlainTraining(job, copies, twin.parts, names_by_stage(job))
-    plain.set_mode(training)
-    whole = plain.loss_of(unmarked(cut.batch))
-    losses = [value for place, value in own.items() if place.kind == "loss"]
-    shares = [cut.shares[i] for i in cut.filled]
-    parts = sum(loss * share for loss, share in zip(losses, shares, strict=True) if share)
-    if whole is None or not math.isfinite(whole) or not math.isfinite(parts):
+def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, str] | None:
+    """Say so if the loss of a whole mini-batch is not that of its micro-batches.
+
+    Returns:
+        What differs, by how much, and the likeliest cause.
+    """
+    assert job.optimizer is not None
+    plain = PlainTraining(job, copies, job.optimizer, names_by_stage(job))
+    found = plain.losses_of(cut) if len(cut.filled) > 1 else None
+    if found is None:
         return None
-    size = max(abs(whole), sum(abs(x * s) for x, s in zip(losses, shares, strict=True)))
+    whole, parts = found
+    size = max(abs(whole), abs(parts), 1e-30)
     if abs(whole - parts) <= rounding_of(job.forwards.dtype) * size:
         return None
     return (
-        f"the loss of mini-batch {next(iter(own)).step} as a whole, {whole:.6g}, of which its "
-        f"{len(losses)} micro-batches make {parts:.6g},",
+        f"the loss of a whole mini-batch in eval mode, {whole:.6g}, of which its "
+        f"{len(cut.filled)} micro-batches make {parts:.6g},",
         abs(whole - parts) / size,
         "The mini-batch is cut into something else: a value is cut that belongs to every "
         "micro-batch, or along another dimension (pipedream_rt.Whole and Along say how), a layer "
@@ -361,11 +367,10 @@ def _with_workers(
     feeder, passes = run.feeder, run.feeder.passes
     theirs = feeder.evaluate([batch], _as_it_is)["loss"]
     feeder.passes = passes  # layers that draw random numbers draw as if there were none of these
-    with apart(job.options.threads):
+    with apart(job):
         assert job.optimizer is not None
         plain = PlainTraining(job, copies_of(job, state), job.optimizer, names_by_stage(job))
-        plain.set_mode(False)
-        own = plain.loss_of(unmarked(batch))
+        own = plain.loss_of(*inputs_of(job, batch))
     if own is None or not math.isfinite(own):
         return found
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
@@ -445,6 +450,10 @@ class Watching:
             ConfigError: It differs by more than rounding.
         """
         job, result = self._job, pending.result()
+        with apart(job):
+            parts = _parts_differ(job, copies_of(job, None), cut)
+        if parts is not None:
+            _log.warning("%s differs by %.2g. %s", *parts)
         theirs: Seen = {}
         weighed = [i for i in cut.filled if cut.shares[i]]
         for i, loss in zip(weighed, result.losses, strict=True):
@@ -485,7 +494,7 @@ class Watching:
         """Train on the first mini-batch in plain PyTorch, perhaps with other seeds of Python."""
         job = self._job
         assert job.optimizer is not None
-        with apart(job.options.threads):
+        with apart(job):
             if other:
                 random.seed(1)
                 np.random.seed(1)
