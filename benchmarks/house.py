@@ -46,6 +46,7 @@ MAP = (
     (("transport", "to the next inbox"), ("transport/rpc", "references")),
     (("cluster", "where stages run"),),
     (("coordinator", "one job each"),),
+    (("verify", "beside plain torch"),),
     (("planning", "which layers where"), ("pipeline.py", "the face")),
     (("hf", "the Trainer"),),
     (("cli", "the command"),),

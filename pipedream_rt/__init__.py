@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pipedream_rt.simulation import Costs, simulate
     from pipedream_rt.stage.rules.clipping import Clip
     from pipedream_rt.stage.rules.scaling import LossScale
+    from pipedream_rt.verify.compare import Verification
 
 __version__ = "0.1.0"
 
@@ -94,6 +95,7 @@ __all__ = [
     "Training",
     "TransportError",
     "UnknownOption",
+    "Verification",
     "VersionError",
     "Whole",
     "WorkerLost",
@@ -134,6 +136,7 @@ _HOMES = {
     "StepResult": "pipedream_rt.coordinator.results",
     "Trace": "pipedream_rt.observe.trace",
     "Training": "pipedream_rt.job.options",
+    "Verification": "pipedream_rt.verify.compare",
     "Whole": "pipedream_rt.job.cutting",
     "check": "pipedream_rt.schedules",
     "measure_codec": "pipedream_rt.planning.link_costs",

@@ -16,26 +16,30 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.models.holders import GONE, Given, Holder, Holders, names_used
+from pipedream_rt.models.holders import GONE, Given, Holder, Holders, collecting, names_used
 from pipedream_rt.models.undisturbed import modules_inside
 from pipedream_rt.stage.optimizer import pack_hyper
 from pipedream_rt.torch_private import NormWithBuffers
 
 
-def holders_of(roots: Sequence[tuple[str, Any]], model: UnsplitModel, elsewhere: bool) -> Holders:
-    """Return the holders of a stage.
+def holders_of(
+    roots: Sequence[Sequence[tuple[str, Any]]], model: UnsplitModel, elsewhere: bool
+) -> list[Holders]:
+    """Return, by stage, what holds values of the script's.
 
     Args:
-        roots: Its layers, loss and hooks, each with what it is called.
+        roots: By stage, its layers, loss and hooks, each with what it is called.
         model: The unsplit model, whose weights and buffers are looked after by others.
         elsewhere: Whether stages are in other processes.
 
     Raises:
         ConfigError: Something is collected for the script, which would never see it.
     """
-    found = Holders(t for each in model.modules.values() for t in _tensors_of(each))
-    found.walk(roots)
-    if what := found.collecting(elsewhere):
+    found = []
+    for of_stage in roots:
+        found.append(Holders(t for each in model.modules.values() for t in _tensors_of(each)))
+        found[-1].walk(of_stage)
+    if what := collecting(found, elsewhere):
         raise ConfigError(
             f"{what}, is only added to and never read, as what is collected for the script; on a "
             "stage it is a copy, which the script would never see. Return it from the model or as "

@@ -89,7 +89,8 @@ def pickled_specs(
             spec = dataclasses.replace(spec, code=spec.own_code())
         made.append((spec, list(_pieces(spec, layers, loss))))
     roots = [_roots(spec, pieces) for spec, pieces in made]
-    found, numbers = [holders_of(each, model, compared).found for each in roots], dict[Any, int]()
+    found = [each.found for each in holders_of(roots, model, compared)]
+    numbers: dict[Any, int] = {}
     for of_stage in found:
         for each in of_stage:
             numbers.setdefault(each, len(numbers))

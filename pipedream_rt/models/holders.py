@@ -322,11 +322,13 @@ class Holders:
 
     Attributes:
         found: The holders, by what tells them apart in this process.
+        uses: How code uses what a name stands for: its value, what it is called, whether it only
+            adds to it, and whether a stage has a copy of its own.
     """
 
     def __init__(self, spared: Iterable[Any] = ()) -> None:
         self.found: dict[tuple[str, int], Holder] = {}
-        self._uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
+        self.uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
         self._spared = {id(each): each for each in spared}
         self._visited = dict(self._spared)
 
@@ -391,22 +393,26 @@ class Holders:
             return
         holder = self._add(cls, "class", f"the class {cls.__qualname__}", travels=False)
         yield from self._held(holder)
-        for each in (*functions_called(cls), *cls.__bases__):
-            yield where, each
+        yield from ((where, each) for each in cls.__bases__)
         for function in functions_called(cls):
-            # Of a class of the script, those are in this process the script's own.
-            yield from self._of_globals(where, function, travels=False)
+            # What those of a class of the script read is in this process the script's own.
+            yield from self._of_function(where, function, travels=False)
 
-    def _of_function(self, where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    def _of_function(
+        self, where: str, function: FunctionType, travels: bool | None = None
+    ) -> Iterator[tuple[str, Any]]:
         """Note what a function of the user's holds, and yield it."""
         if is_installed(function.__module__):
             return
+        self._visited[id(function)] = function
+        travels = not is_by_name(function) if travels is None else travels
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            yield f"{name!r}, which {_named(function)} of {where} reads", cell
+            what = f"{name!r}, which {_named(function)} of {where} reads"
+            yield from self._held(self._add(cell, "cell", what, travels=travels))
         yield from ((where, each) for each in function.__defaults__ or ())
         yield from ((where, each) for each in (function.__kwdefaults__ or {}).values())
-        yield from self._of_globals(where, function, travels=not is_by_name(function))
+        yield from self._of_globals(where, function, travels)
 
     def _of_globals(
         self, where: str, function: FunctionType, travels: bool
@@ -424,24 +430,30 @@ class Holders:
         free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name, adds in uses(function):
             cell, what = free.get(name), f"{name!r}, in {_named(function)} of {place}"
-            cells = () if cell is None else self._add(cell, "cell", what).content().values()
-            value = next(iter(cells), None) if cell else function.__globals__.get(name)
+            inside = () if cell is None else Holder(cell, "cell", what).content().values()
+            value = next(iter(inside), None) if cell else function.__globals__.get(name)
             key = (id(function.__globals__ if cell is None else cell), name)
-            self._uses.setdefault(key, []).append((value, what, adds, travels))
+            self.uses.setdefault(key, []).append((value, what, adds, travels))
 
-    def collecting(self, elsewhere: bool) -> str:
-        """Return what code only adds to, as to collect it for the script; empty for nothing.
 
-        Args:
-            elsewhere: Whether stages are in other processes, where the script sees no global.
-        """
-        for used in self._uses.values():
-            value, what, *_ = used[0]
-            if isinstance(value, _COLLECTING) and not isinstance(value, bool):
-                lost = elsewhere or any(travels for *_, travels in used)
-                if lost and all(adds for _, _, adds, _ in used):
-                    return what
-        return ""
+def collecting(walks: Iterable[Holders], elsewhere: bool) -> str:
+    """Return what code only adds to, as to collect it for the script; empty for nothing.
+
+    Args:
+        walks: By stage, what was found.
+        elsewhere: Whether stages are in other processes, where the script sees no global.
+    """
+    uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
+    for walk in walks:
+        for key, used in walk.uses.items():
+            uses.setdefault(key, []).extend(used)
+    for used in uses.values():
+        value, what, *_ = used[0]
+        if isinstance(value, _COLLECTING) and not isinstance(value, bool):
+            lost = elsewhere or any(travels for *_, travels in used)
+            if lost and all(adds for _, _, adds, _ in used):
+                return what
+    return ""
 
 
 _COLLECTING = (list, dict, set, deque, int, float)

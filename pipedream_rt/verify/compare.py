@@ -82,9 +82,10 @@ class Verification:
         if self.same:
             text = f"the same as plain PyTorch: {self.values} values of {self.steps} mini-batches"
         else:
+            before = f", after {self.values} values that are the same" if self.values else ""
             text = (
                 f"not the same as plain PyTorch: {self.parted} differs by {self.difference:.2g} of "
-                f"its largest element, after {self.values} values that are the same. {self.cause}"
+                f"its largest element{before}. {self.cause}"
             )
         return "\n".join([text, *(f"- {note}" for note in self.notes)])
 
