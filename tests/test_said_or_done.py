@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import Clip, ConfigError, LayerSpec, Layout, Pipeline, StageFailed, Training
+from pipedream_rt.corrections import Extrapolation
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 
@@ -854,3 +855,55 @@ def test_a_run_whose_weights_nobody_reads_says_so(read, caplog, tmp_path):
         if read is not None:
             read(pipe, tmp_path)
     assert ("nobody has read what it has trained" in caplog.text) == (read is None)
+
+
+def test_what_the_script_changes_in_a_correction_is_refused():
+    correction = Extrapolation()
+    with Pipeline(
+        sequence(), stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial",
+        schedule="async-1f1b", corrections=[correction],
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(batches(2)))
+        correction.strength = 0.5
+        with pytest.raises(ConfigError, match="changed 'strength' of Extrapolation"):
+            list(pipe.train_epoch(batches(2)))
+
+
+# -- what models of transformers hand on beside their results ------------------------------------
+
+
+@pytest.fixture
+def llama():
+    transformers = pytest.importorskip("transformers")
+
+    def made(**more):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=32, use_cache=False, **more,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+
+    return made
+
+
+def losses_of(model):
+    ids = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": ids, "labels": ids}] * 3
+    with Pipeline(
+        model, stages=2, example=data[0], optimizer=SGD, schedule="1f1b", workers="serial"
+    ) as pipe:
+        return [result.loss for result in pipe.train_epoch(data)]
+
+
+def test_a_model_that_was_once_asked_for_its_hidden_states_trains(llama):
+    asked = llama()
+    asked(torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)
+    assert losses_of(asked) == losses_of(llama())
+
+
+@pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
+def test_a_model_that_records_its_outputs_is_told_what_to_do(llama, what):
+    more = {"attn_implementation": "eager"} if what == "output_attentions" else {}
+    with pytest.raises(ConfigError, match=f"{what}.* to False, in its config too"):
+        losses_of(llama(**{what: True}, **more))
