@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 PATIENCE_S = 15.0
 """Seconds without news after which a client is sent a sign of life."""
@@ -53,7 +55,31 @@ class Server(ThreadingHTTPServer):
         """Listen."""
         self.token = token.encode()
         self.answers = answers
+        self._open: set[socket.socket] = set()
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, whose connection is known to `server_close`."""
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that broke: strangers would fill the terminal with it."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        """Listen no more, and end all connections."""
+        # Their threads are joined: one that waits for a stranger's next byte would never end.
+        for connection in self._open.copy():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -64,15 +90,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer; what has no token is told nothing."""
-        parts = urlsplit(self.path)
-        given = parse_qs(parts.query).get("token", [""])[0]
+        path, _, query = self.path.partition("?")
+        given = parse_qs(query).get("token", [""])[0]
         if not secrets.compare_digest(given.encode(), self.server.token):
             self._answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
-        elif parts.path == "/":
+        elif path == "/":
             self._answer(HTTPStatus.OK, self.server.answers.page(), "text/html; charset=utf-8")
-        elif parts.path == "/events":
+        elif path == "/events":
             self._stream(self._send_news)
-        elif parts.path == "/record":
+        elif path == "/record":
             self._stream(self._send_record)
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"there is no such page\n")

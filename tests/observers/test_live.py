@@ -1,10 +1,14 @@
 """The server of the live page: who is answered, and what."""
 
 import json
+import socket
+import struct
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import closing
+from urllib.parse import urlsplit
 
 import pytest
 from support.recorded import stepped, whole_run
@@ -158,3 +162,30 @@ def test_a_client_that_reads_nothing_does_not_keep_the_page_open(run):
     with closing(LivePage(Following(run.folder))) as page:
         stream = urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30)
     stream.close()
+
+
+def stranger_at(page):
+    return socket.create_connection(("127.0.0.1", urlsplit(page.address).port), timeout=30)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: "])
+def test_a_stranger_who_does_not_end_his_request_does_not_keep_the_page_open(page, said):
+    with stranger_at(page) as stranger:
+        stranger.sendall(said)
+        assert got(page.address)  # he was let in before
+        began = time.monotonic()
+        page.close()
+        assert time.monotonic() - began < 10
+
+
+def test_a_stranger_fills_no_terminal(page, capsys):
+    with stranger_at(page) as stranger:
+        stranger.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
+        assert stranger.recv(100).startswith(b"HTTP/1.0 403")
+    with stranger_at(page) as stranger:
+        stranger.sendall(b"GET")
+        resets = struct.pack("ii", 1, 0)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+    assert got(page.address)
+    page.close()
+    assert capsys.readouterr().err == ""
