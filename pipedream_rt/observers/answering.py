@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
@@ -55,17 +57,17 @@ class Server(ThreadingHTTPServer):
         """Listen."""
         self.token = token.encode()
         self.answers = answers
-        self._open: set[socket.socket] = set()
+        self.time_is_over: dict[socket.socket, float] = {}  # when, by connection
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, whose connection is known to `server_close`."""
-        self._open.add(request)
+        """Answer in a thread."""
+        self.time_is_over[request] = time.monotonic() + PATIENCE_S
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        self._open.discard(request)
+        self.time_is_over.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -76,10 +78,19 @@ class Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         """Listen no more, and end all connections."""
         # Their threads are joined: one that waits for a stranger's next byte would never end.
-        for connection in self._open.copy():
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._end(at=math.inf)
         super().server_close()
+
+    def service_actions(self) -> None:
+        """End connections that have not shown the token in time; called again and again."""
+        self._end(at=time.monotonic())
+
+    def _end(self, at: float) -> None:
+        """End the connections whose time is over."""
+        for connection, over in self.time_is_over.copy().items():
+            if over <= at:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -94,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
         given = parse_qs(query).get("token", [""])[0]
         if not secrets.compare_digest(given.encode(), self.server.token):
             self._answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
-        elif path == "/":
+            return
+        self.server.time_is_over[self.connection] = math.inf
+        if path == "/":
             self._answer(HTTPStatus.OK, self.server.answers.page(), "text/html; charset=utf-8")
         elif path == "/events":
             self._stream(self._send_news)
