@@ -107,10 +107,19 @@ def private_folder() -> Path:
     """
     path = Path(tempfile.gettempdir()) / f"pipedream-rt-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
-    about = path.lstat()
-    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise PermissionError(f"{path} belongs to another user, or is open to others")
+    check_private(path, path.lstat())
     return path
+
+
+def check_private(path: Path, about: os.stat_result) -> None:
+    """Refuse a file or a folder that is not this user's alone; to ``lstat`` no link is.
+
+    Raises:
+        PermissionError: It belongs to another user, or others can open it.
+    """
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        named = printable(str(path))
+        raise PermissionError(f"{named} belongs to another user, or is open to others")
 
 
 def count_of_environment(name: str, default: int | None = None) -> int:
@@ -213,22 +222,28 @@ def read_secret(fd: int | None) -> Secret | None:
     return _checked(text, keeps=fd is None)
 
 
-def secret_of_file(place: Path) -> Secret:
+def secret_of_file(place: Path, *, private: bool = False) -> Secret:
     """Read the secret of the job from a file.
+
+    Args:
+        place: The file.
+        private: Whether it has to be this user's alone; that of an engine may be a link to root's.
 
     Raises:
         ConfigError: There is no such file, others can read it, or it has no token.
     """
     try:
-        with open_file(place) as stream:
-            open_to_others = os.fstat(stream.fileno()).st_mode & 0o007
+        with open_file(place, follow=not private) as stream:
+            about = os.fstat(stream.fileno())
+            if private:
+                check_private(place, about)
             text = stream.read(4096).decode("ascii", "replace").strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"the secret of the job cannot be read from {printable(str(place))}: {reason}"
         ) from error
-    if open_to_others:
+    if about.st_mode & 0o007:
         named = printable(str(place))
         raise ConfigError(f"everybody on this machine can read the secret: chmod 600 {named}")
     return _checked(text, keeps=False)

@@ -127,6 +127,20 @@ def test_a_secret_is_not_waited_for_in_what_is_no_file(kind, tmp_path):
     assert len(str(found.value)) < 500
 
 
+def test_a_secret_of_an_engine_may_be_a_link_and_is_not_for_everybody(tmp_path, monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.setattr("pipedream_rt.cluster.environment._taken", [])
+    place, link = tmp_path / "data", tmp_path / "secret"
+    place.write_text(TOKEN)
+    place.chmod(0o640)
+    link.symlink_to(place)
+    monkeypatch.setenv("PIPEDREAM_RT_SECRET_FILE", str(link))
+    assert read_secret(None) == Secret(TOKEN)
+    place.chmod(0o644)
+    with pytest.raises(ConfigError, match=f"everybody .* can read the secret: chmod 600 {link}"):
+        read_secret(None)
+
+
 @pytest.mark.parametrize("said", ["a" * 100_000, "no/such/folder"])
 def test_a_folder_of_certificates_that_cannot_be_is_told_of(said, monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_TLS", said)

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipedream_rt.cluster.engines.base import Asked, Node
-from pipedream_rt.cluster.environment import read_secret, secret_of_file
+from pipedream_rt.cluster.environment import check_private, read_secret, secret_of_file
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
@@ -98,7 +98,7 @@ class Slurm:
         if self.node.is_first:
             self._make(place)
         pause, made = threading.Event(), Deadline(_MADE_WITHIN)
-        while not place.exists():
+        while not self._is_there(place):
             if deadline.expired() or made.expired():
                 raise ConfigError(
                     f"{self.title}: task 0 has put no secret at {place} in time. Is it a folder "
@@ -108,7 +108,7 @@ class Slurm:
             pause.wait(_LOOK_S)
             with suppress(OSError):
                 os.listdir(self._folder)  # has NFS look again
-        return secret_of_file(place)
+        return secret_of_file(place, private=True)
 
     def _make(self, place: Path) -> None:
         """Make the file, unless an earlier life of task 0 has made it.
@@ -120,7 +120,7 @@ class Slurm:
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            if place.exists():
+            if self._is_there(place):
                 return
             with open(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
                 stream.write(Secret.generated().text)
@@ -135,9 +135,27 @@ class Slurm:
                 "a folder that all nodes share"
             ) from error
 
+    def _is_there(self, place: Path) -> bool:
+        """Whether the file is there.
+
+        Raises:
+            ConfigError: The folder is not this user's alone: another may have put the file there.
+        """
+        try:
+            check_private(self._folder, self._folder.lstat())
+            return place.exists()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise ConfigError(
+                f"{self.title}: the secret of the job is not safe: {error}; remove it, or set "
+                f"{_FOLDER} to a folder of yours that all nodes share"
+            ) from error
+
     def finish(self) -> None:
         """See `Membership.finish`."""
         with suppress(OSError):
+            check_private(self._folder, self._folder.lstat())
             for each in self._folder.glob("secret*"):  # parts too, of lives that were cut short
                 each.unlink()
             self._folder.rmdir()

@@ -99,12 +99,42 @@ def test_the_secret_of_a_step_is_a_file_of_the_user_alone(tasks, tmp_path):
     assert list((tmp_path / "shared").iterdir()) == []
 
 
-def test_a_secret_that_others_can_read_is_refused(tasks, tmp_path):
+def made_by_another(place):
+    os.chown(place, 1, 1)
+
+
+def open_to_a_group(place):
+    place.chmod(place.stat().st_mode | 0o040)
+
+
+def reached_by_a_link(place):
+    place.rename(place.with_name("elsewhere"))
+    place.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["secret", "slurm-big-one-12.0"])
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(made_by_another, marks=pytest.mark.rights), open_to_a_group, reached_by_a_link],
+)
+def test_a_secret_that_another_may_have_made_or_read_is_refused(
+    tasks, tmp_path, change, what, rank
+):
     tasks[0].secret(now())
-    (place,) = (tmp_path / "shared").rglob("secret")
-    place.chmod(0o644)
-    with pytest.raises(ConfigError, match="everybody on this machine can read the secret: chmod"):
-        tasks[1].secret(now())
+    (place,) = (tmp_path / "shared").rglob(what)
+    change(place)
+    with pytest.raises(ConfigError, match=f"the secret of the job .*{place}"):
+        tasks[rank].secret(now())
+
+
+def test_nothing_is_removed_through_a_link(tasks, tmp_path):
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "home" / "secrets").touch()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "slurm-big-one-12.0").symlink_to(tmp_path / "home")
+    tasks[0].finish()
+    assert (tmp_path / "home" / "secrets").exists()
 
 
 def test_a_folder_that_cannot_be_made(tasks, tmp_path):
