@@ -158,11 +158,11 @@ def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
     """
     # Not to wait for the other end of a pipe.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    file = open(os.open(Path(path), flags), "rb")  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    fd = os.open(Path(path), flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         raise OSError(errno.EINVAL, "it is no ordinary file")
-    return file
+    return open(fd, "rb")
 
 
 def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None:

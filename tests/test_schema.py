@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedream_rt.schema import is_count, number, open_to_append, seconds, write_file
+from pipedream_rt.schema import is_count, number, open_file, open_to_append, seconds, write_file
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "1"])
@@ -22,6 +22,15 @@ def test_what_is_no_number_of_a_usual_size(value):
 def test_what_is_no_count(text):
     assert not is_count(text)
     assert is_count("0123")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused_at_once_and_closed(tmp_path, make):
+    make(tmp_path / "file")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="it is no ordinary file"):
+        open_file(tmp_path / "file")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_file_is_replaced_as_a_whole_and_keeps_its_permissions(tmp_path):
