@@ -80,10 +80,10 @@ class Shown(NamedTuple):
         """Return the descriptor of a new file; None if there can be none."""
         if self.host != os.uname().nodename:
             return None
+        path = Path(self.folder, name)
         with contextlib.suppress(OSError):
-            return os.open(
-                Path(self.folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-            )
+            path.unlink(missing_ok=True)  # of a worker before; or a link, which is not followed
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         return None
 
 

@@ -11,6 +11,8 @@ import fcntl
 import json
 import logging
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from pipedream_rt.observe.trace import Trace, WorkerFacts
 from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.observers.record import RunRecord
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schema import open_file
+from pipedream_rt.schema import open_file, open_to_append
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ EVENTS, TRACE = "events.jsonl", "trace"
 
 _LONGEST = 1 << 26
 """The bytes that a line may have."""
+
+_LINE = re.compile(rb'\{"event": "[a-z]+", "time": ')
+"""How a line begins that some version has written."""
 
 
 class RunFolder:
@@ -42,7 +47,8 @@ class RunFolder:
             checkpoint adds to what is there.
 
     Raises:
-        ConfigError: It cannot be written, or another run is writing it.
+        ConfigError: It cannot be written, another run is writing it, or it has files of these names
+            that no run has written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -52,7 +58,9 @@ class RunFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._shown = Path(Shown.in_folder(self.folder).folder)
-            self._file = path.open("ab", buffering=0)
+            self._refuse_others()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._file = open(open_to_append(path, flags), "ab", buffering=0)  # noqa: SIM115
             close_in_forked_children(self._file)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_cut(path):
@@ -80,16 +88,43 @@ class RunFolder:
                 )  # fmt: skip
             (self.folder / TRACE).unlink(missing_ok=True)
         if isinstance(event, Ended) and event.trace is not None:
-            event.trace.save(self.folder / TRACE)
+            part = self.folder / f".{secrets.token_hex(8)}.part"
+            event.trace.save(part)
+            part.replace(self.folder / TRACE)  # it may have become a link, which `save` follows
         self._file.write(json.dumps(packed(event)).encode() + b"\n")
         if isinstance(event, Ended):
             if event.trace is not None:
                 self._forget_what_was_shown()
             self.close()
 
+    def _refuse_others(self) -> None:
+        """Refuse a folder in which something has a name of ours and is of no run.
+
+        Raises:
+            ConfigError: It has.
+        """
+        path = self.folder / EVENTS
+        found = [self._shown] if self._shown.is_symlink() else []
+        try:
+            with open_file(path, follow=False) as file:
+                if (begin := file.read(100)) and not _LINE.match(begin):
+                    found.append(path)
+        except FileNotFoundError:  # then nothing there is of an earlier run
+            found += filter(os.path.lexists, [self.folder / TRACE, *self._of_workers()])
+        except OSError:
+            found.append(path)
+        if found:
+            raise ConfigError(
+                f"{found[0]} is of no run that was recorded there; give the run a folder of its own"
+            )
+
+    def _of_workers(self) -> list[Path]:
+        """Return where workers show their spans, and the script."""
+        return [self._shown / "script", *self._shown.glob("worker-*")]
+
     def _forget_what_was_shown(self) -> None:
         """Remove the spans that workers have shown, and their folder if nothing else is in it."""
-        for path in [self._shown / "script", *self._shown.glob("worker-*")]:
+        for path in self._of_workers():
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._shown.rmdir()
@@ -101,7 +136,7 @@ class RunFolder:
 
 def _is_cut(path: Path) -> bool:
     """Whether the last line of a file has no end, as where its writer was killed."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if not file.seek(0, os.SEEK_END):
             return False
         file.seek(-1, os.SEEK_END)

@@ -11,6 +11,7 @@ from pipedream_rt import ConfigError, TraceError
 from pipedream_rt.observe.spans import Recorder, Shown
 from pipedream_rt.observers.folder import (
     EVENTS,
+    TRACE,
     Following,
     RunFolder,
     newest_trace_in,
@@ -149,6 +150,51 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path):
         tmp_path.chmod(0o500)
         with pytest.raises(ConfigError, match="cannot be recorded"):
             RunFolder(tmp_path / "new")
+
+
+def text(path):
+    path.write_text('{"event": "sold", "of": "another program"}')
+
+
+def a_link(path):
+    path.symlink_to(path.parent.parent / "of-another")
+
+
+def a_link_to_a_folder(path):
+    path.symlink_to(path.parent.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *((EVENTS, make) for make in (text, a_link, os.mkfifo, os.mkdir)),
+        *((TRACE, make) for make in (text, a_link, os.mkdir)),
+        ("spans", a_link_to_a_folder),
+    ],
+)
+def test_what_no_run_has_written_is_left_as_it_is(tmp_path, name, make):
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / name)
+    before = (run / name).lstat()
+    with pytest.raises(ConfigError, match=f"{name} is of no run .* a folder of its own"):
+        RunFolder(run)
+    assert (run / name).lstat() == before
+    assert [path.name for path in run.iterdir()] == [name]
+
+
+def test_links_that_come_later_are_not_followed(tmp_path):
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    observer = written(run, [begun()])
+    precious.write_text("precious")
+    (run / "trace").symlink_to(precious)
+    (run / "spans" / "worker-0").symlink_to(precious)
+    os.mkfifo(run / "spans" / "worker-1")  # and nothing is waited for
+    shown(run, traced().plan, traced().spans)
+    observer(whole_run()[-1])
+    assert precious.read_text() == "precious"
+    assert len(read_run(run).trace.spans) == len(traced().spans)
+    assert sorted(path.name for path in run.iterdir()) == ["events.jsonl", "trace"]
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "pipe"])
