@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipedream_rt.schema import read_file
+
 SPAN = np.dtype(
     [
         ("kind", "<u2"),
@@ -91,9 +93,10 @@ def newest_spans(file: Path) -> Spans:
     """Return the newest spans that a recorder shows, oldest first; it may write at the same time.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or is none.
+        ValueError: It is larger than any that a recorder writes.
     """
-    data = file.read_bytes()
+    data = read_file(file, _SHOWN * SPAN.itemsize)
     spans = np.frombuffer(data, SPAN, len(data) // SPAN.itemsize)
     spans = spans[(spans["start"] > 0) & (spans["end"] >= spans["start"])]
     ordered: Spans = spans[np.argsort(spans["end"], kind="stable")]

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.observe.spans import SPAN, Spans
+from pipedream_rt.observe.spans import NOBODY, SPAN, Spans
 from pipedream_rt.schedules import Action, Kind, Plan
 from pipedream_rt.schedules.actions import OF_STAGES
 from pipedream_rt.schema import (
@@ -39,26 +39,29 @@ _LARGEST = 1 << 34
 _MOST = 1 << 12
 """Stages, workers and edges that a plan in a trace may have."""
 
+PLAN = fields(
+    {
+        "name": line(256),
+        "workers": whole(1, _MOST),
+        "per_update": whole(1, 1 << 31),
+        "stages_per_worker": whole(1, _MOST),
+        "slack": list_of(whole(0, 1 << 31), _MOST),
+        "synchronous": whole(0, 1 << 31),
+        "layers": list_of(list_of(line(1 << 12)), _MOST),
+        "hosts": list_of(whole(0, _MOST), _MOST),
+        "links": list_of(row(whole(-1, _MOST), whole(-1, _MOST)), _MOST),
+        "entries": list_of(whole(0, _MOST), _MOST),
+        "ties": list_of(row(line(1 << 12), list_of(whole(0, _MOST), _MOST)), _MOST),
+        "replicas": list_of(whole(1, _MOST), _MOST),
+        "shard_optimizer": truth,
+        "norms": one_of("none", "delayed", "exact"),
+    },
+    optional=("entries", "ties", "synchronous", "shard_optimizer", "norms"),
+)
+"""The check of a plan, as `Plan.packed` returns it."""
+
 _HEADER = {
-    "plan": fields(
-        {
-            "name": line(256),
-            "workers": whole(1, _MOST),
-            "per_update": whole(1, 1 << 31),
-            "stages_per_worker": whole(1, _MOST),
-            "slack": list_of(whole(0, 1 << 31), _MOST),
-            "synchronous": whole(0, 1 << 31),
-            "layers": list_of(list_of(line(1 << 12)), _MOST),
-            "hosts": list_of(whole(0, _MOST), _MOST),
-            "links": list_of(row(whole(-1, _MOST), whole(-1, _MOST)), _MOST),
-            "entries": list_of(whole(0, _MOST), _MOST),
-            "ties": list_of(row(line(1 << 12), list_of(whole(0, _MOST), _MOST)), _MOST),
-            "replicas": list_of(whole(1, _MOST), _MOST),
-            "shard_optimizer": truth,
-            "norms": one_of("none", "delayed", "exact"),
-        },
-        optional=("entries", "ties", "synchronous", "shard_optimizer", "norms"),
-    ),
+    "plan": PLAN,
     "credits": whole(0),
     "simulated": truth,
     "workers": list_of(
@@ -238,7 +241,7 @@ class Trace:
             problem = problem_of(header, _HEADER) if isinstance(header, dict) else "it is none"
             if problem:
                 raise ValueError(problem)
-            return _fitting(_made(header, np.frombuffer(spans, dtype=SPAN)))
+            return fitting(_made(header, np.frombuffer(spans, dtype=SPAN)))
         except _UNREADABLE as error:
             reason = printable(str(error))
             raise TraceError(f"the header of the trace {path} makes no sense: {reason}") from error
@@ -251,14 +254,14 @@ def _digest(packed: bytes, spans: memoryview) -> bytes:
     return digest.digest()
 
 
-def _fitting(trace: Trace) -> Trace:
+def fitting(trace: Trace) -> Trace:
     """Return a trace whose parts fit each other.
 
     Raises:
         ValueError: Its plan, its workers and its spans do not.
     """
     plan, spans = trace.plan, trace.spans
-    stages, kinds = spans["stage"], spans["kind"]
+    stages, kinds, causes = spans["stage"], spans["kind"], spans["waited_for"]
     if len(trace.workers) not in (0, plan.workers):
         raise ValueError(f"it has facts about {len(trace.workers)} of {plan.workers} workers")
     for name in ("stage_bytes", "activation_bytes"):
@@ -266,6 +269,8 @@ def _fitting(trace: Trace) -> Trace:
             raise ValueError(f"its {name!r} are not those of {plan.num_stages} stages")
     if len(spans) and not -1 <= stages.min() <= stages.max() < len(plan.addresses):
         raise ValueError(f"it has spans of other stages than {plan.num_stages}")
+    if len(spans) and not NOBODY <= causes.min() <= causes.max() < len(plan.addresses):
+        raise ValueError("it has spans that waited for no stage of it")
     on_devices = trace.device_spans
     if not np.isin(on_devices["kind"], _OF_A_STAGE).all() or (
         len(on_devices)

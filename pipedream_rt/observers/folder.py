@@ -21,7 +21,7 @@ import numpy as np
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.observe.spans import Shown, newest_spans
-from pipedream_rt.observe.trace import Trace, WorkerFacts
+from pipedream_rt.observe.trace import Trace, WorkerFacts, fitting
 from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.observers.record import RunRecord
 from pipedream_rt.schedules import Plan
@@ -172,7 +172,8 @@ class Following:
         while block := self._file.read(1 << 20):
             *lines, self._rest = (self._rest + block).split(b"\n")
             if len(self._rest) > _LONGEST:
-                self._rest = b""
+                self._rest, self.unreadable = b"", self.unreadable + 1
+                self._file.seek(0, os.SEEK_END)  # it may go on for a TiB
             for line in lines:
                 yield from self._read(line)
 
@@ -247,17 +248,21 @@ def newest_trace_in(folder: str | os.PathLike[str], begun: Begun) -> Trace | Non
     shown = Path(Shown.in_folder(folder).folder)
     parts = []
     for name in ("script", *(f"worker-{worker}" for worker in range(plan.workers))):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             spans = newest_spans(shown / name)
+            spans = spans[spans["stage"] < len(plan.addresses)]
             if len(spans):
-                parts.append(spans[spans["stage"] < len(plan.addresses)])
+                parts.append(spans)
     if not parts:
         return None
     since = max(int(spans["start"].min()) for spans in parts)
-    return Trace(
+    trace = Trace(
         plan=plan,
         credits=begun.credits,
         simulated=False,
         workers=tuple(WorkerFacts(name=name, dropped=1) for name in begun.workers),
         spans=np.concatenate([spans[spans["start"] >= since] for spans in parts]),
     )
+    with contextlib.suppress(ValueError):
+        return fitting(trace)
+    return None

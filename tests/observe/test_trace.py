@@ -182,6 +182,15 @@ def test_a_header_that_somebody_has_prepared(tmp_path):
     assert len(refusals) > 150
 
 
+@pytest.mark.parametrize("cause", [-3, 99])
+def test_a_span_that_waited_for_no_stage_is_refused(tmp_path, cause):
+    trace = run()
+    trace.spans["waited_for"][0] = cause
+    trace.save(tmp_path / "t")
+    with pytest.raises(TraceError, match="waited for no stage of it"):
+        Trace.load(tmp_path / "t")
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
 def test_what_is_no_ordinary_file_is_refused(tmp_path, kind):

@@ -1,14 +1,17 @@
 """The folder of a run: written as it goes on, read whole, cut or from another process."""
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError, TraceError
 from pipedream_rt.observe.spans import Recorder, Shown
+from pipedream_rt.observers.events import packed
 from pipedream_rt.observers.folder import (
     EVENTS,
     TRACE,
@@ -123,6 +126,33 @@ def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path):
     assert len(list(following.new())) == 1
     assert following.unreadable == 5
     following.close()
+
+
+def test_a_line_without_an_end_is_not_read_to_it(tmp_path):
+    written(tmp_path, [begun()]).close()
+    os.truncate(tmp_path / EVENTS, 1 << 40)
+    with closing(Following(tmp_path)) as following:
+        assert len(list(following.new())) == 1
+        assert following.unreadable == 1
+        with (tmp_path / EVENTS).open("ab") as file:
+            file.write(b"\n" + json.dumps(packed(stepped(0))).encode() + b"\n")
+        assert list(following.new()) == [stepped(0)]
+
+
+@pytest.mark.parametrize("what", ["pipe", "large", "nothing of it", "causes"])
+def test_spans_that_nobody_has_recorded_are_left_out(tmp_path, what):
+    observer = written(tmp_path, [first := begun()])
+    place, spans = tmp_path / "spans" / "worker-0", traced().spans[:100].copy()
+    if what == "pipe":
+        os.mkfifo(place)
+    elif what == "large":
+        place.touch()
+        os.truncate(place, 1 << 40)
+    else:
+        spans["stage" if what == "nothing of it" else "waited_for"] = 99
+        place.write_bytes(spans.tobytes())
+    assert newest_trace_in(tmp_path, first) is None
+    observer.close()
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
