@@ -18,9 +18,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.observe.trace import Trace
+from pipedream_rt.observe.trace import PLAN, Trace
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schema import Check, anything, list_of, mapping, problem_of, text, truth, whole
+from pipedream_rt.schema import (
+    Check,
+    list_of,
+    mapping,
+    maybe,
+    problem_of,
+    seconds,
+    text,
+    truth,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,25 +184,42 @@ more; the run goes on."""
 
 
 def _real(value: Any) -> bool:
-    """Whether a value is a number."""
-    return type(value) in (int, float)
+    """Whether a value is a number, and no integer with which none of ours can be computed."""
+    return type(value) is float or whole(-(2**63))(value)
+
+
+def _moment(value: Any) -> bool:
+    """Whether a value is a time for which there is a date."""
+    return seconds(value) and value < 1 << 36
 
 
 _NAMES = {kind.__name__.lower(): kind for kind in Event.__args__}
 
-_PLAIN = mapping(text(1 << 12), anything)
+_COUNTERS = {
+    **dict.fromkeys(
+        ("versions_kept_most", "parameters", "weight_bytes", "peak_memory_bytes"), whole(0)
+    ),
+    "peak_device_memory_bytes": maybe(whole(0)),
+}
+"""The checks of those counters of a stage that are shown."""
+
+
+def _counters(value: Any) -> bool:
+    """Whether a value has the counters of a stage."""
+    return isinstance(value, dict) and not problem_of(value, _COUNTERS)
+
 
 _CHECKS: dict[str, Check] = {
-    "time": _real,
+    "time": _moment,
     "step": whole(0),
-    "plan": _PLAIN,
+    "plan": PLAN,
     "credits": whole(0),
     "how": text(1 << 20),
     "workers": list_of(text(1 << 12)),
-    "stages": list_of(_PLAIN),
+    "stages": list_of(_counters),
     "settings": mapping(text(1 << 12), text(1 << 20)),
     "software": mapping(text(1 << 12), text(1 << 20)),
-    "pid": whole(1),
+    "pid": whole(1, 2**31 - 1),
     "host": text(1 << 12),
     "loss": _real,
     "rates": list_of(_real),
@@ -277,10 +304,6 @@ def _check_plan(event: Begun) -> None:
     plan = Plan.unpacked(event.plan)
     if len(event.stages) != len(plan.addresses) or len(event.workers) != plan.workers:
         raise ValueError(f"its counters or workers are not those of {plan.in_words}")
-    for counters in event.stages:
-        for name in ("versions_kept_most", "parameters", "weight_bytes", "peak_memory_bytes"):
-            if type(counters[name]) is not int:
-                raise TypeError(f"its {name!r} is {counters[name]!r}")
 
 
 def _read(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipedream_rt.observe.summary import WORKER_HEAD, seconds_text, worker_rows
-from pipedream_rt.observers.page.charts import number_text
+from pipedream_rt.observers.page.charts import FARTHEST, number_text
 from pipedream_rt.observers.page.panels import head_figures, title_of
 from pipedream_rt.observers.record import Bucket, RunRecord
 from pipedream_rt.schedules import Plan
@@ -39,7 +39,7 @@ def view_of(
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
     for name, value in head_figures(record).items():
-        facts.add_row(name, Text(value))
+        facts.add_row(name, Text(printable(value)))
     losses = sparkline([b.loss for b in buckets], max(width - 20, 10))
     if losses:
         facts.add_row("losses", Text(losses))
@@ -59,7 +59,7 @@ def view_of(
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return values as a line of blocks of different heights; empty for fewer than two."""
-    found = [value for value in values if value == value and abs(value) != float("inf")]
+    found = [value for value in values if abs(value) < FARTHEST]
     if len(found) < 2:
         return ""
     stride = -(-len(found) // width)

@@ -8,11 +8,13 @@ import sys
 import threading
 import urllib.request
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from support.recorded import stepped, whole_run
 
 from pipedream_rt.cli import show
+from pipedream_rt.observers import Ended, Evaluated, Recovered
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
 
@@ -72,6 +74,20 @@ def test_a_run_that_has_ended_is_shown_once(call, tmp_path):
     assert "ended" in output
     assert "recovered in 120 ms" in output
     assert "warning of two lines" in output
+
+
+def test_a_record_does_not_write_to_the_terminal(call, tmp_path):
+    """As one that somebody else has made could."""
+    evil = "\x1b]0;mine\x07\x9b2J\u202e"
+    events = whole_run(20)
+    for i, event in enumerate(events):
+        if isinstance(event, Evaluated):
+            events[i] = replace(event, values={evil: 1e308, "loss": -1e308})
+        if isinstance(event, (Ended, Recovered)):
+            events[i] = replace(event, reason=evil)
+    output = call("watch", recorded(tmp_path / "run", events))
+    assert "failed: \\x1b]0;mine" in output
+    assert not set(evil) & set(output) - set("]0;mine2J")
 
 
 def test_a_run_elsewhere_is_watched_over_its_page(call, tmp_path):

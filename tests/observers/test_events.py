@@ -39,6 +39,11 @@ def test_a_loss_that_is_no_number_is_written_as_strict_json(loss):
         {"versions": [1, "2"]},
         {"time": None},
         {"busy_s": 3},
+        {"time": 10**400},
+        {"time": math.inf},
+        {"time": 1e300},
+        {"loss": 10**400},
+        {"rates": [10**400]},
     ],
     ids=str,
 )
@@ -57,12 +62,26 @@ def test_what_is_no_event_is_refused(change):
         {"stages": [{}, {}, {}]},
         {"stages": [{**begun().stages[0], "parameters": "few"}] * 3},
         {"workers": ["alone"]},
+        {"plan": {**begun().plan, "hosts": [0, 1.5, 2]}},
+        {"pid": 2**31},
     ],
     ids=lambda change: str(change)[:40],
 )
 def test_a_beginning_whose_parts_do_not_fit_is_refused(change):
     with pytest.raises(TraceError, match="no event"):
         unpacked({**packed(begun()), **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"parameters": None}, {"weight_bytes": "x"}, {"peak_device_memory_bytes": []},
+     {"versions_kept_most": 10**400}],
+    ids=lambda change: str(change)[:40],
+)  # fmt: skip
+def test_an_end_with_counters_that_are_none_is_refused(change):
+    counters = change and {**begun().stages[0], **change}
+    with pytest.raises(TraceError, match="no event"):
+        unpacked({**packed(whole_run(3)[-1]), "stages": [counters] * 3})
 
 
 def test_a_missing_field_is_refused_and_an_unknown_one_passed_over():

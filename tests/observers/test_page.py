@@ -101,6 +101,7 @@ def test_no_two_ticks_are_called_alike(values):
         [begun(), *(stepped(i, samples=0) for i in range(5))],
         [begun(stages=1), *(stepped(i, stages=1) for i in range(3000))],
         [begun(replicas=2), stepped(0)],
+        [begun(), *(stepped(i, busy=(0.1 * i,) * (i % 7)) for i in range(7))],
         whole_run(),
         whole_run()[:-1],
     ],
@@ -174,9 +175,10 @@ def test_a_live_page_may_ask_its_server_alone():
 
 @pytest.mark.parametrize(
     "values",
-    [[1.0], [0.0, 0.0], [-5.0, -5.0], [1e-30, 1e30], [0.0, 1e-300], [-1.0, 1e9], [5.0, math.nan]],
+    [[1.0], [0.0, 0.0], [-5.0, -5.0], [1e-30, 1e30], [0.0, 1e-300], [-1.0, 1e9], [5.0, math.nan],
+     [-1e308, 1e308], [1e308]],
     ids=str,
-)
+)  # fmt: skip
 def test_a_chart_lies_within_its_frame(values):
     points = [(float(i), value) for i, value in enumerate(values)]
     chart = str(line_chart("t", [Line("a", points)], "x"))

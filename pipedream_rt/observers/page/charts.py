@@ -19,6 +19,9 @@ _LETTER = 6.2
 _LOG_FROM = 100.0
 """How many times the least value the largest must be for a logarithmic axis."""
 
+FARTHEST = 1e300
+"""The largest number that an axis has, so that the distance of two of them is one too."""
+
 _SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -160,7 +163,7 @@ def _axis(
     may_be_logarithmic: bool = False,
 ) -> _Axis:
     """Return an axis over some values, with a little room."""
-    low, high = min(values), max(values)
+    low, high = (min(max(v, -FARTHEST), FARTHEST) for v in (min(values), max(values)))
     if may_be_logarithmic and not from_zero and low > 0 and high / low >= _LOG_FROM:
         return _Axis(low / 1.1, high * 1.1, first, last, True)
     if from_zero:

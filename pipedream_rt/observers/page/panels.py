@@ -216,8 +216,9 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
         and "if all workers computed" not in said
     ):
         first, last = buckets[min(2, len(buckets) - 2)].last.busy_s, buckets[-1].last.busy_s
-        busy = [max(now - then, 0.0) for now, then in zip(last, first, strict=True)]
-        if max(busy) > 0:
+        pairs = zip(last[: plan.num_stages], first, strict=False)
+        busy = [max(now - then, 0.0) for now, then in pairs]
+        if max(busy, default=0.0) > 0:
             yield from about_balance(plan, busy)
     if trace is None:
         return
