@@ -7,11 +7,13 @@ import itertools
 import json
 import os
 import re
+import socket
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import timedelta
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,16 +21,22 @@ from urllib.parse import urlsplit
 import click
 
 from pipedream_rt.coordinator.status import running
-from pipedream_rt.errors import ConfigError, TraceError
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.observers.events import Begun, Ended, Event, unpacked
 from pipedream_rt.observers.folder import EVENTS, Following, read_run
 from pipedream_rt.observers.live import EVERY_S, LivePage
 from pipedream_rt.observers.page.render import write_report
 from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.schema import printable
 
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 _ADDRESS_LIKE = re.compile(r":\d|://")
-_PATIENCE_S = 60.0
+_PATIENCE = timedelta(seconds=60)
+"""For a page to answer, and between two things that it sends."""
+
+_LONGEST = 1 << 24
+"""The bytes that an event may have."""
 
 
 @click.command()
@@ -131,7 +139,10 @@ def _address(run: str, token: str | None) -> str:
         if token is None:
             raise ConfigError(f"give --token, which stands in the address of the page at {run}")
         return f"http://{run}/record?token={token}"
-    parts = urlsplit(run)
+    try:
+        parts = urlsplit(run)
+    except ValueError as error:
+        raise ConfigError(f"{run} is no address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
             f"{run} is neither the folder of a run nor the address of a page, HOST:PORT or "
@@ -156,22 +167,59 @@ def _events_at(address: str) -> Iterator[Event | None]:
     """Yield the events that a page sends as they come; None where there is nothing new.
 
     Raises:
-        ConfigError: The page cannot be reached, or refuses.
+        ConfigError: The page cannot be reached, refuses, or is none.
     """
+    parts, seconds = urlsplit(address), _PATIENCE.total_seconds()
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
-        with urllib.request.urlopen(address, timeout=_PATIENCE_S) as answer:
-            for line in answer:
-                try:
-                    yield unpacked(json.loads(line)) if line.strip() else None
-                except (ValueError, TraceError):
-                    continue
-    except urllib.error.HTTPError as error:
-        error.close()
-        reason = "its token is another one" if error.code == 403 else error.reason
-        raise ConfigError(f"the page refuses: {reason}") from error
-    except OSError as error:
-        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        with closing(kind(parts.netloc, timeout=seconds)) as connection:
+            connection.request("GET", f"{parts.path}?{parts.query}")
+            # The timeout is one for each byte of the head; this is one for all of it.
+            late = threading.Timer(seconds, connection.sock.shutdown, (socket.SHUT_RDWR,))
+            late.start()
+            try:
+                answer = connection.getresponse()
+            finally:
+                late.cancel()
+                late.join()
+            with answer:
+                yield from _events_in(answer, parts.netloc)
+    except PipelineError:
+        raise
+    except (OSError, HTTPException, ValueError) as error:
+        why = printable(str(error)) or type(error).__name__
         raise ConfigError(f"the page cannot be reached: {why}") from error
+
+
+def _events_in(answer: HTTPResponse, where: str) -> Iterator[Event | None]:
+    """Yield the events of an answer, which anybody may have sent; None where nothing is new.
+
+    Raises:
+        ConfigError: It is no page that answers, or it refuses.
+        OSError: It cannot be read.
+        HTTPException: It cannot be read.
+    """
+    if answer.status != HTTPStatus.OK:
+        forbidden = answer.status == HTTPStatus.FORBIDDEN
+        reason = "its token is another one" if forbidden else printable(answer.reason)
+        raise ConfigError(f"the page refuses: {reason}")
+    no_page = ConfigError(f"what answers at {where} is no page of a run, or of another version")
+    if answer.headers.get_content_type() != "text/event-stream":
+        raise no_page
+    rest, some, until = b"", False, Deadline(_PATIENCE)
+    while block := answer.read1(1 << 20):
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            try:
+                event = unpacked(json.loads(line)) if line.strip() else None
+            except (ValueError, TypeError, RecursionError):
+                if not some:
+                    raise no_page from None
+                continue  # of a later version
+            some, until = some or event is not None, Deadline(_PATIENCE)
+            yield event
+        if until.expired() or len(rest) > _LONGEST:
+            raise no_page
 
 
 def _show(events: Iterator[Event | None]) -> None:

@@ -3,18 +3,21 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from support.recorded import stepped, whole_run
 
 from pipedream_rt.cli import show
 from pipedream_rt.observers import Ended, Evaluated, Recovered
+from pipedream_rt.observers.events import packed
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
 
@@ -97,6 +100,76 @@ def test_a_run_elsewhere_is_watched_over_its_page(call, tmp_path):
         where, _, token = page.address.removeprefix("http://").partition("/?token=")
         assert "ended" in call("watch", where, "--token", token)
         assert "its token is another one" in call("watch", where, "--token", "x", code=1)
+
+
+HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+EVENT = json.dumps(packed(whole_run()[0])).encode() + b"\n"
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """Another program than a page, which answers what it is given, and its last part for ever."""
+    monkeypatch.setattr(show, "_PATIENCE", timedelta(seconds=0.5))
+    with ExitStack() as stack:
+
+        def serve(listener, first, then, stop):
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.settimeout(60)
+                connection.sendall(first)
+                while not stop.wait(0.01) and then is not None:
+                    connection.sendall(then)
+
+        def begin(first, then=None):
+            listener, stop = socket.create_server(("127.0.0.1", 0)), threading.Event()
+            thread = threading.Thread(target=serve, args=(listener, first, then, stop))
+            thread.start()
+            for end in (thread.join, listener.close, stop.set):
+                stack.callback(end)
+            return f"127.0.0.1:{listener.getsockname()[1]}"
+
+        yield begin
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", None, "cannot be reached: SSH-2.0-OpenSSH"),
+        (b"HTTP/1.0 200 OK\r\n" + b"a: b\r\n" * 999, None, "cannot be reached: got more than"),
+        (b"HTTP/1.0 200 OK\r\na: ", b"b", "page"),
+        (b"HTTP/1.0 500 \x1b[31mred\r\n\r\n", None, r"refuses: \x1b[31mred"),
+        (b"HTTP/1.0 302 -\r\nLocation: http://127.0.0.1:9/\r\n\r\n", b"x", "refuses: -"),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>\n", b"x\n", "is no page"),
+        (HEAD, b"x\n", "is no page"),
+        (HEAD, b"x" * (1 << 20), "is no page"),
+        (HEAD, b"x", "is no page"),
+        (HEAD + b"[" * 100_000, b"\n", "is no page"),
+        (HEAD + b"3\n", None, "is no page"),
+        (HEAD + EVENT, b"x\n", "is no page"),
+        (HEAD.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\nx"), b"\n",
+         "cannot be reached: IncompleteRead"),
+    ],
+)  # fmt: skip
+def test_another_program_is_told_from_a_page(call, other, first, then, words):
+    assert words in call("watch", other(first, then), "--token", "x", code=1)
+
+
+@pytest.mark.threads
+def test_a_program_that_says_nothing_is_not_waited_for(call, other):
+    assert "cannot be reached: " in call("watch", other(b""), "--token", "x", code=1)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[::1/?token=x", "http://127.0.0.1:x/?token=x", "a..b:80", "a" * 70 + ":80"]
+)
+def test_an_address_that_is_none(call, address):
+    assert "Error: " in call("watch", address, "--token", "x", code=1)
+
+
+@pytest.mark.parametrize("token", ["a b", "\u00fc", "a\r\nX: b"])
+def test_a_token_that_no_address_has(call, token):
+    assert "cannot be reached" in call("watch", "127.0.0.1:9", "--token", token, code=1)
 
 
 @pytest.mark.processes
