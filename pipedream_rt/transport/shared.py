@@ -243,7 +243,7 @@ class Views:
         dtype = dtype_of(name)
         size = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
         if not (
-            type(number) is type(begin) is int
+            type(number) is type(begin) is type(size) is int
             and 0 <= number < _MOST_SLOTS
             and _FIRST <= begin <= begin + size <= self._length
             and begin % _PAGE == 0

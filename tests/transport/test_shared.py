@@ -1,5 +1,6 @@
 """Values in memory that two processes share: they come whole, slots come back, nothing is left."""
 
+import fcntl
 import gc
 import os
 import secrets
@@ -129,7 +130,7 @@ def test_a_forked_child_gives_nothing_back(block):
     "change",
     [
         {3: -1}, {3: 1 << 12}, {4: 0}, {4: 1}, {4: 1 << 40}, {1: [1 << 20]}, {1: [-1]}, {2: [-1]},
-        {0: "float3"}, {1: [0]}, {1: [2, 2]},
+        {0: "float3"}, {1: [0]}, {1: [2, 2]}, {1: [1.5]},
     ],
     ids=str,
 )  # fmt: skip
@@ -287,6 +288,19 @@ def test_a_block_that_could_be_made_shorter_is_refused():
     with pytest.raises(TransportError, match="final size"):
         Views(fd)
     gc.collect()
+
+
+@pytest.mark.parametrize("size", [0, 1, shared._FIRST, shared._FIRST + 4 * COUNT - 1])
+def test_a_block_that_is_shorter_than_what_is_said_to_lie_in_it_is_refused(block, size):
+    """A look behind its end would kill the process (SIGBUS)."""
+    about = put(block[0], torch.rand(COUNT))
+    fd = os.memfd_create("short", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    views = Views(fd)
+    with pytest.raises(TransportError, match="no slot"):
+        views.tensor(about)
+    views.close()
 
 
 def used(slots):
