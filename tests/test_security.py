@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,10 +22,13 @@ import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.models import mlp, regression
+from support.nodes import COMMAND, RUN, below, own_environment
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from support.two_hosts import SECRET, Child
 
 from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
@@ -129,21 +133,25 @@ def test_fuzz_of_the_control_connection():
             control.close()
 
 
-def listening_ports(pid):
-    """TCP ports that a process listens at."""
+def listening(pid):
+    """The addresses of TCP, and the names of Unix sockets, at which a process listens."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
             inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(fd)))
         except OSError:
             continue
-    ports = []
-    for table in ("tcp", "tcp6"):
+    ports, names = set(), set()
+    for table in ("tcp", "tcp6", "unix"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                ports.append(int(fields[1].rsplit(":", 1)[1], 16))
-    return ports
+            if table == "unix" and int(fields[3], 16) & 1 << 16 and fields[6] in inodes:
+                names.update(fields[7:])
+            elif table != "unix" and fields[3] == "0A" and fields[9] in inodes:
+                host, port = fields[1].split(":")
+                here = host == "0100007F"
+                ports.add(f"{'127.0.0.1' if here else host}:{int(port, 16)}")
+    return ports, names
 
 
 @pytest.mark.processes
@@ -165,13 +173,71 @@ def test_nothing_of_a_running_job_listens():
             return pipe.state_dict()
 
     def nobody_listens(pipe):
-        before = listening_ports(os.getpid())
-        assert before == []
         for process in pipe._group.cluster._local.processes.values():
-            assert listening_ports(process.pid) == []
+            assert listening(process.pid) == (set(), set())
+        ports, (status,) = listening(os.getpid())
+        assert not ports
+        assert Path(status).parent == private_folder()
 
     expected = run(lambda pipe: None, workers="serial")
     assert_same(run(nobody_listens, workers="local"), expected)
+
+
+TRAINS = """
+import sys, torch
+from torch import nn
+from pipedream_rt import Pipeline, Recovery
+
+if __name__ == "__main__":
+    workers, elastic = sys.argv[1:]
+    with Pipeline(
+        [nn.Linear(2, 2), nn.Linear(2, 2)], stages=2, loss_fn=nn.functional.mse_loss,
+        optimizer=(torch.optim.SGD, {"lr": 0.1}), workers=None if workers == "-" else workers,
+        recovery=Recovery(max_restarts=1, elastic=(1, 2)[: 2 * int(elastic)] or None),
+    ) as pipe:
+        for result in pipe.train_epoch([(torch.ones(2, 2), torch.ones(2, 2))] * 20):
+            if result.step == 5:
+                print("training", flush=True)
+                sys.stdin.readline()
+    print("trained", flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["run", "by address", "elastic"])
+def test_what_listens_while_workers_that_join_by_themselves_train(tmp_path, way):
+    """The control port, where they come back to it; who comes in between is told nothing."""
+    (script := tmp_path / "script.py").write_text(TRAINS)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with ExitStack() as children:
+
+        def start(*command):
+            child = Child(command, own_environment(PIPEDREAM_RT_SECRET=SECRET))
+            children.callback(child.close)
+            return child
+
+        if way == "run":
+            job = [start(*RUN, "--nproc-per-node", "2", str(script), "-", "0")]
+        else:
+            job = [start(sys.executable, str(script), address, str(int(way == "elastic")))]
+            job += [start(*COMMAND, "worker", address, "--name", name) for name in "ab"]
+        job[0].wait_for("training")
+        found = [listening(pid) for child in job for pid in (child.pid, *below(child.pid))]
+        ports = set().union(*(ports for ports, _ in found))
+        (status,) = set().union(*(names for _, names in found))
+        assert Path(status).parent == private_folder()
+        if way == "by address":
+            assert not ports
+        else:
+            (port,) = ports
+            assert port.startswith("127.0.0.1:") if way == "run" else port == address
+            with socket.create_connection(port.split(":"), timeout=0.3) as stranger:
+                stranger.sendall(b"\0" * 5000)
+                with pytest.raises(TimeoutError):
+                    stranger.recv(1)
+        job[0].go_on()
+        job[0].wait_for("trained")
 
 
 class Rogue:
