@@ -83,6 +83,18 @@ def _step_of(step: Any) -> Callable[..., Any]:
     return without_compiler
 
 
+def step_spared(optimizer: torch.optim.Optimizer) -> None:
+    """Step with an optimizer without importing the compiler, as `spare_dynamo` lets workers do."""
+    step: Any = type(optimizer).step
+    hooked = getattr(step, "__wrapped__", None)  # torch wraps it once more for its profiler
+    for each in (step, hooked):
+        code = getattr(each, "__code__", None)
+        if code is not None and code.co_name == "_use_grad" and hasattr(each, "__wrapped__"):
+            _step_of(each)(optimizer)
+            return
+    optimizer.step()
+
+
 def _hidden_methods() -> list[Any]:
     """Return the methods of optimizers that torch hides from its compiler."""
     return [

@@ -17,7 +17,7 @@ from support.selection import thin_out
 from support.ticking import Clock
 from support.versions import other_than_tested
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Training
 from pipedream_rt.cluster import environment as environment_of_job
 from pipedream_rt.cluster.fork_server import fork_server
 
@@ -59,6 +59,14 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if (reason := differs.why(item.nodeid)) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def verified_when_asked():
+    """Let the first mini-batch be verified where a test says so, in `tests/verify`."""
+    inspect.unwrap(Pipeline.__init__).__kwdefaults__["training"] = Training(verify=False)
+    yield
+    inspect.unwrap(Pipeline.__init__).__kwdefaults__["training"] = Training()
 
 
 @pytest.fixture(autouse=True, scope="session")

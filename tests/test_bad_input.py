@@ -155,7 +155,7 @@ def test_training_without_loss_or_optimizer():
         assert pipe(torch.ones(1, 8)).shape == (1, 8)  # inference is possible
         with pytest.raises(ConfigError, match="assign a DistributedOptimizer"):
             pipe.optimizer = torch.optim.SGD(mlp().parameters())
-    with make(loss_fn=None) as pipe, pytest.raises(ConfigError, match="evaluate needs loss_fn"):
+    with make(loss_fn=None) as pipe, pytest.raises(ConfigError, match="evaluate needs a loss"):
         pipe.evaluate(regression(1))
 
 

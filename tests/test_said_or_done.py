@@ -416,10 +416,16 @@ def test_buffers_may_be_resized(workers, kind, whole):
     assert_same(plain(model), expected)  # the script's own model is as it was
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel])
-def test_a_wrapped_model_is_refused(wrap):
-    with pytest.raises(ConfigError, match=r"wrapped in DataParallel.*give model\.module"):
-        piped(wrap(nn.Sequential(*layers(nn.Linear, nn.Linear))))
+def test_a_wrapped_model_is_refused():
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(*layers(nn.Linear, nn.Linear)))
+        with pytest.raises(ConfigError, match=r"wrapped in DistributedData.*give model\.module"):
+            piped(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_an_unusual_way_out_of_a_layer_is_named():

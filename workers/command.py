@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -89,9 +88,9 @@ def main(
     if fork_server_fd is not None:
         # torch reads it when imported; see `serve`.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        with suppress(ConnectionError):
-            serve_forks(socket.socket(fileno=fork_server_fd), _run_forked, not no_imports)
-        end_orphans()  # who only wants no more workers kills this process
+        connection = socket.socket(fileno=fork_server_fd)
+        if not serve_forks(connection, _run_forked, not no_imports):
+            end_orphans()  # who only wants no more workers kills this process
         os._exit(0)
     name = name or f"{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
     _set_up(name, "INFO")

@@ -37,7 +37,7 @@ that of a pipe with the secret of the job.
 """
 
 
-def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> None:
+def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> bool:
     """Fork a worker for each request, and report each that ends, until the other end closes.
 
     Args:
@@ -45,8 +45,8 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
         run: The life of a worker, which each child runs.
         imports: Whether to import the modules that requests name.
 
-    Raises:
-        ConnectionError: The other end has closed with something unread, or while it was written to.
+    Returns:
+        Whether its workers die with this process, as those do that join by themselves.
     """
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
@@ -62,32 +62,37 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(woken, select.POLLIN)
-    while True:
-        for fd, _ in poll.poll():
-            if fd == woken.fileno():
-                woken.recv(4096)
-                _report_ends(connection)
-                continue
-            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-            if not data:
-                return
-            request = msgpack.unpackb(data)
-            if "imports" in request:
-                if imports:
-                    _import(request["imports"], connection)
-                continue
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for mine in (connection, woken, wake):
-                    mine.close()
-                _be_worker(request, fds, run)
-            for each in fds:
-                os.close(each)
-            pidfd = os.pidfd_open(pid)
-            socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
-            os.close(pidfd)
+    joining = False
+    # The other end may close with something unread, or while it is written to.
+    with contextlib.suppress(ConnectionError):
+        while True:
+            for fd, _ in poll.poll():
+                if fd == woken.fileno():
+                    woken.recv(4096)
+                    _report_ends(connection)
+                    continue
+                data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+                if not data:
+                    return joining
+                request = msgpack.unpackb(data)
+                if "imports" in request:
+                    if imports:
+                        _import(request["imports"], connection)
+                    continue
+                joining = joining or "join" in request
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for mine in (connection, woken, wake):
+                        mine.close()
+                    _be_worker(request, fds, run)
+                for each in fds:
+                    os.close(each)
+                pidfd = os.pidfd_open(pid)
+                socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
+                os.close(pidfd)
+    return joining
 
 
 def end_orphans() -> None:

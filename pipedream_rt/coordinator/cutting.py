@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,11 +77,15 @@ class Cutter:
         forwards: What the forwards of the model do.
         weighing: What micro-batches weigh.
         per_update: The number of micro-batches of a mini-batch.
-        pairs: Whether no micro-batch may have a single sample; see `micro_batch_sizes`.
+        pairs: Says of a mini-batch whether none of its micro-batches may have a single sample.
     """
 
     def __init__(
-        self, forwards: Forwards, weighing: Weighing, per_update: int, pairs: bool = False
+        self,
+        forwards: Forwards,
+        weighing: Weighing,
+        per_update: int,
+        pairs: Callable[[Batch], bool] = lambda batch: False,
     ) -> None:
         self._pairs, self._lists = pairs, Lists()
         self._forwards = forwards
@@ -141,7 +145,9 @@ class Cutter:
         if k == 1 or samples is None:
             return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
         self._lists.refuse_unclear(batch, samples)
-        sizes = micro_batch_sizes(samples, k, pairs=self._pairs)
+        sizes = micro_batch_sizes(samples, k)
+        if 1 in sizes and sizes[0] > 1 and self._pairs(batch):
+            sizes = micro_batch_sizes(samples, k, pairs=True)
         parts = self._parts(batch, sizes, training)
         weights = [part.weight if part else 0 for part in parts]
         if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:

@@ -82,8 +82,9 @@ def explain(
     ]
     lines += _of_codecs(codecs, statistics)
     lines += _of_memory(workers, places)
-    lines += [text for text in (verified, endpoints) if text]
-    return "\n".join([*lines, table(rows)])
+    if endpoints:
+        lines.append(endpoints)
+    return "\n".join([*lines, table(rows), *([verified] if verified else [])])
 
 
 def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:

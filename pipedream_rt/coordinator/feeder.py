@@ -69,7 +69,7 @@ class Feeder:
         has_loss: Whether the last stage computes a loss.
         settings: The settings of torch that the workers have.
         weighing: What micro-batches weigh in their mini-batch.
-        pairs: Whether no micro-batch may have a single sample; see `micro_batch_sizes`.
+        pairs: Says of a mini-batch whether none of its micro-batches may have a single sample.
         check_loss: In how many of the first mini-batches the loss of the whole is compared with
             those of the micro-batches.
         recorder: Where the coordinator writes its spans; None for no trace.
@@ -102,7 +102,7 @@ class Feeder:
         has_loss: bool,
         settings: Settings,
         weighing: Weighing,
-        pairs: bool,
+        pairs: Callable[[Batch], bool],
         check_loss: int,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,

@@ -32,7 +32,7 @@ from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.surroundings import profile_option
 from pipedream_rt.coordinator.trace_collection import TraceCollection
 from pipedream_rt.job.batches import Batch
-from pipedream_rt.job.cutting import samples_of
+from pipedream_rt.job.cutting import needs_pairs, samples_of
 from pipedream_rt.job.identity import (
     Identity,
     name_of_class,
@@ -49,7 +49,6 @@ from pipedream_rt.messages.keys import optimizer_state
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.auto_split import choose_stages
 from pipedream_rt.planning.profiling import profile_and_end
-from pipedream_rt.torch_private import BatchNorm
 from pipedream_rt.transport.base import Receive
 
 if TYPE_CHECKING:  # not imported unless somebody is told of a run
@@ -191,7 +190,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         has_loss=job.loss_fn is not None,
         settings=job.settings,
         weighing=job.weighing,
-        pairs=any(isinstance(m, BatchNorm) for m in job.model.whole.modules()),
+        pairs=functools.partial(needs_pairs, job.model.whole),
         check_loss=options.training.check_loss,
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,

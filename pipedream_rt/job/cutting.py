@@ -7,16 +7,19 @@ samples, or be a shape. So such a value is marked by the user, or refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Batch
 from pipedream_rt.models.program import replaced
+from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.torch_private import BatchNorm
 
 MARKS = (
     "mark it in the loader or in prepare=: pipedream_rt.Whole(value) goes to every micro-batch as "
@@ -179,6 +182,26 @@ def micro_batch_sizes(samples: int, micro_batches: int, *, pairs: bool = False) 
         sizes = [samples // count + (i < samples % count) for i in range(count)]
         return sizes + [0] * (micro_batches - count)
     return [max(0, min(size, samples - i * size)) for i in range(micro_batches)]
+
+
+def needs_pairs(model: nn.Module, batch: Batch) -> bool:
+    """Whether a model cannot be trained on a single sample, as BatchNorm over samples alone cannot.
+
+    It is asked, without its values: a copy on the meta device, where nothing is computed.
+    """
+    if not any(isinstance(module, BatchNorm) for module in model.modules()):
+        return False
+    tensors = [t for _, t in named_tensors(model)]
+    there = {id(t): torch.empty_like(t, device="meta") for t in tensors}
+    samples = samples_of(batch) or 1
+    one = unmarked(cut_batch(batch, [1, samples - 1])[0])
+    args, kwargs = replaced((one.args, one.kwargs), (Tensor,), lambda t: t.to("meta"))
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model, there)(*args, **kwargs)
+    except Exception as error:  # what else it says, it says of the mini-batch itself
+        return "more than 1 value per channel" in str(error)
+    return False
 
 
 class Lists:

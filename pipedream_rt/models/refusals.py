@@ -25,11 +25,11 @@ def refuse_unfit_layers(layers: Layers) -> None:
     """
     for name, layer in layers.items():
         for module in layer.modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise ConfigError(
-                    f"{name or 'the model'} is wrapped in {type(module).__name__}, which has ways "
-                    "of its own to split mini-batches or to reduce gradients: give model.module; "
-                    "Layout(replicas=...) is data parallelism beside the pipeline"
+                    f"{name or 'the model'} is wrapped in {type(module).__name__}, which reduces "
+                    "gradients over processes of its own: give model.module; Layout(replicas=...) "
+                    "is data parallelism beside the pipeline"
                 )
         for key, tensor in tensors_of(layer, name):
             if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):

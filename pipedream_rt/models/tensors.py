@@ -17,6 +17,15 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def own_buffers(module: nn.Module) -> None:
+    """Give buffers that came over other memory storage of their own, which layers may resize."""
+    for buffer in module.buffers():
+        if buffer.layout is torch.strided and not buffer.untyped_storage().resizable():
+            same = buffer.clone()
+            if same.stride() == buffer.stride():
+                buffer.data = same
+
+
 def is_away(tensor: Tensor) -> bool:
     """Whether a tensor has values in another memory than that of the host."""
     return not (tensor.is_cpu or tensor.is_meta)

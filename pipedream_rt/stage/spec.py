@@ -18,6 +18,7 @@ from pipedream_rt.models.layer_spec import Blueprint
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.pretrained import Pretrained
 from pipedream_rt.models.settings import Settings, settings_now
+from pipedream_rt.models.tensors import own_buffers
 from pipedream_rt.observe.spans import Shown
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.memory import give_free_memory_back
@@ -140,12 +141,7 @@ class StageSpec:
             self.layers._modules[name] = layer
         if self.pretrained is not None:
             self.pretrained.fill(self.layers)
-        for buffer in self.layers.buffers():
-            # It came over memory that torch cannot resize, and a layer may resize its buffers.
-            if buffer.layout is torch.strided and not buffer.untyped_storage().resizable():
-                same = buffer.clone()
-                if same.stride() == buffer.stride():
-                    buffer.data = same
+        own_buffers(self.layers)
         device.place(self.layers)
         if self.compile is not None:
             for name in self.plan.layers[self.stage]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipedream_rt.coordinator.cutting import CutBatch
+from pipedream_rt.dynamo import dynamo_spared, step_spared
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Batch
 from pipedream_rt.job.cutting import unmarked
@@ -29,7 +30,7 @@ from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models import dumps
 from pipedream_rt.models.holders import Holders
 from pipedream_rt.models.program import found
-from pipedream_rt.models.tensors import gradient_hooks, home_of, named_tensors
+from pipedream_rt.models.tensors import gradient_hooks, home_of, named_tensors, own_buffers
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.rules.clipping import Clip
@@ -70,6 +71,8 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
     hooks = {n: gradient_hooks(p) for n, p in job.model.parameters.items()}
     given, loss, hooks = cloudpickle.loads(dumps((given, loss, hooks))[0])
     model = UnsplitModel(given, loss)
+    for each in model.modules.values():
+        own_buffers(each)
     for name, (before, after) in hooks.items():  # which no pickle has
         for hook in before:
             model.parameters[name].register_hook(hook)
@@ -275,7 +278,7 @@ class PlainTraining:
             if parameter.grad is not None:
                 seen[Place(step, -1, "gradient", name)] = parameter.grad.detach().clone()
         before = torch.get_rng_state()
-        self._optimizer.step()
+        step_spared(self._optimizer)
         if not torch.equal(before, torch.get_rng_state()):
             self._leave_out("step")
         self._optimizer.zero_grad()
@@ -383,7 +386,8 @@ def apart(job: Job) -> Iterator[None]:
     for holder in holders.found.values():
         holder.look()
     try:
-        with kept_generator_state(), torch.inference_mode(False), torch.enable_grad():
+        plainly = torch.inference_mode(False), torch.enable_grad(), dynamo_spared()
+        with kept_generator_state(), plainly[0], plainly[1], plainly[2]:
             torch.set_num_threads(job.options.threads)
             yield
     finally:

@@ -25,6 +25,8 @@ from pipedream_rt.job.given_optimizer import GivenOptimizer, Parts
 from pipedream_rt.job.job import Job, prepare
 from pipedream_rt.job.options import Layout, Observe, Options, Recovery
 from pipedream_rt.job.rules import scale_of
+from pipedream_rt.models.code import is_installed
+from pipedream_rt.models.holders import functions_called, globals_read
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
@@ -62,6 +64,8 @@ _WORKERS = (
     "a global or a class attribute that the script has changed in a module which they import by "
     "themselves, another environment, other software, or a file that they read"
 )
+
+_DISTRIBUTED = "torch.distributed"
 
 _log = logging.getLogger(__name__)
 
@@ -450,8 +454,17 @@ class Watching:
             ConfigError: It differs by more than rounding.
         """
         job, result = self._job, pending.result()
-        with apart(job):
-            parts = _parts_differ(job, copies_of(job, None), cut)
+        try:
+            own, again, parts = self._plain(cut), self._plain(cut, other=True), self._parts(cut)
+        except Exception as error:  # the user's code, in a process for which it was not written
+            _log.info("the first mini-batch was not compared with plain PyTorch: %s", error)
+            return
+        if compared(own, again)[1] is not None:
+            _log.info(
+                "the first mini-batch was not compared with plain PyTorch: the model draws random "
+                "numbers that nobody seeds, or goes by a clock"
+            )
+            return
         if parts is not None:
             _log.warning("%s differs by %.2g. %s", *parts)
         theirs: Seen = {}
@@ -461,19 +474,11 @@ class Watching:
         if _steps_plainly(job):
             for name, value in self._run.run_state.gathered().items():
                 theirs[Place(0, -1, "state", name)] = value
-        own = self._plain(cut)
         number, parted = compared(own, theirs)
         if parted is None or parted.rounds:
             how = "is" if parted is None else "is, but for rounding,"
             _log.info(
                 "the first mini-batch %s what plain PyTorch computes, in %d values", how, number
-            )
-            return
-        again = self._plain(cut, other=True)
-        if compared(own, again)[1] is not None:
-            _log.info(
-                "the first mini-batch was not compared with plain PyTorch: the model draws random "
-                "numbers that nobody seeds, or goes by a clock"
             )
             return
         found = beside(job, None, self._batches, self._hyper, self._run.feeder.training)
@@ -489,6 +494,11 @@ class Watching:
             f"the first mini-batch is not what plain PyTorch computes: {where}. "
             "Training(verify=False) leaves this comparison out"
         )
+
+    def _parts(self, cut: CutBatch) -> tuple[str, float, str] | None:
+        """Say so if the loss of the first mini-batch is not that of its micro-batches."""
+        with apart(self._job):
+            return _parts_differ(self._job, copies_of(self._job, None), cut)
 
     def _plain(self, cut: CutBatch, other: bool = False) -> Seen:
         """Train on the first mini-batch in plain PyTorch, perhaps with other seeds of Python."""
@@ -533,9 +543,24 @@ def why_not(job: Job) -> str:
         return f"as its weights take {size >> 20} MiB, more than {LIMIT >> 20}"
     if training.compile or job.options.devices is not None or any(not t.is_cpu for t in tensors):
         return "as it is compiled, or computed by another device"
-    if job.codecs.of_graph:
+    if job.options.layout.codecs is not None:
         return "as codecs change values"
+    if any(_communicates(m) for part in model.modules.values() for m in part.modules()):
+        return "as its layers communicate with other processes"
     return ""
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Whether the code of a module names torch.distributed, whose calls wait for others."""
+    return any(
+        "distributed" in function.__code__.co_names
+        or any(
+            str(getattr(function.__globals__.get(name), "__name__", "")).startswith(_DISTRIBUTED)
+            for name in globals_read(function)
+        )
+        for function in functions_called(type(module))
+        if not is_installed(function.__module__)
+    )
 
 
 def explained(job: Job) -> str:

@@ -24,7 +24,8 @@ def grouped(options):
     for name, group in GROUPS.items():
         own = {each: value for each, value in options.items() if HOMES.get(each) == name}
         if own:
-            flat[name] = dataclasses.replace(flat.get(name, group()), **own)
+            base = Training(verify=False) if group is Training else group()
+            flat[name] = dataclasses.replace(flat.get(name, base), **own)
     return flat
 
 
