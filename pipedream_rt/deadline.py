@@ -20,7 +20,6 @@ class Deadline:
     __slots__ = ("_at", "timeout")
 
     def __init__(self, timeout: timedelta | None) -> None:
-        """Start the clock."""
         self.timeout = timeout
         self._at = None if timeout is None else time.monotonic() + timeout.total_seconds()
 

@@ -66,11 +66,7 @@ def _classes(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _step_of(step: Any) -> Callable[..., Any]:
-    """Return a step without the compiler, which it asks for a break in what it compiles.
-
-    Args:
-        step: The step of an optimizer, as ``_use_grad_for_differentiable`` of torch wraps it.
-    """
+    """Return a step without the compiler, which it asks for a break in what it compiles."""
     beneath = step.__wrapped__
 
     @functools.wraps(beneath)

@@ -81,7 +81,6 @@ class RendezvousTimeout(TransportError):
     """
 
     def __init__(self, message: str, *, missing: int = 0) -> None:
-        """Keep the number beside the text."""
         super().__init__(message)
         self.missing = missing
 
@@ -102,7 +101,6 @@ class PeerLost(TransportError):
     """
 
     def __init__(self, message: str, *, peer: str) -> None:
-        """Keep the name beside the text."""
         super().__init__(message)
         self.peer = peer
 
@@ -141,7 +139,6 @@ class WorkerLost(PipelineError):
         doing: str = "",
         crashed: bool = False,
     ) -> None:
-        """Keep the place beside the text."""
         super().__init__(message)
         self.worker = worker
         self.stage = stage
@@ -167,7 +164,6 @@ class StageFailed(PipelineError):
     """
 
     def __init__(self, message: str, *, stage: int, action: str, trace: str = "") -> None:
-        """Keep the place and the traceback beside the text."""
         super().__init__(message)
         self.stage = stage
         self.action = action
@@ -192,7 +188,6 @@ class PoisonedMicroBatch(PipelineError):
     """
 
     def __init__(self, message: str, *, micro_batch: int, stage: int) -> None:
-        """Keep the place beside the text."""
         super().__init__(message)
         self.micro_batch = micro_batch
         self.stage = stage

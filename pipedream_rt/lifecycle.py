@@ -54,7 +54,6 @@ class Lifecycle:
     """
 
     def __init__(self, what: str, end: Callable[[], object] = lambda: None) -> None:
-        """Begin open."""
         self._what = what
         self._end = end
         self._lock = threading.RLock()  # a signal handler may close what is just being closed

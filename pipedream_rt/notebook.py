@@ -70,15 +70,10 @@ class Interrupts:
     """Ctrl-C, noted while something goes on that must not be left in the middle."""
 
     def __init__(self) -> None:
-        """None has come."""
         self.came = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note the first; raise the second.
-
-        Raises:
-            KeyboardInterrupt: It is the second.
-        """
+        """Note the first; raise the second."""
         if self.came:
             raise KeyboardInterrupt
         self.came = True
@@ -145,7 +140,6 @@ class _Drawn:
     """A loader that raises Ctrl-C where the next item is drawn."""
 
     def __init__(self, loader: Iterable[Any], interrupts: Interrupts) -> None:
-        """Draw nothing yet."""
         self._loader = loader
         self._interrupts = interrupts
 
@@ -183,7 +177,6 @@ class _Shows:
     """Shows an object by a function that is imported when it is first needed."""
 
     def __init__(self, module: str, function: str) -> None:
-        """Remember where it is."""
         self._module, self._function = module, function
 
     def __call__(self, shown: Any) -> str:

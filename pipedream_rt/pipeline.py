@@ -170,7 +170,6 @@ class Pipeline:
         recovery: Recovery = Recovery(),  # noqa: B008
         observe: Observe = Observe(),  # noqa: B008
     ) -> None:
-        """Check everything, then start the workers."""
         close_earlier()
         given = Options(
             stages=stages,
@@ -952,11 +951,7 @@ class Pipeline:
 
 
 def _telling_of(options: Options) -> Telling | None:
-    """Return what tells observers of the run, if there are any.
-
-    Raises:
-        ConfigError: The folder of the record cannot be written.
-    """
+    """Return what tells observers of the run, if there are any."""
     if not options.is_told:
         return None
     from pipedream_rt.coordinator.telling import telling_of

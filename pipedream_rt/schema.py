@@ -211,12 +211,7 @@ _IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXD
 
 
 def _destination(path: Path) -> Path:
-    """Return what a path leads to, through links; what a process has open stays by its descriptor.
-
-    Raises:
-        OSError: The links go round, or another user has laid one where everybody may: the kernel
-            follows none of these either (``fs.protected_symlinks``).
-    """
+    """Return what a path leads to, through links; what a process has open stays by its descriptor."""
     try:
         for _ in range(_MOST_LINKS):
             folder = Path(os.path.realpath(path.parent))
@@ -239,11 +234,7 @@ def _destination(path: Path) -> Path:
 def _write_through(
     path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]
 ) -> None:
-    """Write to what is no file, or to what a process has open.
-
-    Raises:
-        OSError: It cannot be written, or is a disk or a socket.
-    """
+    """Write to what is no file, or to what a process has open."""
     opened, mode = _OPEN_FILES.fullmatch(str(path.parent)), there.st_mode if there else 0
     if not takes_output(mode):
         raise OSError(errno.EINVAL, "it is neither a file nor a pipe nor a terminal")
@@ -256,11 +247,7 @@ def _write_through(
 
 
 def _replace(path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]) -> None:
-    """Write a file by another name, and give it its own, with owner and rights of the one before.
-
-    Raises:
-        OSError: It cannot be.
-    """
+    """Write a file by another name, and give it its own, with owner and rights of the one before."""
     beside = path.with_name(f".{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -61,11 +61,7 @@ def needed(path: str) -> Any:
 
 
 def _refuse(why: str = "") -> NoReturn:
-    """Say which versions of torch are right.
-
-    Raises:
-        ImportError: Always.
-    """
+    """Say which versions of torch are right."""
     raise ImportError(
         f"pipedream-rt was tried with torch {OLDEST} to {NEWEST}, and this is torch "
         f"{torch.__version__}{why}; install another, as by: pip install 'torch>={OLDEST}'"

@@ -175,18 +175,7 @@ def _write_into(path: Path) -> None:
 
 
 def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -> int:
-    """Be a worker, in a child of the fork server.
-
-    Args:
-        fd: The worker's end of the control connection; or a pipe with the secret of the job.
-        name: Name of the worker.
-        threads: Number of threads for torch's own parallel loops.
-        join: Where to join one coordinator after another, see `ForkServer.fork_joining`; None for
-            the one connection.
-
-    Returns:
-        Exit code of the process.
-    """
+    """Be a worker, in a child of the fork server."""
     _set_up(name, "WARNING")
     try:
         if join is not None:
@@ -219,9 +208,6 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
     """Join one coordinator after another, each in a child of this process, which has torch.
 
     torch keeps RPC counters for the life of a process, so each job has a process of its own.
-
-    Returns:
-        Exit code of the first child that will not go on; 0 if the job is over.
     """
     tries = Tries()
     while True:
@@ -273,12 +259,7 @@ def _serve_once(place: Place, worker: Worker, tries: Tries) -> int:
 
 
 def _again(secret: Secret | None, tries: Tries) -> list[str]:
-    """Arguments of this command for a new process image, which gets the secret by a pipe.
-
-    Args:
-        secret: The secret of the job, which the environment of this process has no more.
-        tries: What the attempts to join have come to.
-    """
+    """Arguments of this command for a new process image, which gets the secret by a pipe."""
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
         if argument in ("--secret-fd", "--failures", "--lost"):

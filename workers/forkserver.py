@@ -169,13 +169,7 @@ def _report_ends(connection: socket.socket) -> None:
 
 
 def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> None:
-    """Run the life of a worker in a child; ends the process.
-
-    Args:
-        request: Its name and threads, and what has changed since this server was started.
-        fds: What `RunWorker` takes, and the outputs of the coordinator's process.
-        run: The life.
-    """
+    """Run the life of a worker in a child; ends the process."""
     code = 1
     try:
         os.setsid()

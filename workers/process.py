@@ -168,12 +168,7 @@ def _join(
     bind: str | None,
     tls: Tls | None,
 ) -> None:
-    """Get the links to all other members, and join torch RPC.
-
-    Raises:
-        PipelineError: The group did not form.
-        RuntimeError: torch could not join.
-    """
+    """Get the links to all other members, and join torch RPC."""
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
     if control.is_local:  # so far it has connected to nobody
         tls = tls_of_environment()
@@ -193,11 +188,7 @@ def _join(
 
 
 def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Connections:
-    """Take the links that the coordinator has made.
-
-    Raises:
-        PipelineError: They do not come.
-    """
+    """Take the links that the coordinator has made."""
     links: Connections = {}
     while len(links) < len(group.others):
         rank = _expect(control, "link", deadline)["rank"]
@@ -207,11 +198,7 @@ def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Conn
 
 
 def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
-    """Wait for a record of a type.
-
-    Raises:
-        PipelineError: Another one comes, or none in time.
-    """
+    """Wait for a record of a type."""
     record = control.receive(deadline)
     if record["type"] != kind:
         raise PeerLost("the coordinator gave up joining", peer="the coordinator")
@@ -223,14 +210,6 @@ def _host_of_door(control: Control, host: str, bind: str | None) -> str:
 
     A worker that the coordinator started listens where the coordinator does, and any other listens
     on loopback, unless its user names an interface.
-
-    Args:
-        control: The control connection.
-        host: Numeric address at which the coordinator meets the workers.
-        bind: Network interface to listen on; None if the user names none.
-
-    Raises:
-        ConfigError: The coordinator is on another machine, so loopback will not do.
     """
     if control.is_local:
         return host
@@ -256,20 +235,6 @@ def _until_exit(
 
     When the connection breaks, the coordinator is dead, and a stage may be deep in a computation
     whose result nobody wants: the caller ends the process at once.
-
-    Args:
-        control: The control connection.
-        hosts: Host the stages.
-        thread: The thread that computes.
-        transport: The transport, closed on exit.
-        endpoint: The endpoint in torch RPC, closed on exit.
-        beat: Time between two signs of life.
-
-    Returns:
-        Exit code of the process.
-
-    Raises:
-        PeerLost: The coordinator has sent a record that no worker knows.
     """
 
     def story() -> str:

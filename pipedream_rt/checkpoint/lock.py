@@ -43,7 +43,6 @@ class _Held:
     """
 
     def __init__(self, path: Path, flags: int) -> None:
-        """Open and lock it."""
         self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +73,6 @@ class RunLock:
     """
 
     def __init__(self, root: Path) -> None:
-        """Take the lock, and clear away what a run left that died while it wrote."""
         self._root = root
         self._held: _Held | None = None
         try:

@@ -99,11 +99,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def _verify_files(folder: Path, manifest: Manifest) -> None:
-    """Check the files of a checkpoint against its manifest.
-
-    Raises:
-        CheckpointError: One is not what was written.
-    """
+    """Check the files of a checkpoint against its manifest."""
     for name, (size, digest) in manifest.files.items():
         _verify_file(folder / name, size, digest)
     try:
@@ -118,11 +114,7 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _verify_file(path: Path, size: int, digest: bytes) -> None:
-    """Check a file against the size in bytes and the checksum that its manifest has.
-
-    Raises:
-        CheckpointError: The file is not what was written.
-    """
+    """Check a file against the size in bytes and the checksum that its manifest has."""
     try:
         found = path.lstat().st_size
         if found != size:
@@ -277,11 +269,7 @@ _UNREADABLE = (
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of tensors.
-
-    Raises:
-        CheckpointError: It cannot be read, or is none.
-    """
+    """Open a file of tensors."""
     try:
         # Refuses links and pipes, as safetensors does not. Twice, as that opens it: with too few
         # descriptors it raises what looks like a damaged file.

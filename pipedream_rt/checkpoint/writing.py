@@ -60,7 +60,6 @@ class Part:
     """
 
     def __init__(self, root: Path, step: int) -> None:
-        """Make the folder."""
         self._root = root
         self._final = root / name_of(step)
         self.folder = root / f".{self._final.name}.{os.getpid()}.part"
@@ -187,11 +186,7 @@ def write_replica(
 
 
 def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Divide what a stage keeps for its steps into tensors and what is none, by texts of keys.
-
-    Raises:
-        CheckpointError: A value has no place in a checkpoint.
-    """
+    """Divide what a stage keeps for its steps into tensors and what is none, by texts of keys."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for key, value in steps.items():
@@ -263,11 +258,7 @@ def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that nobody else can read, as safetensors makes those of the weights.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a file that nobody else can read, as safetensors makes those of the weights."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path, flags, _PRIVATE_FILE), "wb") as file:
         file.write(data)

@@ -154,11 +154,7 @@ def init(model: str, output: str, stages: int, force: bool) -> None:
 
 
 def _of_name(model: str, path: Path, stages: int) -> str:
-    """Return the script for a model of Hugging Face.
-
-    Raises:
-        ConfigError: That is no name of one.
-    """
+    """Return the script for a model of Hugging Face."""
     if not model or not model.isprintable() or any(c in model for c in "\"'\\{}$ "):
         raise ConfigError(f"{model!r} is neither module:Class nor a name of Hugging Face")
     module, _, name = model.rpartition(".")
@@ -180,11 +176,7 @@ def _is_there(module: str) -> bool:
 
 
 def _of_class(module: str, name: str, path: Path, stages: int) -> str:
-    """Return the script for a class of the user's.
-
-    Raises:
-        ConfigError: There is no such class, or it is none of a module of torch.
-    """
+    """Return the script for a class of the user's."""
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

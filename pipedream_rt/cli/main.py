@@ -24,11 +24,7 @@ class _Commands(click.Group):
     """A group of commands that reports an error of the library as an error of the command."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command.
-
-        Raises:
-            ClickException: The library has raised an error; the message is its text.
-        """
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except PipelineError as error:

@@ -18,11 +18,7 @@ def _slack(context: click.Context, option: click.Parameter, text: str | None) ->
 
 
 def _replicas(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-    """Read an option that is one number for all stages, or one for each, with commas between.
-
-    Raises:
-        ConfigError: They are no numbers.
-    """
+    """Read an option that is one number for all stages, or one for each, with commas between."""
     if text is None:
         return ()
     numbers = [part.strip() for part in text.split(",")]

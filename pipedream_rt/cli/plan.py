@@ -45,11 +45,7 @@ def _several(read: Any) -> Any:
 
 
 def _workers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """Read a number of workers, or those of each level, as ``4x2``.
-
-    Raises:
-        BadParameter: It is something else.
-    """
+    """Read a number of workers, or those of each level, as ``4x2``."""
     parts = text.split("x")
     if not all(p.isascii() and p.isdecimal() and len(p) < 5 and int(p) for p in parts):
         raise click.BadParameter(f"give a number, or 4x2 for 2 servers of 4, not {text!r}")
@@ -57,11 +53,7 @@ def _workers(context: click.Context, option: click.Parameter, text: str) -> tupl
 
 
 def _codec(context: click.Context, option: click.Parameter, text: str | None) -> LinkCodec | None:
-    """Read what a codec makes of the bytes, and the time that it takes for 10^6 of them.
-
-    Raises:
-        BadParameter: It is something else.
-    """
+    """Read what a codec makes of the bytes, and the time that it takes for 10^6 of them."""
     if text is None:
         return None
     ratio, _, time = text.partition(",")
@@ -73,11 +65,7 @@ def _codec(context: click.Context, option: click.Parameter, text: str | None) ->
 
 
 def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slowdown:
-    """Read the name of a curve, or its points as ``0:1,1:1.05``.
-
-    Raises:
-        BadParameter: It is something else.
-    """
+    """Read the name of a curve, or its points as ``0:1,1:1.05``."""
     if text in SLOWDOWNS:
         return SLOWDOWNS[text]
     try:
@@ -215,11 +203,7 @@ def _refuse_given(cost_model: str, *names: str) -> None:
 
 
 def _each(option: str, values: tuple[Any, ...], count: int, what: str) -> tuple[Any, ...]:
-    """Return a value for each of several things, from one for all or one for each.
-
-    Raises:
-        ConfigError: There is another number of values.
-    """
+    """Return a value for each of several things, from one for all or one for each."""
     if len(values) == 1:
         return values * count
     if len(values) != count:
@@ -234,11 +218,7 @@ def _machines(
     memory: tuple[float, ...] | None,
     speed: tuple[float, ...] | None,
 ) -> Machines:
-    """Return the workers and their links from the options.
-
-    Raises:
-        ConfigError: They do not fit each other.
-    """
+    """Return the workers and their links from the options."""
     if len(workers) > 2:
         raise ConfigError("workers have at most two levels: those of a server, and servers")
     servers = len(workers) > 1

@@ -128,11 +128,7 @@ def run(
 
 
 def _folder(path: str) -> str:
-    """Make a folder, and return its absolute path.
-
-    Raises:
-        BadParameter: It cannot be made.
-    """
+    """Make a folder, and return its absolute path."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:

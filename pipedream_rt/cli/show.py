@@ -83,11 +83,7 @@ def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
 
 
 def _wait_for(folder: Path) -> Following:
-    """Return the reader of a folder; wait until a run is recorded there, if none is.
-
-    Raises:
-        TraceError: It is a file, or cannot be read.
-    """
+    """Return the reader of a folder; wait until a run is recorded there, if none is."""
     if folder.is_file() or (folder / EVENTS).exists():
         return Following(folder)
     found = ""
@@ -130,11 +126,7 @@ def workers_now(begun: Begun) -> list[dict[str, Any]] | None:
 
 
 def _address(run: str, token: str | None) -> str:
-    """Return the address of the events of a page.
-
-    Raises:
-        ConfigError: It is neither a folder nor an address.
-    """
+    """Return the address of the events of a page."""
     if _ADDRESS.fullmatch(run):
         if token is None:
             raise ConfigError(f"give --token, which stands in the address of the page at {run}")
@@ -164,11 +156,7 @@ def _events_of(following: Following) -> Iterator[Event | None]:
 
 
 def _events_at(address: str) -> Iterator[Event | None]:
-    """Yield the events that a page sends as they come; None where there is nothing new.
-
-    Raises:
-        ConfigError: The page cannot be reached, refuses, or is none.
-    """
+    """Yield the events that a page sends as they come; None where there is nothing new."""
     parts, seconds = urlsplit(address), _PATIENCE.total_seconds()
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
@@ -192,13 +180,7 @@ def _events_at(address: str) -> Iterator[Event | None]:
 
 
 def _events_in(answer: HTTPResponse, where: str) -> Iterator[Event | None]:
-    """Yield the events of an answer, which anybody may have sent; None where nothing is new.
-
-    Raises:
-        ConfigError: It is no page that answers, or it refuses.
-        OSError: It cannot be read.
-        HTTPException: It cannot be read.
-    """
+    """Yield the events of an answer, which anybody may have sent; None where nothing is new."""
     if answer.status != HTTPStatus.OK:
         forbidden = answer.status == HTTPStatus.FORBIDDEN
         reason = "its token is another one" if forbidden else printable(answer.reason)

@@ -155,16 +155,7 @@ def _slack_of(
 
 
 def _costs(profile: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
-    """Take costs from a file, from a trace or from neither, and change them by options.
-
-    Args:
-        profile: The file; None for none.
-        trace: The trace; None for none.
-        given: The options for costs, by name; None for those that were not given.
-
-    Raises:
-        ConfigError: Both a file and a trace were given, or an option makes no sense.
-    """
+    """Take costs from a file, from a trace or from neither, and change them by options."""
     if profile is not None and trace is not None:
         raise ConfigError("costs come from --profile or from --from-trace, not from both")
     options = {
@@ -191,19 +182,7 @@ def _comparison(
     updates: int,
     credits: int | None,
 ) -> str:
-    """Tabulate several schedules, all on the same workers with the same model.
-
-    Args:
-        names: Names of the schedules.
-        numbers: Stages, micro-batches per update and stages per worker, as the options say.
-        costs: Costs of the stages that the model has.
-        before: Those stages.
-        updates: Number of updates to simulate.
-        credits: Mini-batches that the coordinator injects ahead.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Tabulate several schedules, all on the same workers with the same model."""
     rows: list[tuple[str, ...]] = [
         ("schedule", "makespan", "micro-batches/s", "bubble", "versions", "in flight",
          "memory", "staleness")

@@ -42,12 +42,7 @@ def status(interval: float, as_json: bool) -> None:
 
 
 def _described(before: Status, now: Status) -> str:
-    """Describe one pipeline in words and a table of its workers.
-
-    Args:
-        before: The status that it reported first.
-        now: The status that it reported some time later.
-    """
+    """Describe one pipeline in words and a table of its workers."""
     seconds = max(1, now["ns"] - before["ns"]) / 1e9
     rate = (now["losses"] - before["losses"]) / seconds
     head = (

@@ -87,13 +87,7 @@ def drawn(
 
 
 def _predictions(trace: Trace, changes: list[dict[str, Any]], texts: tuple[str, ...]) -> str:
-    """Tabulate the run as measured, as predicted, and with each set of changes.
-
-    Args:
-        trace: The measured run.
-        changes: The changes of each row.
-        texts: What the user has typed for each of them.
-    """
+    """Tabulate the run as measured, as predicted, and with each set of changes."""
     same = predict(trace)
     rows: list[tuple[str, ...]] = [
         ("", "micro-batches/s", "against measured", "bubble", "versions", "staleness", "workers")

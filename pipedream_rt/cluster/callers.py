@@ -44,7 +44,6 @@ class Callers:
     def __init__(
         self, key: JobKey, selector: selectors.BaseSelector, tls: Tls | None = None
     ) -> None:
-        """Call nobody yet."""
         self._key = key
         self._selector = selector
         self._tls = tls

@@ -55,7 +55,6 @@ class JobOver(PipelineError):
     """
 
     def __init__(self, code: int) -> None:
-        """Say how the script has ended."""
         super().__init__(f"the job is over: its script has ended with exit code {code}")
         self.code = code
 
@@ -236,12 +235,7 @@ def be_admitted(
 
 
 def _call_of(control: Control, timeout: timedelta | None) -> Record:
-    """Wait for the call of a coordinator.
-
-    Raises:
-        TransportError: Something else comes, or the other end is gone.
-        MessageTimeout: Nothing comes in time.
-    """
+    """Wait for the call of a coordinator."""
     try:
         call = control.receive(Deadline(timeout))
     except MessageTimeout as error:

@@ -128,7 +128,6 @@ class Control:
         below: socket.socket | None = None,
         remote_host: str = "",
     ) -> None:
-        """Take the socket over: `close` closes it."""
         self.peer = peer
         self.remote_host = remote_host
         self._below = below

@@ -62,7 +62,6 @@ class Door:
     def __init__(
         self, key: JobKey, listener: socket.socket | None = None, tls: Tls | None = None
     ) -> None:
-        """Call nobody yet."""
         self.key = key
         self.listener = listener
         self.tls = tls

@@ -250,15 +250,7 @@ def secret_of_file(place: Path, *, private: bool = False) -> Secret:
 
 
 def _checked(text: str, *, keeps: bool) -> Secret:
-    """Return a secret that a program has drawn.
-
-    Args:
-        text: The secret.
-        keeps: Whether it was in the environment, which it leaves now.
-
-    Raises:
-        ConfigError: It is no token.
-    """
+    """Return a secret that a program has drawn."""
     if not is_token(text):
         raise ConfigError(
             f"the secret of the job must be a random token of at least 32 characters, found "

@@ -90,7 +90,6 @@ class ForkedWorker:
     """
 
     def __init__(self, server: ForkServer, parent: socket.socket, pid: int, pidfd: int) -> None:
-        """Take the descriptor over."""
         self._server = server
         self._parent = parent
         self.pid = pid
@@ -150,7 +149,6 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
-        """Start no process yet."""
         self._imports: set[str] = set()
         self._answered = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -243,12 +241,7 @@ class ForkServer:
         return self._fork(wanted, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:
-        """Have a process forked that gets a descriptor.
-
-        Raises:
-            PeerLost: The server does not answer, or is gone for the second time.
-            PipelineClosed: The server was closed.
-        """
+        """Have a process forked that gets a descriptor."""
         for last in (False, True):
             with self._lock:
                 try:
@@ -315,11 +308,7 @@ class ForkServer:
     def _receive(
         self, connection: socket.socket, deadline: Deadline
     ) -> tuple[dict[str, int], list[int]]:
-        """Receive one record, with the descriptors that came with it.
-
-        Raises:
-            PeerLost: No record came in time, or the server is gone.
-        """
+        """Receive one record, with the descriptors that came with it."""
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * (deadline.remaining_s() or 0.0)):

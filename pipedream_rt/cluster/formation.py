@@ -60,7 +60,6 @@ class Formation:
         heartbeat: timedelta,
         tls: Tls | None = None,
     ) -> None:
-        """Tell nobody yet."""
         self._tls = tls
         self._heartbeat = heartbeat
         self._alive = Deadline(heartbeat)
@@ -198,11 +197,7 @@ class Formation:
         }
 
     def _hand_out_links(self, group: Group) -> Connections:
-        """Make a link between every two members, hand the ends out, and return our own.
-
-        Raises:
-            PeerLost: A member is gone.
-        """
+        """Make a link between every two members, hand the ends out, and return our own."""
         mine: Connections = {}
         try:
             for low, high in combinations(range(len(self._names)), 2):
@@ -220,24 +215,12 @@ class Formation:
         return mine
 
     def _hand_out_end(self, rank: int, other: int, end: socket.socket) -> None:
-        """Give a member its end of the link to another one.
-
-        Raises:
-            PeerLost: The member is gone.
-        """
+        """Give a member its end of the link to another one."""
         with end:
             self._members[rank - 1].control.send({"type": "link", "rank": other}, end)
 
     def _exchange(self, joining: socket.socket) -> None:
-        """Gather the addresses of all, hand them out, and wait until all have joined.
-
-        Args:
-            joining: Closed by the other side when this process has joined.
-
-        Raises:
-            RendezvousTimeout: The group did not form in time.
-            WorkerLost: A member is gone, or could not join.
-        """
+        """Gather the addresses of all, hand them out, and wait until all have joined."""
         with selectors.DefaultSelector() as selector:
             selector.register(joining, selectors.EVENT_READ)
             for member in self._members:
@@ -260,22 +243,14 @@ class Formation:
                 self._hand_out()
 
     def _notice_silence(self) -> None:
-        """Notice a member that says nothing after its welcome, because it was stopped.
-
-        Raises:
-            WorkerLost: A member is silent for longer than the heartbeat allows.
-        """
+        """Notice a member that says nothing after its welcome, because it was stopped."""
         if self._alive.expired() and self._silent:
             member = next(iter(self._silent.values()))
             note = " (it has not answered its welcome within the heartbeat)"
             raise member.lost(self._local.ending(member.name), note=note)
 
     def _has_joined(self, member: Member) -> bool:
-        """Read what a member has sent: its address, or its word that it has joined.
-
-        Raises:
-            WorkerLost: It is gone, or could not join.
-        """
+        """Read what a member has sent: its address, or its word that it has joined."""
         try:
             records = member.control.receive_all()
         except TransportError as error:  # it is gone, or has sent what no member sends
@@ -294,11 +269,7 @@ class Formation:
         return False
 
     def _hand_out(self) -> None:
-        """Hand out where the doors are, once all are known.
-
-        Raises:
-            RendezvousTimeout: One listens on loopback, where the others do not reach it.
-        """
+        """Hand out where the doors are, once all are known."""
         if not self._inherits and len(self._found) == len(self._names) and not self._doors.done():
             self._refuse_unreachable()
             self._doors.set_result(self._found)

@@ -25,7 +25,6 @@ class _LocalReference:
     """
 
     def __init__(self, value: Any, owner: str) -> None:
-        """Keep both."""
         self._value = value
         self._owner = owner
 
@@ -61,7 +60,6 @@ class ClusterHere:
     without_rpc = endpoints = ""
 
     def __init__(self, spec: ClusterSpec, transport: Transport) -> None:
-        """Make a host for each worker, for whose stages `_open` is called then."""
         self._plan = plan = spec.plan
         self._settings = settings_now()
         self.transport = transport

@@ -17,7 +17,6 @@ class ByHand:
     """
 
     def __init__(self, command: str = _BY_HAND) -> None:
-        """Note the command for messages."""
         self._command = command
 
     def ending(self, name: str) -> str:
@@ -44,7 +43,6 @@ class ByLauncher:
     """
 
     def __init__(self, title: str, renew: Callable[[], None] | None = None) -> None:
-        """Ask for nothing yet."""
         self._title = title
         self._renew = renew
 

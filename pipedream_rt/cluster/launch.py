@@ -66,7 +66,6 @@ class Launcher:
     """
 
     def __init__(self, workers: Workers) -> None:
-        """Start nothing yet."""
         self._workers = workers
         self._engine = _engine_of(workers)
         self._secret = Secret.generated()
@@ -124,13 +123,7 @@ class Launcher:
         return door
 
     def _ask_engine(self, engine: Supervisor, spec: ClusterSpec) -> Cluster:
-        """Have an engine place workers; those that it starts again wait for the next generation.
-
-        Raises:
-            ConfigError: The engine cannot be reached.
-            RendezvousTimeout: Some workers could not be placed, or did not join in time.
-            WorkerLost: A worker died on the way.
-        """
+        """Have an engine place workers; those that it starts again wait for the next generation."""
         door = self._door
         if door is None:
             self._open.callback(engine.stop)
@@ -139,11 +132,7 @@ class Launcher:
         return ProcessCluster(spec, door=door, keeper=engine)
 
     def _await_at(self, workers: object, spec: ClusterSpec) -> Cluster:
-        """Listen at an address for workers that the user starts elsewhere.
-
-        Raises:
-            ConfigError: The argument is no address, or the environment has no secret.
-        """
+        """Listen at an address for workers that the user starts elsewhere."""
         if not isinstance(workers, str):
             raise ConfigError(
                 f'workers must be "local", "serial", "ray", "HOST:PORT" or an engine, not '
@@ -162,9 +151,6 @@ class Launcher:
         """Use the workers that `pipedream-rt run` has started.
 
         On the first node of several, those of this machine are started here.
-
-        Raises:
-            ConfigError: It has started too few.
         """
         plan, available = spec.plan, count_of_environment(NPROC)
         engine = os.environ.get(ENGINE, "")
@@ -187,11 +173,7 @@ class Launcher:
 
 
 def _engine_of(workers: object) -> Supervisor | None:
-    """Return the engine that places the workers; None if the argument means none.
-
-    Raises:
-        ConfigError: What the engine needs is not installed.
-    """
+    """Return the engine that places the workers; None if the argument means none."""
     if isinstance(workers, str) and workers in _ENGINES:
         module, name = _ENGINES[workers]
         make: Callable[[], Supervisor] = getattr(import_module(module), name)
@@ -257,11 +239,7 @@ def numbers_of_workers(workers: Workers) -> Sequence[int]:
 
 
 def _replace_workers() -> None:
-    """Have `pipedream-rt run` kill its workers and start others.
-
-    Raises:
-        PeerLost: It is gone, or does not answer.
-    """
+    """Have `pipedream-rt run` kill its workers and start others."""
     with socket_of_environment(SUPERVISOR_FD) as supervisor:
         supervisor.settimeout(_REPLACE_TIMEOUT.total_seconds())
         try:

@@ -26,7 +26,6 @@ class LocalWorkers:
     """
 
     def __init__(self, threads: int, forks: ForkServer) -> None:
-        """Start no process yet."""
         self._threads = threads
         self._forks = forks
         self.processes: dict[str, ForkedWorker] = {}

@@ -108,7 +108,6 @@ class Meeting:
         tls: Tls | None = None,
         nearby: UnixDoor | None = None,
     ) -> None:
-        """Call nobody yet."""
         self._group = group
         self._doors = [door] if nearby is None else [door, nearby.listener]
         self._far = {  # who is called at a TCP door
@@ -155,11 +154,7 @@ class Meeting:
             self._selector.close()
 
     def _attend(self, ended: Callable[[], bool]) -> None:
-        """Wait until something comes, and answer it.
-
-        Raises:
-            RendezvousTimeout: The time is over.
-        """
+        """Wait until something comes, and answer it."""
         if self._deadline.expired() or ended():
             raise self._not_met([r for r in self._group.others if r not in self._met])
         now = time.monotonic()
@@ -208,11 +203,7 @@ class Meeting:
         self._listen_to(talk)
 
     def _prepare(self, talk: _Talk) -> None:
-        """Set a connection up.
-
-        Raises:
-            OSError: It has ended.
-        """
+        """Set a connection up."""
         if not talk.nearby:
             prepare(talk.socket)
 
@@ -220,9 +211,6 @@ class Meeting:
         """Encrypt a connection, where that is wanted, before more is said on it.
 
         A door does so only for who has said a right hello, which costs it no thread before.
-
-        Raises:
-            OSError: It has ended.
         """
         if not talk.nearby:
             talk.socket, talk.channel = wrapped(self._tls, talk.socket, talk.calls)
@@ -268,11 +256,7 @@ class Meeting:
             self._end(talk, text_of(error), final=error.errno in _FINAL)
 
     def _say_hello(self, talk: _Talk) -> None:
-        """Say the first word, once the connection stands.
-
-        Raises:
-            OSError: It does not stand.
-        """
+        """Say the first word, once the connection stands."""
         code = talk.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
@@ -286,11 +270,7 @@ class Meeting:
         self._listen_to(talk)
 
     def _take_hello(self, talk: _Talk, word: bytes) -> None:
-        """Check the first word at the door, and answer it.
-
-        Raises:
-            OSError: It is no word of a member that is missing.
-        """
+        """Check the first word at the door, and answer it."""
         mark, caller, door, nonce, shown = _HELLO.unpack(word)
         talk.rank, talk.callers_nonce = caller, nonce
         right = hmac.compare_digest(shown, self._proof(b"hello", talk))
@@ -304,11 +284,7 @@ class Meeting:
         talk.socket.sendall(_ANSWER.pack(talk.doors_nonce, self._proof(b"answer", talk)))
 
     def _take_answer(self, talk: _Talk, word: bytes) -> None:
-        """Check the answer of a door, and prove who this member is.
-
-        Raises:
-            OSError: It is no answer of that member.
-        """
+        """Check the answer of a door, and prove who this member is."""
         talk.doors_nonce, shown = _ANSWER.unpack(word)
         if not hmac.compare_digest(shown, self._proof(b"answer", talk)):
             raise PermissionError("it does not know the key of the group")
@@ -316,22 +292,14 @@ class Meeting:
         talk.socket.sendall(self._proof(b"proof", talk))
 
     def _take_last(self, talk: _Talk, word: bytes) -> None:
-        """Check the last word of a door: only now is it sure that it has not given this talk up.
-
-        Raises:
-            OSError: It is wrong.
-        """
+        """Check the last word of a door: only now is it sure that it has not given this talk up."""
         if not hmac.compare_digest(word, self._proof(b"met", talk)):
             raise PermissionError("it does not know the key of the group")
         self._refuse_met(talk)
         self._has_met(talk)
 
     def _take_proof(self, talk: _Talk, word: bytes) -> None:
-        """Check the caller's last word, after which it has been met.
-
-        Raises:
-            OSError: It is wrong: somebody has repeated the first word of another.
-        """
+        """Check the caller's last word, after which it has been met."""
         if not hmac.compare_digest(word, self._proof(b"proof", talk)):
             raise PermissionError("it does not know the key of the group")
         self._refuse_met(talk)
@@ -368,11 +336,7 @@ class Meeting:
             self._selector.unregister(talk.socket)
 
     def _end(self, talk: _Talk, reason: str, *, final: bool = False) -> None:
-        """Close a connection; a member that was called is called again, at its TCP door.
-
-        Raises:
-            RendezvousTimeout: To call again would not help.
-        """
+        """Close a connection; a member that was called is called again, at its TCP door."""
         self._leave(talk)
         talk.socket.close()
         if talk.calls and talk.nearby:
@@ -389,11 +353,7 @@ class Meeting:
             _log.debug("a connection that is no member's was dropped: %s", reason)
 
     def _not_met(self, missing: Sequence[int]) -> RendezvousTimeout:
-        """Return the error that says who was not met, and why.
-
-        Args:
-            missing: Ranks of the members who were not.
-        """
+        """Return the error that says who was not met, and why."""
         group = self._group
         told = []
         for rank in missing:

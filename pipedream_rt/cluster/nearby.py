@@ -107,11 +107,7 @@ def listening_nearby(tls: Tls | None) -> Iterator[UnixDoor | None]:
 
 
 def _opened() -> UnixDoor | None:
-    """Return a door; None where the system does not say which kernel it is.
-
-    Raises:
-        OSError: There can be none.
-    """
+    """Return a door; None where the system does not say which kernel it is."""
     network, kernel = os.stat("/proc/self/ns/net"), boot_id()
     if not kernel:
         return None

@@ -47,7 +47,6 @@ class Rendezvous:
         keeper: Keeper = BY_HAND,
         crew: Crew | None = None,
     ) -> None:
-        """Call nobody yet."""
         self._door = door
         self._crew = crew or crew_for(plan.workers, None, timedelta())
         self._heartbeat_s = heartbeat.total_seconds()
@@ -119,13 +118,7 @@ class Rendezvous:
         return self._enough and all(member.ready for member in self._door.members)
 
     def _attend(self, deadline: Deadline) -> None:
-        """Wait until something comes, and see to it.
-
-        Raises:
-            PipelineClosed: The door was closed.
-            RendezvousTimeout: Nothing came in time.
-            WorkerLost: A worker that was started here ended before it joined.
-        """
+        """Wait until something comes, and see to it."""
         door, left, before = self._door, deadline.remaining_s(), len(self._door.members)
         gone = door.attend(_TURN_S if left is None else min(left, _TURN_S), self._crew.most)
         if door.is_closed:
@@ -142,9 +135,6 @@ class Rendezvous:
         """Notice a worker that was started here and has not said its first signed word for long.
 
         It has torch already, so it speaks at once, unless it was stopped.
-
-        Raises:
-            WorkerLost: A worker is silent for longer than that.
         """
         if time.monotonic() - self._began < self._heartbeat_s:
             return
@@ -158,11 +148,7 @@ class Rendezvous:
             )
 
     def _note_end(self, gone: Gone) -> None:
-        """Note that a connection has ended, which only that of a worker elsewhere may do.
-
-        Raises:
-            WorkerLost: It is the connection of a worker that was started here.
-        """
+        """Note that a connection has ended, which only that of a worker elsewhere may do."""
         name = self._local.name_of(gone.control)
         if name is None:
             self._door.note(gone)

@@ -39,7 +39,6 @@ class _Worker:
     """
 
     def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
-        """Do nothing until the first turn."""
         self.host = host
         self._turns = Turns(host)
         self._ready = ready
@@ -60,11 +59,7 @@ class _Worker:
             self._ready.append(self)
 
     def take_turn(self, *, once: bool = False) -> None:
-        """Go on until a message is needed that is not there; see `Turns.take`.
-
-        Args:
-            once: Whether to take one message at the most, and want another turn then.
-        """
+        """Go on until a message is needed that is not there; see `Turns.take`."""
         if self._turns.take(once=once) and once:
             self._want_a_turn()
 
@@ -83,7 +78,6 @@ class SerialCluster(ClusterHere):
     """
 
     def __init__(self, spec: ClusterSpec, *, shuffle_seed: int | None = None) -> None:
-        """Give no worker a turn yet."""
         self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
         self._life = Lifecycle("the cluster")

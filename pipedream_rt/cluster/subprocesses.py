@@ -62,7 +62,6 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        """Know of no end."""
         self._quick: Counter[str] = Counter()
 
     def after(self, name: str, lived_s: float) -> float:

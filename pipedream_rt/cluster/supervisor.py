@@ -88,7 +88,6 @@ class Workers:
         bind: str | None = None,
         patience: timedelta = LISTENS_WITHIN,
     ) -> None:
-        """Start no worker yet, but what forks them: it imports torch while the script does."""
         self._names = names
         self._threads = threads
         self._address = address
@@ -318,11 +317,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _interface_in_time(address: str, deadline: Deadline) -> str:
-    """Return the interface by which a machine reaches an address whose name may come to be known.
-
-    Raises:
-        RendezvousTimeout: The name is unknown until the end.
-    """
+    """Return the interface by which a machine reaches an address whose name may come to be known."""
     while True:
         try:
             return interface_towards(address)
@@ -340,23 +335,7 @@ def _run_script(
     settings: Mapping[str, str],
     say: Callable[[str], object],
 ) -> int:
-    """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal.
-
-    Args:
-        command: The script with its arguments.
-        workers: The workers that it uses, replaced when it asks for that; None if its pipelines
-            start those of this machine.
-        listener: Where workers join its pipelines.
-        secret: The secret of the job.
-        settings: Environment variables for the script.
-        say: Tells the user a line.
-
-    Returns:
-        Its exit code; 128 and the number of the signal if a signal ended it.
-
-    Raises:
-        PipelineError: No workers can be started.
-    """
+    """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal."""
     ours, theirs = socket.socketpair()
     pipe = secret_pipe(secret)
     fds = (listener.fileno(), theirs.fileno(), pipe)
@@ -398,11 +377,6 @@ def _serve_script(
 
     The end of the script is read from its process, not from the socket: children of the script may
     keep the other end of that open.
-
-    Args:
-        process: The script.
-        requests: Where a byte comes for each request, and one is sent back when it is done.
-        workers: The workers to replace.
     """
     watch = os.pidfd_open(process.pid)
     try:

@@ -117,12 +117,7 @@ def become_worker(threads: int, timeout: timedelta) -> NoReturn:
 
 
 def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
-    """Return torchrun's store, and what names the one pipeline of this job in it.
-
-    Raises:
-        ConfigError: The ranks have become workers before, or a variable of torchrun makes no sense.
-        RendezvousTimeout: The store cannot be reached.
-    """
+    """Return torchrun's store, and what names the one pipeline of this job in it."""
     _use_ranks_once()
     rank = count_of_environment("RANK")
     count_of_environment("MASTER_PORT")  # torch's own error does not name it
@@ -140,11 +135,7 @@ def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
 
 
 def _workers_of_rank_0(spec: ClusterSpec, world: int) -> int:
-    """How many workers rank 0 starts besides the other ranks: none or one.
-
-    Raises:
-        ConfigError: The job has too few or too many ranks.
-    """
+    """How many workers rank 0 starts besides the other ranks: none or one."""
     workers = spec.crew.most
     own = workers - (world - 1)
     if own not in (0, 1):
@@ -156,11 +147,7 @@ def _workers_of_rank_0(spec: ClusterSpec, world: int) -> int:
 
 
 def _use_ranks_once() -> None:
-    """Note that the other ranks become workers.
-
-    Raises:
-        ConfigError: They have become workers before.
-    """
+    """Note that the other ranks become workers."""
     global _ranks_used
     if _ranks_used:
         raise ConfigError(
@@ -185,16 +172,6 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
 
     It goes over a local socket. The kernel says which user the other end belongs to, and the secret
     is sent to processes of the same user only.
-
-    Args:
-        store: torchrun's store, through which the others learn where the socket is.
-        key: What names this pipeline in the store.
-        others: Number of the other ranks.
-        deadline: When to give up.
-
-    Raises:
-        ConfigError: This user has no folder for local sockets.
-        RendezvousTimeout: A rank did not ask for the secret in time.
     """
     secret = Secret.generated()
     with ExitStack() as stack:
@@ -226,11 +203,7 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
 
 
 def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> Secret:
-    """Get the secret that rank 0 hands over; see `_hand_over` for the arguments.
-
-    Raises:
-        RendezvousTimeout: Rank 0 did not hand it over in time.
-    """
+    """Get the secret that rank 0 hands over; see `_hand_over` for the arguments."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(deadline.remaining_s() or 1e-3)
         try:
@@ -257,21 +230,13 @@ def _is_ours(connection: socket.socket) -> bool:
 
 
 def _own_host() -> str:
-    """Address of this machine at which rank 0 listens for the other ranks.
-
-    Raises:
-        ConfigError: The name that torchrun was given is unknown here.
-    """
+    """Address of this machine at which rank 0 listens for the other ranks."""
     _host_of_rank_0()
     return host_to_listen_at(os.environ["MASTER_ADDR"], alone=is_one_machine())
 
 
 def _host_of_rank_0() -> str:
-    """Numeric address of the machine of rank 0, as this machine looks it up.
-
-    Raises:
-        ConfigError: The name that torchrun was given is unknown here.
-    """
+    """Numeric address of the machine of rank 0, as this machine looks it up."""
     name = os.environ["MASTER_ADDR"]
     try:
         return str(resolved(name, None)[1][0])
@@ -285,11 +250,7 @@ def _host_of_rank_0() -> str:
 def _join_rank_0(
     store: dist.Store, key: str, rank: int, threads: int, deadline: Deadline
 ) -> NoReturn:
-    """Learn the secret and the address from rank 0, and become its worker; does not return.
-
-    Raises:
-        RendezvousTimeout: Rank 0 opened no pipeline in time.
-    """
+    """Learn the secret and the address from rank 0, and become its worker; does not return."""
     try:
         by_itself = _agrees_by_itself()
         secret = _be_handed(store, key, deadline) if by_itself else secret_of_environment()

@@ -53,7 +53,6 @@ class Watch:
         heartbeat: timedelta,
         keeper: Keeper = BY_HAND,
     ) -> None:
-        """Start no thread yet."""
         self._keeper = keeper
         self.silent: set[str] = set()
         self._members = members
@@ -100,11 +99,7 @@ class Watch:
                     self._notice_silence(now)
 
     def _read(self, member: Member) -> bool:
-        """Read the records of a member.
-
-        Returns:
-            Whether more may come.
-        """
+        """Read the records of a member."""
         try:
             records = member.control.receive_all()
         except TransportError:

@@ -106,7 +106,6 @@ class OutsideGraph(ByteCodec):
     """
 
     def __init__(self, codec: GraphCodec) -> None:
-        """Take over its direction."""
         self.codec, self.direction = codec, codec.direction
 
     def __repr__(self) -> str:
@@ -147,7 +146,6 @@ class Sizes:
     __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.counts = [0, 0, 0]
 
     def add(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
@@ -285,11 +283,7 @@ def try_out(codec: Codec, where: str) -> None:
 
 
 def _there_and_back(codec: Codec, probe: Tensor, where: str) -> object:
-    """Return what a codec makes of a tensor.
-
-    Raises:
-        ConfigError: It cannot cross, or no gradient comes back.
-    """
+    """Return what a codec makes of a tensor."""
     if isinstance(codec, ByteCodec):
         with torch.no_grad():
             parts = require_parts(codec.pack(probe), codec, where)

@@ -41,7 +41,6 @@ class Projection(GraphCodec):
         dtype: torch.dtype | None = None,
         direction: Direction = "both",
     ) -> None:
-        """Make the basis, which is pickled for both ends: they cannot differ."""
         require_direction(direction)
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (columns, rank))
         if not whole or not 0 < rank <= columns:

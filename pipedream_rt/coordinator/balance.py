@@ -21,7 +21,6 @@ class Balance:
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], object]) -> None:
-        """Measure nothing yet."""
         self._plan = plan
         self._say: Callable[[str], object] | None = say
         self._first: StepResult | None = None

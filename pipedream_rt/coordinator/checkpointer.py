@@ -79,7 +79,6 @@ class Checkpointer:
     """
 
     def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:
-        """Begin no checkpoint yet."""
         self._group = group
         # Weakly: a checkpoint that is begun holds steps on their way, and these keep the workers.
         abandon = weakref.WeakMethod(self.abandon)
@@ -272,11 +271,7 @@ class Checkpointer:
         return folder
 
     def _refuse_replicas_apart(self, fingerprints: Sequence[dict[str, Any]]) -> None:
-        """Refuse a checkpoint of replicas that do not have the same weights.
-
-        Args:
-            fingerprints: The fingerprints of the state at each address.
-        """
+        """Refuse a checkpoint of replicas that do not have the same weights."""
         plan = self._group.plan
         for address in plan.addresses:
             first = plan.address_of(plan.stage_of(address))
@@ -295,11 +290,7 @@ class Checkpointer:
             self._begun = None
 
     def _tell_of(self, error: CheckpointError) -> None:
-        """Log that a checkpoint which was due could not be made.
-
-        Raises:
-            CheckpointError: Too many in a row could not be.
-        """
+        """Log that a checkpoint which was due could not be made."""
         self._failed += 1
         if self._failed == self._attempts:
             self._failed = 0

@@ -177,7 +177,6 @@ class LossChecks:
     """
 
     def __init__(self, count: int) -> None:
-        """Nothing was compared yet."""
         self._left = count
         self._looks_for_ignored = count > 0
 

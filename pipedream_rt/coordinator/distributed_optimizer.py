@@ -54,11 +54,7 @@ class _Placeholder(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """No gradient ever comes here.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """No gradient ever comes here."""
         raise ConfigError(
             "the parameters in pipe.optimizer live on workers, so they have no gradients to clip "
             "or to read here; clipping by value or norm can be done by a hook of the parameter "
@@ -101,7 +97,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Check the arguments by building an optimizer of the class over placeholders."""
         groups = _as_groups(list(params_rref))
         self.params_rref: list[list[Reference]] = [list(group["params"]) for group in groups]
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
@@ -358,11 +353,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.begin_anew()
 
     def _linked(self) -> _Link:
-        """Return the pipeline that uses this optimizer.
-
-        Raises:
-            PipelineError: No pipeline uses it yet.
-        """
+        """Return the pipeline that uses this optimizer."""
         if self._link is None:
             raise PipelineError("no pipeline uses this optimizer; assign it to pipe.optimizer")
         return self._link
@@ -384,11 +375,7 @@ def _no_hooks() -> ConfigError:
 
 
 def _as_groups(params: list[Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups of the constructor's argument: a list of references is one.
-
-    Raises:
-        ConfigError: There are no parameters.
-    """
+    """Return the parameter groups of the constructor's argument: a list of references is one."""
     if not params:
         raise ConfigError("the optimizer got no parameters")
     if not isinstance(params[0], dict):

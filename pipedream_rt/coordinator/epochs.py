@@ -43,7 +43,6 @@ class Epochs:
     """
 
     def __init__(self, feeder: Feeder) -> None:
-        """Begin with epoch 0."""
         self._feeder = feeder
         self.number = self.seen = 0
         self._loading: Loading | None = None

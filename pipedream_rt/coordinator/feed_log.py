@@ -95,7 +95,6 @@ class FeedLog:
     """
 
     def __init__(self, on: bool) -> None:
-        """Begin with the start of the run as the only origin."""
         self.on = on
         self.origins: deque[Origin] = deque([Origin()], maxlen=2)
         self._entries: deque[Entry] = deque()

@@ -112,7 +112,6 @@ class Feeder:
         watch: Sequence[Callable[[StepResult], object]] = (),
         injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
-        """Feed nothing yet."""
         self._first = first
         self._injected = injected
         self._watch = watch
@@ -217,12 +216,6 @@ class Feeder:
         """See to it that the loss of a mini-batch is compared with those of its micro-batches.
 
         The stage that computes a loss function compares it. The loss of a model is compared here.
-
-        Returns:
-            `Target.compared` of each micro-batch that a stage compares.
-
-        Raises:
-            ConfigError: The model's own loss is no weighed mean.
         """
         if not self._checks.takes(cut):
             return {}
@@ -240,9 +233,6 @@ class Feeder:
 
         It is computed in eval mode, of as many micro-batches as are in flight in training, so that
         it takes no more memory than that.
-
-        Raises:
-            ConfigError: It is no weighed mean of theirs.
         """
         pairs = cut.first(max(2, self._group.plan.in_flight(0)))
         parts = [self._part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
@@ -270,22 +260,7 @@ class Feeder:
         version: int = 0,
         cache: int = 0,
     ) -> int:
-        """Feed one micro-batch, with its target where the stages compute a loss.
-
-        Args:
-            mode: What the stages do with it.
-            number: Number of the micro-batch, counted by itself for training and for other modes.
-            part: The micro-batch; None for an empty one.
-            of_target: What goes with its target.
-            given: The values that the script has changed; None for those of now.
-            hyper: Hyper-parameters of its update, by parameter group; None unless it is trained on.
-            fingerprint: Whether each stage adds a fingerprint.
-            version: Number of the kept version that is read; 0 for the newest weights.
-            cache: Number of the cache that layers use; 0 for none.
-
-        Returns:
-            Its position.
-        """
+        """Feed one micro-batch, with its target where the stages compute a loss."""
         program, definition, structure, tensors, *_ = part.x if part else _NOTHING
         head = MicroBatch(
             micro_batch=number,
@@ -353,27 +328,14 @@ class Feeder:
         return Edge(EdgeKind.LOSS, plan.address_of(plan.exits[0], number), COORDINATOR)
 
     def _take_loss(self, position: int, number: int = 0) -> tuple[Loss, Any]:
-        """Wait for the last stage's message about a position; return it, and the output in it.
-
-        Args:
-            position: The position of the micro-batch.
-            number: Its number, if it is trained on.
-        """
+        """Wait for the last stage's message about a position; return it, and the output in it."""
         message = self._group.take(Key(self._loss_edge(number), position))
         loss = message.payload
         assert isinstance(loss, Loss)
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
 
     def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
-        """Record a span of the coordinator that ends now.
-
-        Args:
-            kind: Kind of the span.
-            number: Number of the micro-batch.
-            waited_for: The stage whose message was waited for; `NOBODY` if none was.
-            ready: When the wait began, in ns.
-            start: When the wait ended, in ns.
-        """
+        """Record a span of the coordinator that ends now."""
         if self._recorder is not None:
             arrived = 0 if waited_for == NOBODY else self._group.inbox.arrived_ns
             self._recorder.record(
@@ -426,12 +388,7 @@ class Feeder:
 
     @contextmanager
     def _buffers_of(self, number: int) -> Iterator[list[int]]:
-        """Let stages have the buffers of an evaluation while the body runs.
-
-        Yields:
-            Where the body notes the positions of passes that have changed buffers: a recovery does
-            these again, up to the end of the evaluation.
-        """
+        """Let stages have the buffers of an evaluation while the body runs."""
         stays: list[int] = []
         try:
             yield stays
@@ -453,17 +410,6 @@ class Feeder:
         """Flush, then pass micro-batches through the stages, several at a time.
 
         What is on its way when the iteration ends early is taken and dropped.
-
-        Args:
-            mode: One that does not train.
-            parts: The micro-batches.
-            version: Number of the kept version that is read; 0 for the newest weights.
-            cache: Number of the buffers that they use and change; 0 for none.
-            target: What goes with their targets.
-            stays: Where the positions of those are noted that have changed the buffers.
-
-        Yields:
-            Each, with what the last stage has sent of it, and its output, in order.
         """
         self._refuse_what_stays_here()
         self.flush()
@@ -575,12 +521,7 @@ class Feeder:
 
 
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
-    """Return the result of a mini-batch.
-
-    Args:
-        pending: The mini-batch.
-        taken: The payload of the last stage's message about each of its micro-batches.
-    """
+    """Return the result of a mini-batch."""
     pairs = zip((loss.loss for loss in taken), pending.shares, strict=True)
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)

@@ -103,11 +103,7 @@ class _Generation:
                 )
 
     def _number_of(self, cache: Any) -> int:
-        """Return the number of the caches on the stages that belong to a cache here.
-
-        Raises:
-            ConfigError: It was filled elsewhere, or is of another kind.
-        """
+        """Return the number of the caches on the stages that belong to a cache here."""
         if id(cache) in self.caches:
             return self.caches[id(cache)][1]
         if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):

@@ -134,7 +134,6 @@ class WorkerGroup:
         timeout: timedelta,
         failures: Failures,
     ) -> None:
-        """Start the workers and give them their stages."""
         self.plan = plan
         self._start_cluster = start
         self._specs = specs
@@ -461,12 +460,7 @@ class WorkerGroup:
         }
 
     def _wait(self, key: Key) -> Message:
-        """Wait for a message in this generation.
-
-        Raises:
-            MessageTimeout: It did not come in time; the text tells what every stage waits for.
-            BaseException: The workers have failed, for this reason.
-        """
+        """Wait for a message in this generation."""
         with self.cluster.waiting():
             try:
                 return self.inbox.take(Wanted(key, Deadline(self._timeout)))
@@ -528,14 +522,7 @@ class WorkerGroup:
         return True
 
     def _recover(self, error: BaseException) -> None:
-        """Go on with new workers, or raise if the run cannot go on.
-
-        Args:
-            error: The failure; `Grown` if it is none.
-
-        Raises:
-            BaseException: The failure, or one that came after it.
-        """
+        """Go on with new workers, or raise if the run cannot go on."""
         noticed, failure, pauses = time.monotonic(), error, Pauses()
         while True:
             began = time.monotonic()
@@ -579,11 +566,7 @@ class WorkerGroup:
         )
 
     def _start_again(self) -> int:
-        """End the workers, start others, and feed them what was fed since the newest origin.
-
-        Returns:
-            The number of micro-batches that were fed again.
-        """
+        """End the workers, start others, and feed them what was fed since the newest origin."""
         self._refuse_if_over()
         origin, manifest = self._origin_to_use()
         self.cluster.kill()
@@ -595,11 +578,7 @@ class WorkerGroup:
         return replayed
 
     def _origin_to_use(self) -> tuple[Origin, Manifest | None]:
-        """Return the newest origin whose checkpoint is whole, with the checkpoint's manifest.
-
-        Raises:
-            CheckpointError: No origin's checkpoint is whole.
-        """
+        """Return the newest origin whose checkpoint is whole, with the checkpoint's manifest."""
         while True:
             origin = self.log.origins[-1]
             if origin.folder is None:
@@ -616,21 +595,12 @@ class WorkerGroup:
                 self.log.origins.pop()
 
     def _refuse_if_over(self) -> None:
-        """Refuse to go on where a signal handler has closed the pipeline meanwhile.
-
-        Raises:
-            PipelineClosed: It has.
-        """
+        """Refuse to go on where a signal handler has closed the pipeline meanwhile."""
         if self.life.is_over:
             raise PipelineClosed("the pipeline was closed")
 
     def _begin(self, origin: Origin, manifest: Manifest | None = None) -> None:
-        """Start the workers of a generation, and wait until each stage has the state at an origin.
-
-        Args:
-            origin: The origin.
-            manifest: Manifest of its checkpoint; None at the start of the run.
-        """
+        """Start the workers of a generation, and wait until each stage has the state at an origin."""
         self._refuse_if_over()
         generation = next(_generations)
         reception = self._reception

@@ -29,7 +29,6 @@ class KeptVersion:
     """
 
     def __init__(self, lease: Lease, feeder: Feeder, *, average: bool) -> None:
-        """Flush, and let every stage make a copy."""
         self._lease = lease
         self._number = next(_numbers)
         self.average = average

@@ -22,7 +22,6 @@ class Lease:
     """
 
     def __init__(self, group: WorkerGroup) -> None:
-        """End the workers from now on when this object is collected."""
         self.group = group
         end = weakref.finalize(self, _close, group)
         group.at_end.append(end.detach)

@@ -233,7 +233,6 @@ class Loading:
         place: dict[str, Any] | None = None,
         pending: Iterable[PendingStep] = (),
     ) -> None:
-        """Come back to the place, if one is given, and draw an item ahead."""
         self.epoch = epoch
         self.fetched: list[Any] = []
         self.pending = deque(pending)
@@ -261,15 +260,7 @@ class Loading:
             set_generators(place["after"], loader)
 
     def _come_back(self, place: dict[str, Any], skip: bool) -> None:
-        """Drop the items that were drawn before, and set the generators as they were.
-
-        Args:
-            place: The place to come back to.
-            skip: Whether the items must be drawn again; not if the loader knows its place.
-
-        Raises:
-            ConfigError: The loader has fewer items than were drawn before.
-        """
+        """Drop the items that were drawn before, and set the generators as they were."""
         for number in range(place["drawn"] if skip else 0):
             try:
                 item = next(self._items)

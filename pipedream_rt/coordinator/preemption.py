@@ -43,7 +43,6 @@ class Preemption:
     """
 
     def __init__(self, grace: timedelta) -> None:
-        """Watch for nothing yet."""
         self.noted = False
         self._grace = grace
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -78,11 +77,7 @@ class Preemption:
         )
 
     def _count_down(self, woken: socket.socket) -> None:
-        """Wait for the signal, and then for the end of the grace time, of the run, or a second one.
-
-        Args:
-            woken: The kernel's handler writes the number of each signal to its other end.
-        """
+        """Wait for the signal, and then for the end of the grace time, of the run, or a second one."""
         while True:
             numbers = woken.recv(64)
             if not numbers:

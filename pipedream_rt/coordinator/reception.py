@@ -35,7 +35,6 @@ class Reception:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Begin without a generation."""
         self._plan = plan
         self.inbox = Inbox("the coordinator")
         self.inbox.titles = plan.title_of

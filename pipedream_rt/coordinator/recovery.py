@@ -79,7 +79,6 @@ class Failures:
     """
 
     def __init__(self, most: int, plan: Plan) -> None:
-        """Begin without failures."""
         self._left = self._most = most
         self._plan = plan
         self._by_action: Counter[Action] = Counter()

@@ -63,11 +63,7 @@ class _Nowhere:
         self._why = why
 
     def to_here(self) -> Any:
-        """Refuse.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse."""
         raise ConfigError(refusal(self._why))
 
     def local_value(self) -> Any:
@@ -96,7 +92,6 @@ class References:
         model: UnsplitModel,
         names: Sequence[str],
     ) -> None:
-        """Ask the workers for no reference yet."""
         self._model = model
         self._lease = lease
         self._feeder = feeder

@@ -64,7 +64,6 @@ class PendingStep:
     """
 
     def __init__(self, source: LossSource, step: int, first: int, shares: list[float]) -> None:
-        """Begin without an outcome."""
         self._source = source
         self.step = step
         self.first = first

@@ -37,11 +37,7 @@ class _Unusable(CheckpointError):
 
 @contextmanager
 def _usable(found: Path) -> Iterator[None]:
-    """Say of a checkpoint that its contents make no sense, if the body stumbles over them.
-
-    Raises:
-        CheckpointError: It does.
-    """
+    """Say of a checkpoint that its contents make no sense, if the body stumbles over them."""
     try:
         yield
     except PipelineError:
@@ -77,7 +73,6 @@ class RunState:
         identity: Callable[[], Identity],
         preemption: Preemption | None,
     ) -> None:
-        """Begin at the start of a run."""
         self._identity = identity
         self._preemption = preemption
         self._group = lease.group
@@ -166,12 +161,7 @@ class RunState:
         checkpointer.begin_by_itself(self._manifest(None), self._epochs.unseen())
 
     def _end_with_checkpoint(self) -> None:
-        """Make a checkpoint as of the mini-batch that was fed last, and end the script.
-
-        Raises:
-            CheckpointError: It cannot be written.
-            SystemExit: It is written.
-        """
+        """Make a checkpoint as of the mini-batch that was fed last, and end the script."""
         manifest, unseen = self._manifest(None), self._epochs.unseen()
         self._feeder.flush()
         self.finish_checkpoint()
@@ -190,11 +180,7 @@ class RunState:
             _log.error("%s", error)
 
     def _manifest(self, extra: Any) -> Manifest:
-        """Return the manifest of a checkpoint that begins now, without the files and the results.
-
-        Args:
-            extra: The user's own data.
-        """
+        """Return the manifest of a checkpoint that begins now, without the files and the results."""
         plan, optimizer = self._group.plan, self._feeder.optimizer
         return Manifest(
             step=self._feeder.step,
@@ -222,11 +208,7 @@ class RunState:
         return manifest
 
     def _go_on_from(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
-        """Go on from a checkpoint that was verified.
-
-        Raises:
-            CheckpointError: It does not fit, or its contents make no sense.
-        """
+        """Go on from a checkpoint that was verified."""
         with _usable(found):
             self._take_over(found, manifest, accept)
         self.attach(**self._attached)

@@ -44,7 +44,6 @@ class PendingResult:
     """
 
     def __init__(self, owner: str, collect: Callable[[], Any]) -> None:
-        """Wait for nothing yet."""
         self._owner = owner
         self._collect: Callable[[], Any] | None = collect
         self._result: Any = None
@@ -80,7 +79,6 @@ class _Methods:
     """The methods of a stage, each of which gives what ``finish`` makes of its pending result."""
 
     def __init__(self, reference: StageReference, finish: Callable[[PendingResult], Any]) -> None:
-        """Ask for nothing yet."""
         self._reference = reference
         self._finish = finish
 
@@ -89,11 +87,7 @@ class _Methods:
         return list(REACHED)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method.
-
-        Raises:
-            ConfigError: There is none of this name.
-        """
+        """Return a method."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in REACHED:
@@ -114,7 +108,6 @@ class StageReference:
     """
 
     def __init__(self, index: int, lease: Lease, feeder: Feeder) -> None:
-        """Ask the worker for nothing yet."""
         self._index = index
         self._lease = lease
         self._feeder = feeder
@@ -201,11 +194,7 @@ class StageReference:
         return PendingResult(self.owner_name(), collect)
 
     def _mode_of(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Return the mode that a call of ``train`` or ``eval`` sets.
-
-        Raises:
-            ConfigError: It has other arguments than `Module.train` takes.
-        """
+        """Return the mode that a call of ``train`` or ``eval`` sets."""
         args = (*args, *named.values())
         if set(named) - {"mode"}:
             raise ConfigError(f"{name} of a stage takes no arguments {', '.join(named)}")

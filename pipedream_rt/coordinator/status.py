@@ -47,7 +47,6 @@ class StatusServer:
     """
 
     def __init__(self, status: Callable[[], Status]) -> None:
-        """Begin to listen; where that is not possible, do nothing."""
         self._status = status
         self._path: Path | None = None
         self._listener = socket.socket(socket.AF_UNIX)

@@ -89,7 +89,6 @@ class Telling:
     """
 
     def __init__(self, record: RunRecord, observers: Iterable[Observer]) -> None:
-        """Listen to warnings from now on."""
         self.record = record
         self._observers = list(observers)
         self._fed: deque[_Fed] = deque()
@@ -249,7 +248,6 @@ class _Listening(logging.Handler):
     """
 
     def __init__(self, heard: deque[Warned]) -> None:
-        """Keep them in a queue, since any thread may log."""
         super().__init__(logging.WARNING)
         self._heard = heard
 

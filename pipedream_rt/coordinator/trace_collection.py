@@ -27,7 +27,6 @@ class TraceCollection:
     """
 
     def __init__(self, lease: Lease, feeder: Feeder, recorder: Recorder | None) -> None:
-        """Read the clocks of the workers, if spans are recorded."""
         self._group = lease.group
         self._feeder = feeder
         self._recorder = recorder

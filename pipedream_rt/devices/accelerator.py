@@ -64,7 +64,6 @@ class Accelerator:
     def __init__(
         self, device: torch.device, near: Collection[int], threaded: bool, name: str
     ) -> None:
-        """Make the streams, which is the first time that this process uses the device."""
         self.name = str(device)
         self._device = device
         self._near = near
@@ -265,7 +264,6 @@ class _Entered:
     __slots__ = ("_before", "_stream")
 
     def __init__(self, stream: torch.Stream) -> None:
-        """Change nothing yet."""
         self._stream = stream
         self._before = True
 

@@ -38,7 +38,6 @@ class Marks:
     """
 
     def __init__(self, stream: torch.Stream, capacity: int) -> None:
-        """Keep none yet."""
         self._stream = stream
         self._done: deque[Done] = deque(maxlen=capacity)
 

@@ -83,7 +83,6 @@ class ByThread:
     """
 
     def __init__(self, name: str, begin: Callable[[], object] = lambda: None) -> None:
-        """Start the thread."""
         self._begin = begin
         self._leaving: queue.SimpleQueue[Leaving | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

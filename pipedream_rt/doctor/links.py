@@ -36,7 +36,6 @@ class Echo:
     """
 
     def __init__(self, host: str) -> None:
-        """Listen."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
@@ -101,11 +100,7 @@ def _trip(connection: socket.socket, size: int) -> float:
 
 
 def _exactly(connection: socket.socket, size: int, keeps: bool = True) -> bytes:
-    """Receive so many bytes, and return them if they are to be kept.
-
-    Raises:
-        OSError: The other end is gone, or silent.
-    """
+    """Receive so many bytes, and return them if they are to be kept."""
     data = bytearray()
     while size:
         came = connection.recv(min(size, 1 << 20))

@@ -162,11 +162,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
 
 @contextmanager
 def _written(folder: str) -> Iterator[str]:
-    """Write the file by which machines see whether they share a folder, until the block ends.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Write the file by which machines see whether they share a folder, until the block ends."""
     token = secrets.token_hex(16)
     if not folder:
         yield token

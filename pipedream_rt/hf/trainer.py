@@ -67,7 +67,6 @@ class PipelineTrainer(Trainer):
     def __init__(
         self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Check what is asked for; start nothing yet."""
         super().__init__(*args, **kwargs)
         self._given = dict(pipeline or {})
         for name in ("optimizer", "example", "checkpoint"):
@@ -293,7 +292,6 @@ class _Run:
     def __init__(
         self, trainer: PipelineTrainer, start: float, in_epoch: int, ignored: list[str] | None
     ) -> None:
-        """Inject nothing yet."""
         self._trainer = trainer
         self._start = start
         self._in_epoch = in_epoch

@@ -121,11 +121,7 @@ def _each(given: Any) -> Sequence[Any]:
 
 
 def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:
-    """Note a codec of an edge.
-
-    Raises:
-        ConfigError: It is none, or the second one of its kind.
-    """
+    """Note a codec of an edge."""
     if isinstance(codec, Codec):
         require_direction(codec.direction)
     if isinstance(codec, nn.Module) and next(codec.parameters(), None) is not None:

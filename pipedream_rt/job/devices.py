@@ -74,11 +74,7 @@ def _has_number(name: str) -> bool:
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """Return the names with those numbers that are missing: neighbours share a device.
-
-    Raises:
-        ConfigError: A device is not there.
-    """
+    """Return the names with those numbers that are missing: neighbours share a device."""
     found = [str(device_there(name)) for name in names]
     open_ones = [worker for worker, name in enumerate(names) if not _has_number(name)]
     if open_ones:
@@ -91,11 +87,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _by_worker(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return the device of each worker, of those of each stage or worker.
-
-    Raises:
-        ConfigError: They are too many or too few, or stages of one worker are on several.
-    """
+    """Return the device of each worker, of those of each stage or worker."""
     if len(names) == plan.num_stages:
         found = []
         for worker in range(plan.workers):
@@ -117,11 +109,7 @@ def _by_worker(names: Sequence[str], plan: Plan) -> list[str]:
 
 
 def _of_part(stage: int, part: nn.Module) -> str:
-    """Return the device that the tensors of a stage are on.
-
-    Raises:
-        ConfigError: They are on several.
-    """
+    """Return the device that the tensors of a stage are on."""
     names: dict[str, str] = {}
     for name, tensor in tensors_of(part, ""):
         if not tensor.is_meta:

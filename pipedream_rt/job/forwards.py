@@ -235,7 +235,6 @@ class RecordedForwards:
         autocast: torch.dtype | None = None,
         modes: Modes = Modes(),  # noqa: B008 - a tuple
     ) -> None:
-        """Record nothing yet."""
         self._model = model
         self._modes = modes
         self.layers = layers
@@ -418,11 +417,7 @@ class RecordedForwards:
             yield stage, structure, tuple(tensors[slot] for slot in slots) if tensors else ()
 
     def _add(self, key: bytes, program: Program) -> int:
-        """Cut a program, and return its number.
-
-        Raises:
-            ConfigError: It does not fit the stages that there are.
-        """
+        """Cut a program, and return its number."""
         if len(self.cuts) >= _MOST:
             raise ConfigError(
                 f"the model has taken {_MOST} ways so far: the shapes of its inputs, or what it "
@@ -439,12 +434,7 @@ class RecordedForwards:
         return len(self.cuts) - 1
 
     def _require_fit(self, made: Cut, homes: dict[str, int]) -> None:
-        """Refuse a program for which the stages were not made.
-
-        Args:
-            made: The program, cut.
-            homes: The stage of each layer that was called by now.
-        """
+        """Refuse a program for which the stages were not made."""
         if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "

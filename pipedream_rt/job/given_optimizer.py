@@ -137,9 +137,6 @@ def _by_rules(
     """Return the parameter groups that rules make: one for each rule, then one for the rest.
 
     A parameter belongs to the group of the first rule that it fits.
-
-    Raises:
-        ConfigError: A rule makes no sense, or fits no parameter.
     """
     left, groups = list(names), []
     for rule in rules:
@@ -166,12 +163,7 @@ def _by_rules(
 
 
 def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
-    """Take an optimizer of the user's apart.
-
-    Raises:
-        ConfigError: It has a hook, or a parameter that is not one of the model's; or its class
-            needs more than groups.
-    """
+    """Take an optimizer of the user's apart."""
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
         raise ConfigError(
@@ -202,7 +194,6 @@ class GivenOptimizer:
     """
 
     def __init__(self, argument: OptimizerArgument) -> None:
-        """Note its hyper-parameters."""
         given = argument if isinstance(argument, torch.optim.Optimizer) else None
         self._groups = [] if given is None else given.param_groups
         self._before = [pack_group(group) for group in self._groups]
@@ -242,11 +233,7 @@ def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[st
 
 
 def _named_group(group: dict[str, Any], names: dict[int, str]) -> tuple[list[str], Hyper]:
-    """Return the parameter names and the options of one group of the user's own optimizer.
-
-    Raises:
-        ConfigError: The group has a trainable parameter that is not one of the model's.
-    """
+    """Return the parameter names and the options of one group of the user's own optimizer."""
     found = []
     for parameter in group["params"]:
         if id(parameter) in names:

@@ -198,11 +198,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
 
 
 def _plan_of(split: Split, options: Options) -> Plan:
-    """Make the plan of the stages of a model, without ties and norms.
-
-    Raises:
-        ConfigError: There is none for these numbers.
-    """
+    """Make the plan of the stages of a model, without ties and norms."""
     layout = options.layout
     assert layout.replicas != "auto"
     plan = plan_for(
@@ -228,12 +224,7 @@ def _proved(
     options: Options,
     recomputes: bool,
 ) -> tuple[Plan, Facts]:
-    """Return a plan with ties and norms, proved as it will run, and what is known of the job.
-
-    Raises:
-        ConfigError: Two features of the job do not go together.
-        ScheduleError: A rule is broken, or stages wait for each other.
-    """
+    """Return a plan with ties and norms, proved as it will run, and what is known of the job."""
     training, ties = options.training, ties_of(parts, model.names)
     trained = zip(parts, plan.replicas, strict=True) if options.optimizer is not None else ()
     replicated = [each for part, count in trained if count > 1 for each in part.modules()]

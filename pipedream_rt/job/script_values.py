@@ -195,11 +195,7 @@ class _Weights:
         ]
 
     def refuse_changes(self) -> None:
-        """Refuse what plain PyTorch would go by, and the stages do not.
-
-        Raises:
-            ConfigError: Something is trained that was not, or a buffer was changed alone.
-        """
+        """Refuse what plain PyTorch would go by, and the stages do not."""
         if [p.requires_grad for _, p, _ in self._parameters] != self._trained:
             for name in (n for n, p, trained in self._parameters if p.requires_grad != trained):
                 raise ConfigError(
@@ -223,11 +219,7 @@ class _Weights:
 
 
 def _refuse(holder: Holder, key: Any, why: str) -> NoReturn:
-    """Refuse a change of the script's.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Refuse a change of the script's."""
     raise ConfigError(
         f"the script has changed {holder.called(key)} since the pipeline was made: {why}"
     )

@@ -120,11 +120,7 @@ def pickled_specs(
 def _dumped(
     spec: StageSpec, pieces: Sequence[tuple[str, object]], *how: Any, **more: Any
 ) -> tuple[bytes, dict[int, Range]]:
-    """Pickle a specification.
-
-    Raises:
-        ConfigError: A piece of it does not pickle.
-    """
+    """Pickle a specification."""
     try:
         return dumps(spec, *how, **more)
     except Exception as error:  # a foreign class may raise anything when pickled

@@ -106,11 +106,7 @@ def split_model(
 def _split_whole(
     model: UnsplitModel, stages: Stages, batch: Batch, options: ForwardOptions
 ) -> Split:
-    """Split a model that is no sequence.
-
-    Raises:
-        ConfigError: There is no such split, or the model cannot be cut.
-    """
+    """Split a model that is no sequence."""
     named = [] if isinstance(stages, int | str) else [s for s in stages if isinstance(s, str)]
     layers = find_layers(model.whole, named)
     set_apart = model.modes(layers.values())
@@ -136,11 +132,7 @@ def _split_whole(
 def _first_layers(
     stages: Stages, program: Any, layers: dict[str, nn.Module], model: nn.Module
 ) -> list[str]:
-    """Return the first layer of every stage but the first.
-
-    Raises:
-        ConfigError: There is no such split.
-    """
+    """Return the first layer of every stage but the first."""
     sizes = sizes_of(program, layers)
     called = list(sizes)
     if isinstance(stages, int):

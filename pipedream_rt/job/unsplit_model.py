@@ -55,7 +55,6 @@ class UnsplitModel:
     """
 
     def __init__(self, model: nn.Module | Iterable[nn.Module], loss_fn: object = None) -> None:
-        """Name the layers and the parameters."""
         self.given: Any = model
         self.sequence: Layers | None = None
         self.blueprint = Blueprint()
@@ -269,17 +268,7 @@ def module_named(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _part_of(module: nn.Module, prefix: str, wanted: set[int], names: set[str]) -> nn.Module | None:
-    """Return a module with those layers and tensors of another one that are wanted.
-
-    Args:
-        module: The other one.
-        prefix: What the names of its tensors begin with.
-        wanted: The ``id`` of each layer.
-        names: The names of tensors that belong to no layer.
-
-    Returns:
-        The module; None if nothing in it is wanted.
-    """
+    """Return a module with those layers and tensors of another one that are wanted."""
     part = nn.Module()
     part.training = module.training
     for short, parameter in module._parameters.items():
@@ -299,11 +288,7 @@ def _part_of(module: nn.Module, prefix: str, wanted: set[int], names: set[str]) 
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a module: by ``deepcopy``, or as it is sent to workers.
-
-    Raises:
-        ConfigError: It can be copied in neither way.
-    """
+    """Return a copy of a module: by ``deepcopy``, or as it is sent to workers."""
     try:
         return copy.deepcopy(module)
     except Exception as error:  # a foreign class may raise anything when copied

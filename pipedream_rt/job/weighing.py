@@ -168,7 +168,6 @@ class WeighedMean:
     """
 
     def __init__(self) -> None:
-        """Begin without a number."""
         self.count = 0
         self._total = self._weight = 0.0
 

@@ -62,7 +62,6 @@ class Bell:
     """A waiter that does nothing else."""
 
     def __init__(self) -> None:
-        """Begin with no call."""
         # In C; a threading.Condition makes a lock for each wait.
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -106,7 +105,6 @@ class Inbox:
     """
 
     def __init__(self, owner: str, generation: int = 0, waiter: Waiter | None = None) -> None:
-        """Begin open and empty."""
         self._owner = owner
         self._generation = generation
         self._lock = threading.RLock()  # a signal handler may close while this thread has it

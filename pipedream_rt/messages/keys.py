@@ -98,11 +98,7 @@ def parsed(text: str) -> tuple[str | int, ...]:
 
 
 def _part_of(text: str) -> str | int:
-    """Return one part of a key.
-
-    Raises:
-        ValueError: The text is none.
-    """
+    """Return one part of a key."""
     if text.startswith("#"):
         if not re.fullmatch("#(0|-?[1-9][0-9]{0,18})", text) or not can_be_written(int(text[1:])):
             raise ValueError(f"{text!r} is no number of a key")

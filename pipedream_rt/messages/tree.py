@@ -73,14 +73,6 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
 
     A tensor that occurs twice is sent once and is one tensor again on the other side, so that its
     gradients are summed there, in the order in which the unsplit model sums them.
-
-    Args:
-        value: The node.
-        tensors: The tensors found so far, by ``id``, with their numbers; this call adds its own.
-        path: The expression for the node, as ``value[0].x``, for error messages.
-
-    Raises:
-        ConfigError: The node cannot cross stages.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
@@ -141,11 +133,7 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _key(key: object, path: str) -> str | int:
-    """Return the key of a dict, which must be a str or an int.
-
-    Raises:
-        ConfigError: The key is something else.
-    """
+    """Return the key of a dict, which must be a str or an int."""
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
     raise ConfigError(f"{path} has the key {key!r}; only str and int keys can cross stages")

@@ -155,11 +155,7 @@ def _package(value: Any) -> str:
 
 @functools.cache
 def _digest(path: str) -> str:
-    """Return a digest of a file of Python without its comments; empty if it is none.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return a digest of a file of Python without its comments; empty if it is none."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError):

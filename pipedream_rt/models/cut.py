@@ -130,7 +130,6 @@ class _Cutter:
     def __init__(
         self, program: Program, stage_of: Sequence[int], num_stages: int, ways: Ways | None
     ) -> None:
-        """Put every step on its stage."""
         self._program = program
         self._ways = ways
         self._stage_of = stage_of

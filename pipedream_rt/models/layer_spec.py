@@ -48,7 +48,6 @@ class LayerSpec:
         tied: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Build nothing yet."""
         if not callable(factory):
             raise ConfigError(
                 f"a LayerSpec needs a class or a function that makes a layer, not {factory!r}"
@@ -150,11 +149,7 @@ class Blueprint:
 
 @contextmanager
 def _drawing_nothing(name: str) -> Iterator[None]:
-    """Refuse that a factory, the body, draws random numbers that no worker would draw.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Refuse that a factory, the body, draws random numbers that no worker would draw."""
     before = random.getstate(), str(np.random.get_state())
     yield
     if before != (random.getstate(), str(np.random.get_state())):
@@ -166,11 +161,7 @@ def _drawing_nothing(name: str) -> Iterator[None]:
 
 
 def _refuse_other_attributes(name: str, one: nn.Module, other: nn.Module) -> None:
-    """Refuse a factory that has made two layers with different values.
-
-    Raises:
-        ConfigError: It has.
-    """
+    """Refuse a factory that has made two layers with different values."""
     for module, again in zip(one.modules(), other.modules(), strict=False):
         for key, value in vars(module).items():
             kept = vars(again).get(key)
@@ -184,11 +175,7 @@ def _refuse_other_attributes(name: str, one: nn.Module, other: nn.Module) -> Non
 
 
 def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:
-    """Return a parameter of a layer.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
+    """Return a parameter of a layer."""
     try:
         return layer.get_parameter(name)
     except AttributeError:
@@ -196,11 +183,7 @@ def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:
 
 
 def _put_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of one of a layer.
-
-    Raises:
-        ConfigError: The layer has none of this name, or one of another shape.
-    """
+    """Put a parameter in the place of one of a layer."""
     own = _parameter_of(layer, name, name)
     if own.shape != parameter.shape:
         raise ConfigError(

@@ -198,11 +198,7 @@ def _keys_of(name: str, prefix: str) -> Iterator[str]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Return the names of the files with weights in a folder.
-
-    Raises:
-        ConfigError: There are none, or the index makes no sense.
-    """
+    """Return the names of the files with weights in a folder."""
     if (folder / _SINGLE).is_file():
         return [_SINGLE]
     try:
@@ -226,11 +222,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
-    """Return what is in a file, by key; and what tells the file from another.
-
-    Raises:
-        ConfigError: It cannot be read, or is no file of safetensors.
-    """
+    """Return what is in a file, by key; and what tells the file from another."""
     try:
         with safe_open(path, framework="pt") as file:
             entries = {}

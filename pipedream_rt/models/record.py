@@ -97,7 +97,6 @@ class _Tag:
     __slots__ = ("after", "depends", "slot")
 
     def __init__(self, slot: int, depends: int) -> None:
-        """Note what a step has made."""
         self.slot = slot
         self.depends = depends
         self.after: set[int] = set()
@@ -230,7 +229,6 @@ class _Recorder(TorchFunctionMode):
         carried: Mapping[str, Any],
         kind: str,
     ) -> None:
-        """Note the inputs."""
         super().__init__()
         self._kind = kind
         self._carried = {id(value): (name, value) for name, value in carried.items()}
@@ -299,14 +297,7 @@ class _Recorder(TorchFunctionMode):
         return there[1] if there is not None and there[0]() is tensor else None
 
     def _seen(self, value: Any) -> tuple[Any, int, set[int]]:
-        """Return a value with slots and names in the place of tensors.
-
-        Returns:
-            The value; what it depends on; the steps that have changed it in place.
-
-        Raises:
-            ConfigError: A tensor was made in a way that cannot be followed.
-        """
+        """Return a value with slots and names in the place of tensors."""
         depends, after = 0, set()
 
         def stand_in(tensor: Any) -> Any:
@@ -349,11 +340,7 @@ class _Recorder(TorchFunctionMode):
         return replaced(value, kinds, stand_in), depends, after
 
     def _module(self, module: nn.Module) -> Any:
-        """Return what stands for a module that is passed to a layer, which stages then share.
-
-        Raises:
-            ConfigError: It is taken apart, so that no stage has it.
-        """
+        """Return what stands for a module that is passed to a layer, which stages then share."""
         name = self._all_names.get(id(module))
         if name is None:  # it was made by the forward, and has nothing of the model
             return module
@@ -457,11 +444,7 @@ class _Recorder(TorchFunctionMode):
     def _reads(
         self, func: Any, name: str, given: Any, depends: int, after: set[int], value: Any
     ) -> None:
-        """Note or refuse what the forward reads from tensors, on which its way may depend.
-
-        Raises:
-            ConfigError: It depends on layers or on random numbers, or cannot be compared.
-        """
+        """Note or refuse what the forward reads from tensors, on which its way may depend."""
         if not depends:
             return
         if "nested_tensor" in name:
@@ -743,12 +726,7 @@ class _Recorder(TorchFunctionMode):
         ]
 
     def _pickled(self, value: Any) -> bytes:
-        """Pickle an object that a step takes, as for a worker.
-
-        Raises:
-            ConfigError: It cannot be pickled, or holds a tensor that the forward has made, which no
-                step could give it.
-        """
+        """Pickle an object that a step takes, as for a worker."""
         try:
             data, tensors = dumps(value)
         except Exception as error:  # a foreign class may raise anything when pickled
@@ -765,11 +743,7 @@ class _Recorder(TorchFunctionMode):
     # -- the whole ------------------------------------------------------------------------------
 
     def begin(self, watch: object) -> None:
-        """Note the contexts around the forward.
-
-        Args:
-            watch: The mode that notes what is made.
-        """
+        """Note the contexts around the forward."""
         self._grad, self._cast, self._ours = (
             torch.is_grad_enabled(),
             _autocast(self._kind),
@@ -794,12 +768,7 @@ class _Recorder(TorchFunctionMode):
             )
 
     def finish(self, output: Any, at_first: dict[str, bytes]) -> Program:
-        """Return the program of a forward.
-
-        Args:
-            output: What it has returned.
-            at_first: The objects in which layers keep something, pickled as they were before.
-        """
+        """Return the program of a forward."""
         if parted := [place for place in self._read if place in self._changed]:
             number, key = parted[0]
             raise ConfigError(
@@ -830,7 +799,6 @@ class _Applied:
     """
 
     def __init__(self, cls: Any) -> None:
-        """Keep the class."""
         self._cls = cls
         self.__name__ = cls.__name__
 
@@ -855,7 +823,6 @@ class _Silent:
     """
 
     def __init__(self, function: Any) -> None:
-        """Keep the function."""
         self._function = function
         self.__name__ = function.__name__
 
@@ -872,7 +839,6 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, recorder: _Recorder) -> None:
-        """Note nothing yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 

@@ -44,7 +44,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     """
 
     def __init__(self, file: io.BytesIO, take: Take | None = None) -> None:
-        """Note nothing yet."""
         super().__init__(file, buffer_callback=take)
         self.tensors: dict[int, Range] = {}
         self._data_to_come: set[Range] = set()

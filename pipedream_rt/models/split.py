@@ -127,11 +127,7 @@ def listed_points(stages: object) -> list[int | str]:
 
 
 def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
-    """Return the indices of the split points that the user gave.
-
-    Raises:
-        ConfigError: A point is no layer, or the points do not rise.
-    """
+    """Return the indices of the split points that the user gave."""
     names = list(layers)
     points = [0]
     for point in listed_points(stages):

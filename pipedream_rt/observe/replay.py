@@ -30,7 +30,6 @@ class Replay:
     """
 
     def __init__(self, trace: Trace) -> None:
-        """Read the actions and the versions from the spans."""
         if trace.dropped:
             raise TraceError(
                 f"the trace cannot be replayed: its first {trace.dropped} spans were overwritten"
@@ -92,7 +91,6 @@ class _Recorded:
     """
 
     def __init__(self, reads: list[list[int]], kept: list[int]) -> None:
-        """Keep both."""
         self._reads = reads
         self._kept = kept
 

@@ -117,7 +117,6 @@ class Recorder:
     """
 
     def __init__(self, capacity: int, shown: int | None = None) -> None:
-        """Allocate the ring."""
         self.capacity = capacity
         self._shown = shown
         self._data = bytearray(capacity * SPAN.itemsize)

@@ -141,15 +141,7 @@ def longest_stretch(spans: Spans) -> Spans:
 
 
 def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> StageSummary:
-    """Return the summary of one stage.
-
-    Args:
-        trace: The trace.
-        stage: Index of the stage.
-        spans: The stage's spans in which it computed.
-        busy: Nanoseconds that it computed.
-        begin: The time when the run began, in ns.
-    """
+    """Return the summary of one stage."""
     # Waiting before the run began does not count.
     waited = np.maximum(spans["start"] - np.maximum(spans["ready"], begin), 0)
     waits = {

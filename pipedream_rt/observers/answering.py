@@ -54,7 +54,6 @@ class Server(ThreadingHTTPServer):
     block_on_close = True
 
     def __init__(self, address: tuple[str, int], token: str, answers: Answers) -> None:
-        """Listen."""
         self.token = token.encode()
         self.answers = answers
         self.time_is_over: dict[socket.socket, float] = {}  # when, by connection

@@ -294,13 +294,7 @@ def unpacked(record: Mapping[str, Any]) -> Event:
 
 
 def _check_plan(event: Begun) -> None:
-    """Refuse a plan that is none, or counters that are not those of its stages.
-
-    Raises:
-        TypeError: They are not.
-        KeyError: They are not.
-        ValueError: They are not.
-    """
+    """Refuse a plan that is none, or counters that are not those of its stages."""
     plan = Plan.unpacked(event.plan)
     if len(event.stages) != len(plan.addresses) or len(event.workers) != plan.workers:
         raise ValueError(f"its counters or workers are not those of {plan.in_words}")

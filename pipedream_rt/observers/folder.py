@@ -52,7 +52,6 @@ class RunFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Open the file of the events."""
         self.folder = Path(folder).absolute()
         path = self.folder / EVENTS
         try:
@@ -98,11 +97,7 @@ class RunFolder:
             self.close()
 
     def _refuse_others(self) -> None:
-        """Refuse a folder in which something has a name of ours and is of no run.
-
-        Raises:
-            ConfigError: It has.
-        """
+        """Refuse a folder in which something has a name of ours and is of no run."""
         path = self.folder / EVENTS
         found = [self._shown] if self._shown.is_symlink() else []
         try:
@@ -158,7 +153,6 @@ class Following:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Open the file of the events."""
         self.folder = Path(folder)
         try:
             self._file = open_file(self.folder / EVENTS)

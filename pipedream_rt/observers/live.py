@@ -55,7 +55,6 @@ class LivePage:
         workers: Workers = lambda begun: None,
         token: str | None = None,
     ) -> None:
-        """Listen; `run` answers."""
         self._following = following
         self._workers = workers
         self._record = RunRecord()

@@ -86,7 +86,6 @@ class Barred:
     """
 
     def __init__(self, loader: Iterable[Any], what: str) -> None:
-        """Draw nothing yet."""
         self._loader = loader
         self._what = what
 

@@ -32,7 +32,6 @@ class Prometheus:
     """
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        """Serve, with nothing counted yet."""
         try:
             from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
         except ImportError as error:

@@ -96,7 +96,6 @@ class Buckets:
     """
 
     def __init__(self, most: int = MOST) -> None:
-        """Begin empty."""
         self._most = most
         self._width = 1
         self._full: list[Bucket] = []

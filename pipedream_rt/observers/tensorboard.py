@@ -24,7 +24,6 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Make the writer."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:

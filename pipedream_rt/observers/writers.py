@@ -24,7 +24,6 @@ class _Lines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Try whether it can be written."""
         self._path = Path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +64,6 @@ class JSONLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Try whether the file can be written."""
         self._lines = _Lines(path)
 
     def __call__(self, event: Event) -> None:
@@ -90,7 +88,6 @@ class CSV:
     COLUMNS = ("time", "step", "loss", "rate", "staleness", "samples", "micro_batches")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Try whether the file can be written."""
         self._lines = _Lines(path)
         self._rows = csv.writer(self._lines, lineterminator="\n")
         self._has_looked = False  # whether the file has names of columns already

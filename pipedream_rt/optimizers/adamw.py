@@ -31,7 +31,6 @@ class AdamWBeside(torch.optim.Optimizer):
     """The types that matrices may have."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Make the groups, each of which is checked."""
         super().__init__(params, {"matrices": False, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ class _Parts:
     """The torch optimizers that make the steps; they have no state, so it pickles as nothing."""
 
     def __init__(self) -> None:
-        """Make none yet."""
         self.made: dict[int, torch.optim.Optimizer] = {}
 
     def __reduce__(self) -> tuple[type[_Parts], tuple[()]]:
@@ -54,7 +53,6 @@ class Muon(AdamWBeside):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        """Check the options."""
         options = {
             "lr": lr,
             "momentum": momentum,

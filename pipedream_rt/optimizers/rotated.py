@@ -56,7 +56,6 @@ class RotatedAdamW(AdamWBeside):
         refresh: int = 10,
         longest: int = 4096,
     ) -> None:
-        """Gather the options."""
         options = {
             "lr": lr,
             "betas": betas,

@@ -65,11 +65,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
 
 
 def _parse(text: str) -> Profile:
-    """Return the profile in the text of a file of ours.
-
-    Raises:
-        ConfigError: It holds no profile.
-    """
+    """Return the profile in the text of a file of ours."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

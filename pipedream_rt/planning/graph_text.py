@@ -75,11 +75,7 @@ def _shown(line: str) -> str:
 
 
 def _costs(parts: list[str], number: int) -> LayerCosts:
-    """Return the costs on the line of a node, given in parts.
-
-    Raises:
-        ConfigError: A field is missing or no number.
-    """
+    """Return the costs on the line of a node, given in parts."""
     node, what, fields, *_ = parts
     found = dict(part.partition("=")[::2] for part in fields.split(", "))
     try:
@@ -117,9 +113,6 @@ def _sorted(nodes: list[str], edges: Iterable[tuple[str, str]]) -> list[str]:
 
     The first source of the file comes first. Of several nodes that could come next, it is the one
     with the smallest number, which the profiler gave in the order of execution.
-
-    Raises:
-        ConfigError: There is none.
     """
     consumers: dict[str, list[str]] = {node: [] for node in nodes}
     missing = dict.fromkeys(nodes, 0)

@@ -72,7 +72,6 @@ class _Scaled(nn.Module):
     """A layer that takes no time, whose output is as large as its input."""
 
     def __init__(self) -> None:
-        """Begin as the identity."""
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))
 

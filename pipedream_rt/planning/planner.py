@@ -77,11 +77,7 @@ def partitions(
 def _best(
     costing: Costing, limits: Limits, numbers: Collection[int] | None, slowdown: Slowdown
 ) -> Partition:
-    """Return the best partition for one schedule.
-
-    Raises:
-        ConfigError: No plan fits.
-    """
+    """Return the best partition for one schedule."""
     by_workers = stages_by_workers(costing, limits)
     rough = {
         used: partition_of(costing, stages, slowdown, rough=True)
@@ -100,11 +96,7 @@ def _best(
 
 
 def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition:
-    """Return the best partition of one stage.
-
-    Raises:
-        ConfigError: The model does not fit a worker.
-    """
+    """Return the best partition of one stage."""
     end, count = len(costing.cuts) - 1, len(costing.machines)
     needed = float(costing.memory(1, 0, (0, end)))
     roomy = [w for w in range(count) if costing.room([w]) >= needed]

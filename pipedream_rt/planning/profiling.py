@@ -264,11 +264,7 @@ def _now(device: torch.device) -> float:
 def _parts(
     model: UnsplitModel, example: Batch, owns_loss: bool, autocast: torch.dtype | None
 ) -> list[tuple[str, StageProgram]]:
-    """Return a program for each layer, with what is between it and the next one, by its name.
-
-    Raises:
-        ConfigError: The model cannot be cut.
-    """
+    """Return a program for each layer, with what is between it and the next one, by its name."""
     if model.sequence is not None:
         if len(example.args) != 1 or example.kwargs:
             raise ConfigError("a sequence of layers takes a pair (x, y), of which x is its input")
@@ -406,7 +402,6 @@ class _Meter:
         repeats: int,
         warm_up: int,
     ) -> None:
-        """Measure nothing yet."""
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
         self._repeats, self._warm_up = repeats, warm_up
         self.taken: list[dict[int, float]] = []
@@ -418,14 +413,7 @@ class _Meter:
         target: Any,
         autocast: torch.dtype | None,
     ) -> Iterator[LayerCosts]:
-        """Yield the costs of each part.
-
-        Args:
-            parts: The parts.
-            inputs: What the model is given, by slot.
-            target: The target of the loss.
-            autocast: The dtype of autocast; None for none.
-        """
+        """Yield the costs of each part."""
         passed = dict(inputs)
         for number, (name, program) in enumerate(parts):
             last = number + 1 == len(parts)
@@ -521,7 +509,6 @@ class _Part:
         values: dict[int, Any],
         autocast: torch.dtype | None,
     ) -> None:
-        """Find its weights."""
         self.name = name
         self.loss: Callable[[Any], Any] = lambda output: output
         self._program, self._values, self._autocast = program, values, autocast
@@ -631,11 +618,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _process_bytes() -> float:
-    """Return the memory of a process that could host a stage.
-
-    Raises:
-        ConfigError: It cannot be started.
-    """
+    """Return the memory of a process that could host a stage."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"{_IMPORTS}; {_PRINTS}"],

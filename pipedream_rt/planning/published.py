@@ -159,7 +159,6 @@ class _Level:
     """
 
     def __init__(self, cuts: Cuts, asked: Published, number: int, times: Floats) -> None:
-        """Compute what all stages need."""
         self._cuts, self._asked = cuts, asked
         self._machines, self._bandwidth = asked.machines[number], asked.bandwidths[number]
         self._within = asked.machines[number - 1] if number else 1
@@ -189,12 +188,7 @@ class _Level:
         return found
 
     def _limit(self, machines: int, used: int) -> float:
-        """Return how many bytes of weights and outputs a stage may have.
-
-        Args:
-            machines: Those that it has.
-            used: Those of it and of all stages before it.
-        """
+        """Return how many bytes of weights and outputs a stage may have."""
         copies = math.ceil((self._machines - used) / machines)
         return self._asked.memory / copies if copies else math.inf
 
@@ -222,13 +216,7 @@ class _Level:
         return found
 
     def _after(self, fronts: Floats, machines: int, used: int) -> Floats:
-        """Return the best times with a last stage behind each of several fronts.
-
-        Args:
-            fronts: By row and column, the best times of what is in front of the stage.
-            machines: Those of the stage.
-            used: Those of it and of all stages before it.
-        """
+        """Return the best times with a last stage behind each of several fronts."""
         limit = self._limit(machines, used)
         stashed = self._stashed_between if math.isfinite(limit) else None
         return _product(fronts, self._last(machines), stashed, limit)
@@ -332,12 +320,6 @@ def _product(left: Floats, right: Floats, sizes: Floats | None, most: float) -> 
 
     The columns of both are cuts. The rows of ``left`` are those of spans, or one alone; the rows of
     ``right`` are cuts too, and what is not before the cut of its row is infinite there.
-
-    Args:
-        left: The one matrix.
-        right: The other.
-        sizes: For each element of ``right``, a size; None for none.
-        most: The size above which an element does not count.
     """
     found = np.full((len(left), len(right)), math.inf)
     # Blocks of both stay in the cache. With many rows a block has one row of `right` alone.

@@ -151,7 +151,6 @@ class _Search:
     """
 
     def __init__(self, costing: Costing, limits: Limits) -> None:
-        """Compute nothing yet."""
         self._costing, self._limits = costing, limits
         self._most = limits.replicas or len(costing.machines)
         self._known: dict[tuple[object, ...], Floats] = {}
@@ -162,11 +161,7 @@ class _Search:
         return self.sweep(self.period())
 
     def least(self) -> dict[int, float]:
-        """Return the least period for each number of workers that is allowed, rising.
-
-        Raises:
-            ConfigError: No plan fits the memory of the workers.
-        """
+        """Return the least period for each number of workers that is allowed, rising."""
         allowed = [each for each in self.periods if self._limits.workers in (None, each.used)]
         found: dict[int, float] = {}
         for begin in sorted(allowed, key=lambda each: each.used):
@@ -259,13 +254,7 @@ class _Search:
         return found
 
     def stages(self, goal: _Goal, best: dict[_Begin, Floats], used: int) -> list[Stage]:
-        """Return the stages of the best plan that uses a number of workers.
-
-        Args:
-            goal: The goal.
-            best: What `sweep` has returned for it.
-            used: The number of workers.
-        """
+        """Return the stages of the best plan that uses a number of workers."""
         row, found = 0, []
         values = {begin: float(b[0]) for begin, b in best.items() if begin.used == used}
         while values:

@@ -56,7 +56,6 @@ class _StageState:
     """
 
     def __init__(self, plan: Plan, address: Address) -> None:
-        """Begin with no action done."""
         self.stage = stage = plan.stage_of(address)
         self.replicas = 1 + len(plan.others(address))
         self.most_in_flight, self.most_kept = plan.in_flight(stage), plan.kept(stage)
@@ -77,7 +76,6 @@ class _Checker:
         flushes: Sequence[int],
         credits: int | None,
     ) -> None:
-        """Check nothing yet; the arguments are those of `check`."""
         self._plan = plan
         self._micro_batches = micro_batches
         self._credits = credits
@@ -91,22 +89,14 @@ class _Checker:
         self.grid = Grid([plan.name_of(worker) for worker in range(plan.workers)])
 
     def run(self) -> None:
-        """Execute all actions and check the rules.
-
-        Raises:
-            ScheduleError: A rule is broken; the message names it and shows the grid.
-        """
+        """Execute all actions and check the rules."""
         for worker, stage, action in self._execution:
             if action.kind not in OF_UPDATES and worker != COORDINATOR:
                 self._place(worker, stage, action)
         self._finish()
 
     def _look(self, worker: int, stage: Address, action: Action) -> None:
-        """Check the rules for an action that a worker comes to, before it waits for anything.
-
-        Raises:
-            ScheduleError: A rule is broken.
-        """
+        """Check the rules for an action that a worker comes to, before it waits for anything."""
         if worker == COORDINATOR:
             return
         try:
@@ -126,12 +116,7 @@ class _Checker:
                 self._sent[(edge, m)] = start + 1
 
     def _apply(self, stage: int, action: Action) -> None:
-        """Check the rules for one action, and count it.
-
-        Raises:
-            _RuleBroken: The action breaks a rule.
-            VersionError: The action reads a version that is not kept.
-        """
+        """Check the rules for one action, and count it."""
         state, m = self._stages[stage], action.index
         r = state.replicas
         if action.kind not in OF_UPDATES and r > 1 and self._plan.next_own(stage, m) != m:
@@ -220,11 +205,7 @@ class _Checker:
             state.whole = state.applied
 
     def _require_whole(self, state: _StageState, action: Action) -> None:
-        """Check that the gradients which are summed by now are those of an update, and no others.
-
-        Raises:
-            _RuleBroken: They are not.
-        """
+        """Check that the gradients which are summed by now are those of an update, and no others."""
         letter = "W" if state.split else "B"
         end = (action.index + 1) * self._plan.per_update
         missing = range(state.ends, end, state.replicas)
@@ -237,11 +218,7 @@ class _Checker:
             raise _RuleBroken(f"update after {letter}{too_many[0]}, which it does not sum")
 
     def _finish(self) -> None:
-        """Check that no worker waits for ever, and that every action was done.
-
-        Raises:
-            ScheduleError: A worker waits for ever, or an action was not done.
-        """
+        """Check that no worker waits for ever, and that every action was done."""
         # A coordinator that waits for a loss in vain is told by the stage that does not give it.
         waiting = [each for each in self._execution.waiting if each.worker != COORDINATOR]
         if waiting:
@@ -397,11 +374,7 @@ def prove(plan: Plan, schedule: str | Any, credits: int | None = None) -> None:
 
 
 def _refuse_deadlock(plan: Plan, micro_batches: int, credits: int) -> None:
-    """Execute a plan, with a flush on the way.
-
-    Raises:
-        ScheduleError: Stages wait for each other.
-    """
+    """Execute a plan, with a flush on the way."""
     middle = micro_batches // 2 // plan.per_update * plan.per_update
     execution = Execution(plan, micro_batches, flushes=(middle,), credits=credits)
     for _ in execution:

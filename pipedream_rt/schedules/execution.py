@@ -59,7 +59,6 @@ class _Ways:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Begin with nothing sent."""
         self._plan = plan
         self._numbers: dict[tuple[EdgeKind, int, int], int] = {}
         self.given: list[int] = []
@@ -125,7 +124,6 @@ class Execution:
         credits: int | None = None,
         look: Callable[[int, Address, Action], None] | None = None,
     ) -> None:
-        """Execute no action yet."""
         self._plan = plan = replace(plan, ahead=NO_LIMIT if credits is None else credits)
         self._look = look
         self._bounds = [0, *flushes, micro_batches]

@@ -19,7 +19,6 @@ class Grid:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Begin with an empty drawing."""
         self._names = names
         self._rows: list[dict[int, str]] = [{} for _ in names]
 

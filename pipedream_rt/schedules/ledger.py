@@ -28,7 +28,6 @@ class VersionLedger:
     """
 
     def __init__(self, stage: int, floor: int = 0) -> None:
-        """Begin with one version, which no micro-batch reads."""
         self._stage = stage
         self.floor = floor
         self.newest = floor

@@ -343,11 +343,7 @@ class Placement:
 
     @property
     def _known(self) -> Recipe:
-        """The recipe.
-
-        Raises:
-            ScheduleError: Only the name of the schedule is known.
-        """
+        """The recipe."""
         if self.recipe is None:
             raise ScheduleError(
                 f"of the schedule {self.name!r}, which a user wrote, only the name is known; give "

@@ -94,11 +94,7 @@ class Shape:
         put(self, "_lags", tuple(lag_of(r, after) for r, after in pairs))
 
     def _checked_replicas(self) -> tuple[int, ...]:
-        """Return the numbers of replicas; none if each stage has one.
-
-        Raises:
-            ConfigError: A number is below 1, or they are not as many as the workers.
-        """
+        """Return the numbers of replicas; none if each stage has one."""
         for count in self.replicas:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise ConfigError(f"replicas must be integers of at least 1, not {count!r}")

@@ -49,15 +49,10 @@ class _Written:
     """
 
     def __init__(self, written: Any) -> None:
-        """Call nothing yet."""
         self._written = written
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield the actions of the user's order, after a check that the worker can do each.
-
-        Raises:
-            ScheduleError: The user's order yields something else, or raises.
-        """
+        """Yield the actions of the user's order, after a check that the worker can do each."""
         where = f"the order of worker {worker}"
         try:
             actions = iter(self._written.order(worker, shape, start))
@@ -97,9 +92,6 @@ class _Written:
 
         It is counted over `proof_length` micro-batches, from the start, and from the middle, as
         after a flush.
-
-        Raises:
-            ScheduleError: The user's object returns no integer, or its order ends too early.
         """
         if hasattr(self._written, "in_flight"):
             said = self._written.in_flight(stage, shape)
@@ -118,11 +110,7 @@ class _Written:
         return most
 
     def require(self, shape: Shape) -> None:
-        """Refuse slack that the order would ignore, and a shape that its ``require`` refuses.
-
-        Raises:
-            ConfigError: The shape is refused.
-        """
+        """Refuse slack that the order would ignore, and a shape that its ``require`` refuses."""
         if shape.slack and not getattr(self._written, "takes_slack", False):
             raise ConfigError(
                 f"{type(self._written).__name__} does not say that it uses slack; give the class "

@@ -335,11 +335,7 @@ def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Sam
 
 
 def _spread(name: str, entries: Sequence[Any], count: int, what: str) -> tuple[Any, ...]:
-    """Return ``count`` entries, which are the given ones or repeat the only one.
-
-    Raises:
-        ConfigError: There is another number of entries.
-    """
+    """Return ``count`` entries, which are the given ones or repeat the only one."""
     if len(entries) == 1:
         return tuple(entries) * count
     if len(entries) != count:
@@ -360,11 +356,7 @@ _QUANTITY = re.compile(r"\s*([0-9.eE+-]+?)\s*([a-zA-Zµ]*)(?:/s|ps)?\s*")
 
 
 def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float:
-    """Return a number from a text that may have a unit.
-
-    Raises:
-        ConfigError: The text is no number with one of the units.
-    """
+    """Return a number from a text that may have a unit."""
     if not isinstance(text, str):
         return _number(what, text)
     match = _QUANTITY.fullmatch(text) if len(text) < 100 else None
@@ -377,11 +369,7 @@ def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float
 
 
 def _number(what: str, value: str | float) -> float:
-    """Return a finite number.
-
-    Raises:
-        ConfigError: The value is none.
-    """
+    """Return a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -67,11 +67,7 @@ def plan_of(trace: Trace) -> Plan:
 
 
 def _stretches(trace: Trace) -> list[Spans]:
-    """Return the spans of each address in the stretch without a flush that has the most updates.
-
-    Raises:
-        TraceError: The first stage has done no forward.
-    """
+    """Return the spans of each address in the stretch without a flush that has the most updates."""
     stages = trace.by_stage()
     first = longest_stretch(stages[0])
     if not len(first):
@@ -285,11 +281,7 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
 
 
 def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """Return the plan of a run with changes.
-
-    Raises:
-        ConfigError: There is no such schedule.
-    """
+    """Return the plan of a run with changes."""
     name = changes.get("schedule", plan.name)
     if name not in RECIPES and "schedule" not in changes:
         raise ConfigError(

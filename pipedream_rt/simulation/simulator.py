@@ -181,7 +181,6 @@ class _Doings(dict[int, _Doing]):
     """
 
     def __init__(self, make: Callable[[int], _Doing]) -> None:
-        """Make no entry yet."""
         super().__init__()
         self._make = make
 
@@ -205,7 +204,6 @@ class _Run:
     """
 
     def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
-        """Convert all costs to nanoseconds."""
         self._plan = plan = replace(plan, ahead=credits)
         self._costs, self._micro_batches, self._credits = costs, micro_batches, credits
         self._latency, self._turnaround = _ns(costs.latency), _ns(costs.turnaround)
@@ -308,9 +306,6 @@ class _Run:
         """Execute every action: find its start and its version, write its span, send its messages.
 
         The loop uses local names, because it runs millions of times.
-
-        Raises:
-            ScheduleError: The schedule deadlocks.
         """
         plan, ledgers = self._plan, self._ledgers
         clocks = [0] * (plan.workers + 1)  # the last is the coordinator's
@@ -361,12 +356,7 @@ class _Run:
         self, doing: _Doing, address: Address, kind: Kind, index: int,
         arrived: int, waited_for: int, start: int,
     ) -> tuple[int, int, int, int]:  # fmt: skip
-        """Take messages of which there may be several, or none.
-
-        Returns:
-            When the last message came, from where, when the action may begin without it, and the
-            version that it reads or makes.
-        """
+        """Take messages of which there may be several, or none."""
         last = -1
         for way, of_way in doing.counted_in:
             came = way.take_up_to(of_way.of(index).number)

@@ -67,7 +67,6 @@ class ForwardBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Look for buffers once, since a forward that makes new ones replaces rather than edits."""
         self._module = module
         by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
         for owner in module.modules():

@@ -88,15 +88,7 @@ def set_mode(stage: Stage, training: bool) -> None:
 
 
 def _call(stage: Stage, pickled: bytes) -> tuple[bool, Any]:
-    """Call a function of the user's with the module of a stage.
-
-    Args:
-        stage: The stage.
-        pickled: The function and its further arguments, pickled.
-
-    Returns:
-        Whether it went well; and what it returned, or the text of its error.
-    """
+    """Call a function of the user's with the module of a stage."""
     function, args, kwargs = cloudpickle.loads(pickled)
     guards = stage.guards
     try:

@@ -42,7 +42,6 @@ class GraphCoding:
     def __init__(
         self, codecs: Mapping[tuple[int, int], GraphCodec], stage: int, autocast: str | None
     ) -> None:
-        """Take the codecs of the edges of the stage."""
         self._to = {end: codec for (begin, end), codec in codecs.items() if begin == stage}
         self._from = {begin: codec for (begin, end), codec in codecs.items() if end == stage}
         self._stage, self._autocast = stage, autocast

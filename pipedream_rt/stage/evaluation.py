@@ -106,7 +106,6 @@ class _Kept:
     """
 
     def __init__(self, buffer: Tensor | None) -> None:
-        """Copy the values, and note the count of changes in place."""
         self._buffer = buffer
         self._copy = None if buffer is None else buffer.clone()
         self._version = 0 if buffer is None else buffer._version
@@ -142,7 +141,6 @@ class EvaluationBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Keep nothing yet."""
         self._module = module
         self._kept: dict[int, list[dict[str, Tensor | None]]] = {}
 

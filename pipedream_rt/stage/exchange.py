@@ -54,7 +54,6 @@ class Computing:
     __slots__ = ("_start", "busy_ns")
 
     def __init__(self) -> None:
-        """Begin outside of any computation."""
         self.busy_ns = self._start = 0
 
     def __enter__(self) -> None:
@@ -88,7 +87,6 @@ class Exchange:
     """
 
     def __init__(self, stage: Stage, send: Send) -> None:
-        """Begin at the first turn, with nothing in flight."""
         self.stage = stage
         self.address = stage.address
         self._plan = plan = stage.plan
@@ -345,7 +343,6 @@ class _Route:
     """
 
     def __init__(self, plan: Plan, address: Address, number: int) -> None:
-        """Ask the plan."""
         needs, gives = plan.rows(Action(Kind.FORWARD, number), address)
         needed = [row.edge for row in needs if _BY[row.edge.kind] is By.MICRO_BATCH]
         self.activations = [edge for edge in needed if edge.kind is EdgeKind.ACTIVATION]

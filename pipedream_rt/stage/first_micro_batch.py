@@ -29,7 +29,6 @@ class FirstMicroBatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Find those that ask; where none does, nothing is done for any micro-batch."""
         self._said: bool | None = None
         self._kept: object = None  # that of which the modules keep what they have cast
         self._in_flight: dict[int, object] = {}

@@ -39,7 +39,6 @@ class Guards:
     """
 
     def __init__(self, spec: StageSpec, weights: Weights, given: GivenValues) -> None:
-        """Look at what the layers have at the start."""
         self._given = given
         self._stage, self._module = spec.stage, spec.layers
         self._weights, self._shared = weights, spec.shared

@@ -83,7 +83,6 @@ class StageHost:
         waiter: Waiter | None = None,
         device: OwnDevice = OwnDevice(),  # noqa: B008 - a tuple
     ) -> None:
-        """Build no stage yet."""
         self.worker = worker
         self.name = name
         self.inbox = Inbox(self.name, generation, waiter)
@@ -177,11 +176,7 @@ class StageHost:
             yield from _on(self._device, steps)
 
     def _build(self) -> Steps[None]:
-        """Build each stage from its `Start` message, and reply `Ready`.
-
-        Raises:
-            BaseException: A stage cannot be built.
-        """
+        """Build each stage from its `Start` message, and reply `Ready`."""
         for index in self._indices:
             self._doing.stage = index
             key = Key(Edge(EdgeKind.START, COORDINATOR, index), 0)
@@ -213,11 +208,7 @@ class StageHost:
         self._doing = self._loop.doing
 
     def _device_of(self, spec: StageSpec) -> Device:
-        """Return what this worker computes on.
-
-        Raises:
-            ConfigError: It is not there.
-        """
+        """Return what this worker computes on."""
         plan = spec.plan
         return device_for(
             spec.devices,
@@ -284,16 +275,7 @@ def _on(device: Device, steps: Steps[None]) -> Steps[None]:
 
 
 def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
-    """Return the `Start` of a stage and its specification, which its digest authenticates.
-
-    Args:
-        message: The message.
-        own_process: Whether nobody else has the tensors of the message.
-
-    Raises:
-        TransportError: The specification is not the one that the coordinator sent.
-        ConfigError: This process has other code of the layers than the script.
-    """
+    """Return the `Start` of a stage and its specification, which its digest authenticates."""
     start, (data, *buffers) = message.payload, message.tensors
     assert isinstance(start, Start)
     if digest_of(message.tensors) != start.digest:
@@ -309,12 +291,7 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
 
 
 def _begun(stage: Stage, start: Start) -> Stage:
-    """Return a stage with the optimizer, the mode and the state that its `Start` describes.
-
-    Raises:
-        CheckpointError: The checkpoint has not all versions that the stage will read, so what it
-            computes would differ from what it computed before.
-    """
+    """Return a stage with the optimizer, the mode and the state that its `Start` describes."""
     if start.optimizer:
         stage.set_optimizer(start.optimizer)
     defined = len(stage.runner.programs)

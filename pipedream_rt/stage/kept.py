@@ -20,7 +20,6 @@ class KeptVersions:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Keep nothing yet."""
         self._module = module
         self._versions: dict[int, dict[str, Tensor]] = {}
 

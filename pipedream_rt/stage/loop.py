@@ -125,7 +125,6 @@ class Loop:
         send_of: Callable[[int], Send],
         options: LoopOptions,
     ) -> None:
-        """Do no action yet."""
         self._hosted = {stage.address: Exchange(stage, send_of(stage.address)) for stage in stages}
         self._first = self._hosted[stages[0].address]
         self._plan: Plan = stages[0].plan
@@ -187,9 +186,6 @@ class Loop:
         """Wait until a message has come that stays for a later action, or a flush in its place.
 
         A step of a replica waits so, which may have no micro-batch of the update.
-
-        Returns:
-            The command to flush, if it came; else None.
         """
         for row in self._plan.rows(action, hosted.address)[0]:
             if row.peek and not hosted.has_peeked(row, action.index):
@@ -200,13 +196,7 @@ class Loop:
         return None
 
     def _flush(self, order: Iterator[Action], hosted: Exchange, command: Message) -> Steps[None]:
-        """Do the remaining actions on the micro-batches that were fed, the drains among them.
-
-        Args:
-            order: The rest of the order.
-            hosted: The stage that was given the command first.
-            command: The command to flush.
-        """
+        """Do the remaining actions on the micro-batches that were fed, the drains among them."""
         head = command.payload
         assert isinstance(head, Command)
         stop = unflatten(head.structure, command.tensors)
@@ -220,11 +210,7 @@ class Loop:
             self._do(doer, action, came)
 
     def _flush_after_the_end(self, hosted: Exchange) -> Steps[Message]:
-        """Return the command to flush that must come when the order ends, as that of a replay does.
-
-        Raises:
-            ScheduleError: Another micro-batch came.
-        """
+        """Return the command to flush that must come when the order ends, as that of a replay does."""
         item = yield from self._next_item(hosted)
         if not isinstance(item.payload, Command):
             raise ScheduleError(
@@ -279,10 +265,6 @@ class Loop:
         Items that do not train are served for the other stages of this worker too, because they may
         have to pass through all of them before the coordinator feeds more. In which order the
         stages are served changes no result.
-
-        Returns:
-            The next micro-batch to train on (the message of the first producer), or the command to
-            flush.
         """
         while True:
             # There is no deadline, because a script may pause between two mini-batches for as long
@@ -536,17 +518,7 @@ class Loop:
         start: int,
         begin: Any,
     ) -> None:
-        """Write a span that ends now; only where spans are recorded.
-
-        Args:
-            kind: Kind of the span.
-            hosted: The stage that acted.
-            index: Micro-batch, update, or position in the feed.
-            version: The weight version that was read or made.
-            came: The messages that were waited for.
-            start: When the work began, in ns.
-            begin: The mark where it began on the device; None on the host.
-        """
+        """Write a span that ends now; only where spans are recorded."""
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
         assert recorder is not None
         end = time.monotonic_ns()

@@ -67,7 +67,6 @@ class LossCheck:
     """
 
     def __init__(self, loss: Loss) -> None:
-        """Keep nothing yet."""
         self._loss = loss
         self._parts: list[_Part] = []
         self._seen = 0

@@ -168,7 +168,6 @@ class StageOptimizer:
     def __init__(
         self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter], place: int = 0
     ) -> None:
-        """Build the torch optimizer, if the stage has a parameter."""
         self._parameters = parameters
         self._place = str(place)
         self._group_numbers: list[int] = []
@@ -236,11 +235,7 @@ class StageOptimizer:
         return optimizer_state(named) | self._own_state(attributes) | split
 
     def _own_state(self, attributes: Hyper) -> StepState:
-        """Return what the optimizer keeps for all its parameters.
-
-        Raises:
-            ConfigError: It cannot be kept.
-        """
+        """Return what the optimizer keeps for all its parameters."""
         assert self.torch_optimizer is not None
         found: StepState = {}
         place, mine = self._place, {id(p) for p in self._parameters.values()}
@@ -335,9 +330,6 @@ class StageOptimizer:
 
         With the split of the checkpoint that is what this stage has saved. With another split it is
         what all stages have saved, as a count of steps is the same on all of them.
-
-        Raises:
-            ConfigError: The split is another one, and the stages have saved different values.
         """
         places = {key.name: names for key, names in state.items() if key.part == SPLIT}
         saved: dict[str, dict[tuple[str, tuple[Any, ...]], Any]] = {}
@@ -399,7 +391,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     """
 
     def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
-        """Keep the names."""
         super().__init__(file)
         self._names_of_parameters = names
 

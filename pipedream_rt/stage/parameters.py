@@ -97,7 +97,6 @@ class VersionedParameters:
         hooks: Sequence[GradientHook] = (),
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the module's weights as version 0."""
         self._stage = stage
         self._hooks = hooks
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -489,7 +488,6 @@ class _Reading(AbstractContextManager[None]):
     __slots__ = ("_leaves", "_parameters")
 
     def __init__(self, parameters: VersionedParameters, leaves: list[Tensor]) -> None:
-        """Change nothing yet."""
         self._parameters = parameters
         self._leaves = leaves
 
@@ -500,11 +498,7 @@ class _Reading(AbstractContextManager[None]):
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        """Put the Parameters back.
-
-        Raises:
-            ConfigError: One of the leaves was not there any more.
-        """
+        """Put the Parameters back."""
         parameters, leaves, replaced = self._parameters, self._leaves, None
         for slots, name, i in parameters._slots:
             if slots.get(name) is not leaves[i]:

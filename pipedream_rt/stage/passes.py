@@ -32,7 +32,6 @@ class Passes:
     """
 
     def __init__(self, spec: StageSpec, runner: Runner, weights: Weights) -> None:
-        """Pass nothing yet."""
         self._module, self._runner, self._weights = spec.layers, runner, weights
         self.modes = spec.modes
         self.evaluations = EvaluationBuffers(self._module)

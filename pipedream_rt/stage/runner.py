@@ -71,7 +71,6 @@ class Runner:
     """
 
     def __init__(self, spec: StageSpec, device: Device = HOST) -> None:
-        """Take the programs of the specification."""
         self.device = device
         self._brings_back = device.brings_back()
         self._module = spec.layers

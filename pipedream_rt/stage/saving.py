@@ -99,7 +99,6 @@ class StageSaver:
     """
 
     def __init__(self, stage: Stage, num_stages: int, tell: Tell) -> None:
-        """Begin no checkpoint yet."""
         self._stage = stage
         self._num_stages = num_stages
         self._tell = tell
@@ -219,13 +218,7 @@ class StageSaver:
         return self._stage.runner.device.copied(tensor.detach().contiguous())
 
     def _write(self, saving: _Saving, state: Snapshot, settle: Callable[[], None]) -> None:
-        """Write the files and tell the result; the saver's thread runs this, on copies alone.
-
-        Args:
-            saving: The checkpoint.
-            state: The copies.
-            settle: Waits until they are there.
-        """
+        """Write the files and tell the result; the saver's thread runs this, on copies alone."""
         result: object
         try:
             settle()
@@ -351,15 +344,7 @@ def restore_stage(
 
 
 def _read(folder: Path, *about: Any) -> Snapshot:
-    """Read the state of a stage, and what is packed in it.
-
-    Args:
-        folder: Folder of a checkpoint that was verified.
-        *about: The further arguments of `read_stage`.
-
-    Raises:
-        CheckpointError: It lacks a weight, or what it holds makes no sense.
-    """
+    """Read the state of a stage, and what is packed in it."""
     with _usable(folder):
         state = read_stage(folder, *about)
         return replace(state, extra={k: unpack_hyper(v) for k, v in state.extra.items()})

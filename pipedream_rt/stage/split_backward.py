@@ -108,7 +108,6 @@ class SplitBackward:
         inputs: Sequence[Node],
         weights: Sequence[Tensor],
     ) -> None:
-        """Find the path, and whether the graph can be cut."""
         self._roots = list(outputs)
         self._gradients = list(gradients)
         self._inputs = set(inputs)

@@ -83,7 +83,6 @@ class Stage:
     def __init__(
         self, spec: StageSpec, address: Address | None = None, device: Device = HOST
     ) -> None:
-        """Begin at micro-batch 0, with the weights of the specification as version 0."""
         self.index, self.plan, self.spec, self.module = spec.stage, spec.plan, spec, spec.layers
         given = spec.plan.address_of(spec.stage) if address is None else address
         self.address: Address = spec.plan.addresses[given]
@@ -380,11 +379,7 @@ class Stage:
         self._flight_of(micro_batch)
 
     def _flight_of(self, micro_batch: int) -> Flight:
-        """Return what the forward of a micro-batch has left for its backward.
-
-        Raises:
-            ScheduleError: The micro-batch is not in flight.
-        """
+        """Return what the forward of a micro-batch has left for its backward."""
         flight = self._in_flight.get(micro_batch)
         if flight is None:
             raise ScheduleError(

@@ -29,7 +29,6 @@ class Turns:
     """
 
     def __init__(self, host: StageHost) -> None:
-        """Do nothing until the first turn."""
         self.host = host
         self.wanted: Wanted | None = None
         self.has_ended = False

@@ -42,7 +42,6 @@ class Weights:
         hooks: Sequence[GradientHook],
         names: Mapping[str, str],
     ) -> None:
-        """Take the module's weights as version 0."""
         self._plan, self._stage, self._address = plan, stage, address
         self.next_forward = plan.next_own(address, 0)
         self.names = dict(names) or {name: name for name, _ in module.named_parameters()}

@@ -16,7 +16,6 @@ class Alarm:
     __slots__ = ("_descriptor",)
 
     def __init__(self) -> None:
-        """Make it silent."""
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:

@@ -62,7 +62,6 @@ class Sender:
     __slots__ = ("_address", "_generation", "_transport")
 
     def __init__(self, transport: Transport, address: int, generation: int) -> None:
-        """Send nothing yet."""
         self._transport, self._address, self._generation = transport, address, generation
 
     def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:

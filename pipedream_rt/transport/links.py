@@ -151,7 +151,6 @@ class Link:
         receives: Signer,
         sharing: Sharing | None = None,
     ) -> None:
-        """Begin with nothing sent."""
         connection.setblocking(False)
         close_in_forked_children(connection)
         self._socket = connection
@@ -208,13 +207,7 @@ class Link:
             return self._write() if idle else False
 
     def _share(self, sharing: Sharing, about: list[Any], bodies: list[memoryview]) -> None:
-        """Copy the bytes of large tensors into shared memory, as far as there is room.
-
-        Args:
-            sharing: What this end does with shared memory.
-            about: The description of each tensor, to which its place is added.
-            bodies: The bytes of each, in whose place there are none.
-        """
+        """Copy the bytes of large tensors into shared memory, as far as there is room."""
         for number, body in enumerate(bodies):
             if body.nbytes < SMALLEST:
                 continue
@@ -305,11 +298,7 @@ class Link:
             room[0] = room[0][count:]
 
     def _next(self) -> Frame | None:
-        """Take the next frame from the buffer; None if more of it has to come.
-
-        Raises:
-            TransportError: It is not signed, or is no frame.
-        """
+        """Take the next frame from the buffer; None if more of it has to come."""
         while self._coming is None and self._begin():
             pass  # an announcement, behind which a frame may have come
         while self._room and self._buffer:
@@ -324,14 +313,7 @@ class Link:
         return coming
 
     def _begin(self) -> bool:
-        """Check and take head and meta from the buffer, once they are there, and make the tensors.
-
-        Returns:
-            Whether it was the announcement of a frame, which may be in the buffer too.
-
-        Raises:
-            TransportError: They are not signed, or do not fit each other.
-        """
+        """Check and take head and meta from the buffer, once they are there, and make the tensors."""
         if len(self._buffer) < _HEAD.size:
             return False
         signature, kind, length, size = _HEAD.unpack_from(self._buffer)
@@ -364,21 +346,13 @@ class Link:
         return False
 
     def _shared(self) -> Sharing:
-        """Return what this end does with shared memory, of which the other end has just told.
-
-        Raises:
-            TransportError: This end shares none.
-        """
+        """Return what this end does with shared memory, of which the other end has just told."""
         if self._sharing is None:
             raise TransportError("the other end shares memory, and this end does not")
         return self._sharing
 
     def _in_slot(self, about: Sequence[Any]) -> Place:
-        """Return the tensor in a slot, whose bytes are there.
-
-        Raises:
-            TransportError: There is no such slot.
-        """
+        """Return the tensor in a slot, whose bytes are there."""
         return Place(memoryview(b""), self._shared().tensor(about))
 
     def close(self) -> None:
@@ -414,7 +388,6 @@ class Links:
         lost: Callable[[int, str], None],
         gives: bool = False,
     ) -> None:
-        """Start the thread."""
         self._receive = receive
         self._lost = lost
         self._links = {

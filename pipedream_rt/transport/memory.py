@@ -18,7 +18,6 @@ class MemoryTransport:
     """The transport within one process. Messages are encoded and decoded as on any other."""
 
     def __init__(self) -> None:
-        """Have no receiver yet."""
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._life = Lifecycle("the transport")
 
@@ -77,7 +76,6 @@ class ShuffledTransport(MemoryTransport):
     """
 
     def __init__(self, draw: random.Random) -> None:
-        """Have nothing to deliver."""
         super().__init__()
         self._draw = draw
         self._thread = threading.get_ident()

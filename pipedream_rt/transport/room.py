@@ -68,11 +68,7 @@ def _allow_descriptors(needed: int) -> None:
 
 
 def _try_threads() -> None:
-    """Start as many threads as a group needs, and end them.
-
-    Raises:
-        ConfigError: They cannot be started.
-    """
+    """Start as many threads as a group needs, and end them."""
     end, threads = threading.Event(), []
     try:
         for _ in range(_THREADS):

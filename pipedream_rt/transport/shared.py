@@ -78,17 +78,7 @@ def _libc() -> Any:
 
 
 def _mapped(fd: int, begin: int, length: int, *, forks: bool) -> Bytes:
-    """Map a part of a block, until the array and all that lies over it is gone.
-
-    Args:
-        fd: The descriptor of the block.
-        begin: Where the part begins.
-        length: Its bytes.
-        forks: Whether children that this process forks have it too.
-
-    Raises:
-        OSError: There is no room.
-    """
+    """Map a part of a block, until the array and all that lies over it is gone."""
     libc = _libc()
     both = mmap.PROT_READ | mmap.PROT_WRITE
     address = libc.mmap(None, length, both, mmap.MAP_SHARED, fd, begin)
@@ -125,7 +115,6 @@ class Slots:
     """
 
     def __init__(self, room: int = _ROOM) -> None:
-        """Make the block, without a slot yet."""
         self.fd = os.memfd_create("pipedream-rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._room = room
@@ -216,7 +205,6 @@ class Views:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map what says which slots are taken."""
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:

@@ -36,7 +36,6 @@ class Sharing:
     """
 
     def __init__(self, gives: bool) -> None:
-        """Begin without slots; they are made when the first large tensor goes."""
         self._gives = gives
         self._slots: Slots | None = None
         self.announcing: tuple[memoryview, Slots] | None = None

@@ -46,7 +46,6 @@ class Signer:
     """
 
     def __init__(self, key: bytes, generation: int, sender: int, recipient: int) -> None:
-        """Begin to count at 0."""
         # A copy of what has taken in the key spares the time for the key.
         self._keyed = hashlib.blake2b(key=key, digest_size=DIGEST)
         self._between = (generation & 0xFFFFFFFF, sender, recipient)

@@ -54,7 +54,6 @@ class SocketTransport:
     """
 
     def __init__(self, group: Group, gives: bool = False) -> None:
-        """Begin without links; `connect` gives them."""
         self._group, self._gives = group, gives
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
@@ -100,13 +99,7 @@ class SocketTransport:
         return self._open[address][0] if address in self._open else None
 
     def _tell_lost(self, sender: int, rank: int, text: str) -> None:
-        """Tell a sender of this process of a peer that is gone, unless the transport closes.
-
-        Args:
-            sender: Address of the sender.
-            rank: Rank of the peer.
-            text: What to say, with braces where the peer's name goes.
-        """
+        """Tell a sender of this process of a peer that is gone, unless the transport closes."""
         name = self._group.names[rank]
         if self._life.is_open and sender in self._open:
             error = PeerLost(text.replace("{}", f"worker {name!r}", 1), peer=name)
@@ -120,11 +113,7 @@ class SocketTransport:
             self._tell_lost(address, rank, f"{{}} is gone: {reason}")
 
     def _receive(self, rank: int, frame: Frame) -> None:
-        """Take a frame from a link; whoever reads the links does.
-
-        Raises:
-            TransportError: A member has sent what it should not; that ends its link.
-        """
+        """Take a frame from a link; whoever reads the links does."""
         if frame.kind == _STREAM:
             self.tunnel.receive(rank, frame.data)
         elif frame.kind == _RETURNED:
@@ -137,11 +126,7 @@ class SocketTransport:
             self._receive_message(rank, decode(frame.data, frame.tensors))
 
     def _receive_message(self, rank: int, message: Message) -> None:
-        """Give a message to its receiver, or tell its sender why not.
-
-        Raises:
-            TransportError: The message is not for this process, or not of the member that sent it.
-        """
+        """Give a message to its receiver, or tell its sender why not."""
         group = self._group
         if group.rank_of(message.sender) != rank or group.rank_of(message.to) != group.rank:
             raise TransportError(f"{message} came over the link to {group.names[rank]!r}")

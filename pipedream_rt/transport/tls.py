@@ -218,17 +218,7 @@ def _stays_here(connection: socket.socket) -> bool:
 
 
 def _material(certificate: str, key: str, text: str) -> Material:
-    """Return what a member encrypts with that asks for no certificate of the other end.
-
-    Args:
-        certificate: The file of its certificate.
-        key: The file of its key.
-        text: What is in the file of the certificate.
-
-    Raises:
-        OSError: They cannot be read, or are no certificate and its key.
-        ValueError: The key needs a password, or there is no certificate.
-    """
+    """Return what a member encrypts with that asks for no certificate of the other end."""
     server, client = (
         ssl.SSLContext(protocol) for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
     )
@@ -248,9 +238,6 @@ def _of_process(pid: int) -> Material:
     """Make the key and the certificate of this process.
 
     Python's ``ssl`` takes them from files alone: here from files that are in memory only.
-
-    Args:
-        pid: The number of this process, since a forked child makes its own.
     """
     certificate, key = _made(f"pipedream-rt process {pid}", _DAYS)
     with ExitStack() as opened:
@@ -264,12 +251,7 @@ def _of_process(pid: int) -> Material:
 
 
 def _made(name: str, days: int) -> tuple[bytes, bytes]:
-    """Make a key (ECDSA over P-256) and a certificate that it signs itself, both in PEM.
-
-    Args:
-        name: Whom the certificate names.
-        days: For how long it is valid.
-    """
+    """Make a key (ECDSA over P-256) and a certificate that it signs itself, both in PEM."""
     # Imported here: most processes never encrypt.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -305,14 +287,7 @@ def _no_password() -> str:
 def _carry(
     encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes], timeout_s: float | None
 ) -> None:
-    """Carry bytes both ways until one end is closed; a thread runs this.
-
-    Args:
-        encrypted: The connection, before the handshake.
-        plain: This end.
-        channel: Gets the channel, if it has none, before anything that has come is handed over.
-        timeout_s: Seconds for the handshake; None for no limit.
-    """
+    """Carry bytes both ways until one end is closed; a thread runs this."""
     plain.setblocking(False)
     try:
         _shake_hands(encrypted, plain, timeout_s)
@@ -337,9 +312,6 @@ def _swallow(plain: socket.socket) -> None:
 
     So it is with a connection that is not encrypted, too: whoever answers a last word does not fail
     before he has read it.
-
-    Raises:
-        OSError: This end is gone.
     """
     plain.shutdown(socket.SHUT_WR)
     plain.setblocking(True)  # no deadline: this end closes it, at the latest with the process
@@ -360,11 +332,7 @@ def _tell(text: str, *arguments: object) -> None:
 
 
 def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket, timeout_s: float | None) -> None:
-    """Exchange certificates, unless the plain end is closed meanwhile.
-
-    Raises:
-        OSError: The other end has no right certificate, or does not answer in time.
-    """
+    """Exchange certificates, unless the plain end is closed meanwhile."""
     deadline = Deadline(None if timeout_s is None else datetime.timedelta(seconds=timeout_s))
     while True:
         try:
@@ -396,7 +364,6 @@ class _Pump:
     """
 
     def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
-        """Begin with nothing under way."""
         self._encrypted = encrypted
         self._plain = plain
         self._rooms = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
@@ -406,11 +373,7 @@ class _Pump:
         self._poll = select.poll()
 
     def run(self) -> None:
-        """Carry until one end is closed, and all that it has written before is handed over.
-
-        Raises:
-            OSError: The encrypted end is broken.
-        """
+        """Carry until one end is closed, and all that it has written before is handed over."""
         while True:
             self._wait()
             if not self._out and not self._closed:

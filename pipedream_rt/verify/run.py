@@ -138,11 +138,7 @@ def beside(
 
 
 def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, str] | None:
-    """Say so if the loss of a whole mini-batch is not that of its micro-batches.
-
-    Returns:
-        What differs, by how much, and the likeliest cause.
-    """
+    """Say so if the loss of a whole mini-batch is not that of its micro-batches."""
     assert job.optimizer is not None
     plain = PlainTraining(job, copies, job.optimizer, names_by_stage(job))
     found = plain.losses_of(cut) if len(cut.filled) > 1 else None
@@ -340,11 +336,7 @@ def steps_that_draw(forwards: Forwards) -> dict[int, list[str]]:
 
 
 def _staleness(plan: Plan) -> list[str]:
-    """Say which versions an asynchronous plan reads, by the rule of its schedule.
-
-    Raises:
-        PipelineError: It reads others, which is an error of ours.
-    """
+    """Say which versions an asynchronous plan reads, by the rule of its schedule."""
     k, n, shape = plan.per_update, plan.num_stages, plan.shape
     if plan.flushes or plan.replicated or plan.name not in ("async-1f1b", "2bw"):
         return []
@@ -448,11 +440,7 @@ class Watching:
             print(f"verified: {found}", file=sys.stderr, flush=True)
 
     def _compare_first(self, cut: CutBatch, pending: PendingStep) -> None:
-        """Compare what the workers say of the first mini-batch with plain PyTorch.
-
-        Raises:
-            ConfigError: It differs by more than rounding.
-        """
+        """Compare what the workers say of the first mini-batch with plain PyTorch."""
         job, result = self._job, pending.result()
         try:
             own, again, parts = self._plain(cut), self._plain(cut, other=True), self._parts(cut)

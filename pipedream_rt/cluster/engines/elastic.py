@@ -62,7 +62,6 @@ class Elastic:
     """
 
     def __init__(self, node: Node) -> None:
-        """Remember it."""
         self.node = node
         self.title = f"the job of {node.size} nodes at {joined(node.host, node.port)}"
 
@@ -75,11 +74,7 @@ class Elastic:
 
 
 def _number(environment: Mapping[str, str], name: str, asked: int | None) -> int | None:
-    """Return a number that an option or a variable gives; None if neither does.
-
-    Raises:
-        ConfigError: The variable holds no number.
-    """
+    """Return a number that an option or a variable gives; None if neither does."""
     text = environment.get(name, "")
     if asked is not None or not text:
         return asked

@@ -63,7 +63,6 @@ class RayWorkers:
         resources: Mapping[str, float] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
-        """Look whether Ray is there; nothing is started yet."""
         if strategy not in STRATEGIES:
             raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, not {strategy!r}")
         self._strategy = strategy
@@ -220,16 +219,7 @@ class _Worker:
     """An actor; see `RayWorkers`."""
 
     def serve(self, address: str, name: str, secret: str) -> int:
-        """Run a worker in a child process until it ends.
-
-        Args:
-            address: ``HOST:PORT`` of the script.
-            name: Name of the worker.
-            secret: The secret of the job, as an argument: Ray shows the environment of its actors.
-
-        Returns:
-            Exit code of the worker.
-        """
+        """Run a worker in a child process until it ends."""
         command = [sys.executable, "-m", "pipedream_rt.workers", address, "--name", name]
         command += ["--bind", interface_towards(address), "--persist", "--secret-stdin"]
         command += ["--timeout", str(_PATIENCE_S)]
@@ -247,11 +237,7 @@ _ADD = (
 
 
 def _import_ray() -> _ray:
-    """Import Ray, with the parts that it loads only when asked.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Import Ray, with the parts that it loads only when asked."""
     try:
         import ray
         import ray.exceptions

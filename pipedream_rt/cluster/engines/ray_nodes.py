@@ -84,7 +84,6 @@ class _Board:
     """An actor that knows where the first node is."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self._address = ""
 
     def put(self, address: str) -> None:
@@ -119,16 +118,7 @@ class _Node:
     """An actor that runs one node of a job."""
 
     def serve(self, board: Any, rank: int, job: _Job) -> int:
-        """Run the node until the script has ended for good.
-
-        Args:
-            board: Knows where the first node is.
-            rank: Number of this one.
-            job: The job.
-
-        Returns:
-            Exit code of `pipedream-rt run`.
-        """
+        """Run the node until the script has ended for good."""
         import ray
 
         pauses = Pauses()

@@ -84,7 +84,6 @@ class Slurm:
     """
 
     def __init__(self, name: str, node: Node, folder: Path) -> None:
-        """Read and write nothing yet."""
         self.title = f"Slurm job {name}"
         self.node = node
         self._folder = folder
@@ -111,11 +110,7 @@ class Slurm:
         return secret_of_file(place, private=True)
 
     def _make(self, place: Path) -> None:
-        """Make the file, unless an earlier life of task 0 has made it.
-
-        Raises:
-            ConfigError: It cannot be made.
-        """
+        """Make the file, unless an earlier life of task 0 has made it."""
         part = place.with_name(f"secret-{secrets.token_hex(8)}.part")
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -136,11 +131,7 @@ class Slurm:
             ) from error
 
     def _is_there(self, place: Path) -> bool:
-        """Whether the file is there.
-
-        Raises:
-            ConfigError: The folder is not this user's alone: another may have put the file there.
-        """
+        """Whether the file is there."""
         try:
             check_private(self._folder, self._folder.lstat())
             return place.exists()

@@ -92,7 +92,6 @@ class ReportFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], record: RunRecord) -> None:
-        """Remember both."""
         self._path, self._record = Path(path), record
 
     def __call__(self, event: Event) -> None:

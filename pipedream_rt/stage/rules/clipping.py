@@ -71,7 +71,6 @@ class Clipping(UpdateRule):
     """
 
     def __init__(self, clip: Clip, context: Context) -> None:
-        """Let the totals be made of the norms of this stage, if they are needed."""
         self._clip = clip
         self._named, self._numbers = context.named, context.numbers
         self._norm_dtype = context.norm_dtype

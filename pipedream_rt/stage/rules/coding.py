@@ -59,7 +59,6 @@ class Coding(MicroBatchRule):
     """
 
     def __init__(self, by_edge: Mapping[tuple[int, int], ByteCodec], context: Context) -> None:
-        """Begin without residuals."""
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
         self._codecs: dict[Edge, ByteCodec | None] = {}
         self._ways = {kind: _Way() for kind in _ONE_WAY}
@@ -253,7 +252,6 @@ class _Way:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self.residuals: Residuals = {}
         self._before: dict[int, Residuals] = {}
         self._entered = -1

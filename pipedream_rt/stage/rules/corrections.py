@@ -66,7 +66,6 @@ class Corrections(UpdateRule, MicroBatchRule):
     """
 
     def __init__(self, corrections: Sequence[Correction], context: Context) -> None:
-        """Give every correction an empty state."""
         self._all = list(corrections)
         self._plan, self._stage = context.plan, context.stage
         self._own = context.weights.own
@@ -102,10 +101,6 @@ class Corrections(UpdateRule, MicroBatchRule):
         """Call a hook, and refuse what would be lost.
 
         What a correction remembers is looked at in the updates 0, 1, 3, 7 and so on.
-
-        Raises:
-            ConfigError: The hook has returned something, has put a tensor in the place of one that
-                it was given, or keeps what cannot be kept.
         """
         dicts = [each for each in given if isinstance(each, dict)]
         before = [{name: (t, _place(t)) for name, t in each.items()} for each in dicts]
@@ -212,11 +207,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         return {}
 
     def _distances(self, version: int) -> list[int]:
-        """Return the stalenesses above 0 with which micro-batches will read a version.
-
-        Raises:
-            ConfigError: There is no end of them.
-        """
+        """Return the stalenesses above 0 with which micro-batches will read a version."""
         if not self._own.looks_ahead:
             return []
         found: set[int] = set()
@@ -236,14 +227,7 @@ class Corrections(UpdateRule, MicroBatchRule):
     def _look_ahead(
         self, version: int, distance: int, weights: Named, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Change copies of a version's weights; see `Correction.before_forward`.
-
-        Args:
-            version: The version, which a step has just made.
-            distance: The staleness with which they will be read.
-            weights: The copies.
-            optimizer: The optimizer.
-        """
+        """Change copies of a version's weights; see `Correction.before_forward`."""
         at = self._moment(version + distance, version)
         kept = [_options(group) for group in optimizer.param_groups]
         # Where no step was made so far, there are the options of the next one alone.
@@ -291,12 +275,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         )
 
     def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
-        """Refuse what a correction remembers if it would be something else after a resume.
-
-        Args:
-            correction: The correction.
-            given: The tensors that it was given, which others change.
-        """
+        """Refuse what a correction remembers if it would be something else after a resume."""
         who = f"{type(correction).__name__} on stage {self._stage}"
         seen = set(map(_place, (*given, *self._parameters.values())))
         for name, values in correction.state.items():

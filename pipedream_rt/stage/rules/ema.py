@@ -38,7 +38,6 @@ class Ema(UpdateRule):
     """The average of the weights of one stage. It outlives the optimizer."""
 
     def __init__(self, decay: float, context: Context) -> None:
-        """Begin without an average."""
         self._decay = decay
         self._parameters = context.named
         self._average: dict[str, Tensor] = {}

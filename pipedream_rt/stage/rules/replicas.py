@@ -23,7 +23,6 @@ class Replicas(UpdateRule):
     channels = (EdgeKind.PARTIAL,)
 
     def __init__(self, context: Context) -> None:
-        """Have handed over nothing."""
         self._context = context
         self._mine: dict[int, Part] = {}  # by update, what this replica has handed over
         self._came: dict[Address, Part] = {}

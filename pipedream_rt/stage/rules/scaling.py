@@ -82,7 +82,6 @@ class Scaling(UpdateRule, MicroBatchRule):
     """
 
     def __init__(self, scale: LossScale, context: Context) -> None:
-        """Begin with the first scale, as that of version 0."""
         self._given = scale
         assert isinstance(context.totals, Totals)
         self._plan = context.plan
@@ -115,11 +114,7 @@ class Scaling(UpdateRule, MicroBatchRule):
 
     @torch.no_grad()
     def _unscale(self, gradients: Iterable[Tensor | None], update: int) -> Tensor:
-        """Divide the gradients of an update by its scale, in place.
-
-        Returns:
-            1 if one of them is not finite, else 0; where they are, so that nothing waits for it.
-        """
+        """Divide the gradients of an update by its scale, in place."""
         device = self._device
         inverse = torch.full((), self.of_update(update), device=device)
         inverse = inverse.double().reciprocal().float()
@@ -139,12 +134,7 @@ class Scaling(UpdateRule, MicroBatchRule):
         update.skipped = self._states[number + 1][2] > self._states[number][2]
 
     def _learn(self, update: int, total: float) -> None:
-        """Note whether the gradients of an update were finite, which makes the next scale.
-
-        Args:
-            update: Number of the update. What is known already is not noted again.
-            total: Infinite if they were not, on some stage.
-        """
+        """Note whether the gradients of an update were finite, which makes the next scale."""
         newest = max(self._states)
         if update < newest:
             return

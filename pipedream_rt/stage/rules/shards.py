@@ -26,7 +26,6 @@ class Shards(UpdateRule):
     channels = (EdgeKind.STEPPED,)
 
     def __init__(self, context: Context) -> None:
-        """Deal the largest weights first, each to the replica that has the least so far."""
         self._named = named = context.named
         self._address = context.address
         held = dict.fromkeys(context.plan.addresses_of(context.stage), 0)

@@ -26,7 +26,6 @@ class Ties(UpdateRule, MicroBatchRule):
     channels = (EdgeKind.WEIGHT, EdgeKind.SHARE)
 
     def __init__(self, context: Context) -> None:
-        """Have borrowed nothing yet."""
         plan, stage = context.plan, context.stage
         self._weights, self._per_update = context.weights, plan.per_update
         self._lent = _names(plan.lends(stage))

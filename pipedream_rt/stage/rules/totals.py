@@ -70,7 +70,6 @@ class Totals(UpdateRule):
     channels = (EdgeKind.NORM, EdgeKind.TOTAL)
 
     def __init__(self, context: Context) -> None:
-        """Know no total."""
         plan = context.plan
         self._is_first = context.stage == 0
         self._measures: list[Callable[[Update], Norms]] = []

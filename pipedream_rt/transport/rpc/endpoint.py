@@ -65,7 +65,6 @@ class Directory(dist.Store):
     """
 
     def __init__(self, group: Group, tunnel: Tunnel) -> None:
-        """Know everything."""
         super().__init__()
         self._tunnel = tunnel
         self._known = {f"names/{rank}": name for rank, name in enumerate(group.names)}
@@ -124,7 +123,6 @@ class Endpoint:
     def __init__(
         self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: Mode = "fenced"
     ) -> None:
-        """Become the endpoint of this process; `join` connects it."""
         global _current
         refuse_second()
         _current = self
@@ -189,11 +187,7 @@ class Endpoint:
             init_rpc_states(agent)
 
     def _call(self, ranks: tuple[int, ...], deadline: Deadline) -> None:
-        """Call members once, which opens the connections.
-
-        Raises:
-            RendezvousTimeout: A member does not answer in time.
-        """
+        """Call members once, which opens the connections."""
         seconds = max(0.01, deadline.remaining_s() or 0.0)
         names = [self._group.names[rank] for rank in ranks]
         calls = [(name, rpc.rpc_async(name, _answer, timeout=seconds)) for name in names]
@@ -335,11 +329,7 @@ def _answer() -> None:
 
 @allow
 def _part(address: int, part: str) -> Any:
-    """Return a part of a stage; the coordinator calls it by ``rpc.remote``, which leaves it here.
-
-    Raises:
-        PipelineError: No endpoint is open.
-    """
+    """Return a part of a stage; the coordinator calls it by ``rpc.remote``, which leaves it here."""
     if _current is None:
         raise PipelineError("no endpoint is open")
     return _current.part(address, part)

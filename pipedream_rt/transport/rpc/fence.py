@@ -86,11 +86,7 @@ def can_reach_itself() -> bool:
 
 
 def _refuse_shortage(error: OSError) -> None:
-    """Refuse to go on where an error means that this process, or the machine, has nothing left.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Refuse to go on where an error means that this process, or the machine, has nothing left."""
     if error.errno in _SHORT_OF:
         raise ConfigError(f"this process can open no more sockets: {error.strerror}") from error
 

@@ -59,14 +59,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _ask_at_listen() -> int:
-    """Have the kernel ask whenever this thread, or one that it starts, calls ``listen``.
-
-    Returns:
-        The descriptor on which it asks.
-
-    Raises:
-        OSError: It does not offer that.
-    """
+    """Have the kernel ask whenever this thread, or one that it starts, calls ``listen``."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

@@ -53,11 +53,7 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler that looks up only the names that a request may use."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a global that is allowed.
-
-        Raises:
-            TransportError: It is not allowed.
-        """
+        """Return a global that is allowed."""
         if (module, name) not in _ALLOWED:
             raise TransportError(f"a request names {module}.{name}, which is not allowed")
         return super().find_class(module, name)
@@ -98,7 +94,6 @@ class SignedPickler(InternalRpcPickler):
     """
 
     def __init__(self, key: bytes) -> None:
-        """Leave torch's own pickler in its place; see `install`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._key = key
 

@@ -72,7 +72,6 @@ class _Way:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take the socket over."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         close_in_forked_children(connection)
@@ -84,11 +83,7 @@ class _Way:
         """Whether anything has come from the other side."""
 
     def flush(self) -> bool:
-        """Write what waits; return whether nothing waits any more.
-
-        Raises:
-            OSError: The agent has closed the connection.
-        """
+        """Write what waits; return whether nothing waits any more."""
         while self.waiting:
             try:
                 sent = self.socket.send(self.waiting[0])
@@ -111,7 +106,6 @@ class Tunnel:
     """
 
     def __init__(self, group: Group, send: Callable[[int, bytes], None]) -> None:
-        """Start nothing yet."""
         self._group = group
         self._send = send
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -187,11 +181,7 @@ class Tunnel:
             ) from error
 
     def _filter(self) -> None:
-        """Fence off every socket at which the agent listens.
-
-        Raises:
-            TransportError: The kernel does not put a filter on one.
-        """
+        """Fence off every socket at which the agent listens."""
         for each in self._listeners():
             self.fence_off(each.fd)
 
@@ -200,11 +190,7 @@ class Tunnel:
         return [s for s in own_sockets() if s.listens and s.local == (_HOME, self._port)]
 
     def _cut_off_strangers(self, deadline: Deadline) -> None:
-        """Break the connections to the agent that are not this process's own.
-
-        Args:
-            deadline: Until when to wait for the agent to take those that wait to be accepted.
-        """
+        """Break the connections to the agent that are not this process's own."""
         while any(waiting_at(each.fd) for each in self._listeners()) and not deadline.expired():
             os.sched_yield()
         members = {(_HOME, port) for port in self._let_in}
