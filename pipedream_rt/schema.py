@@ -211,7 +211,7 @@ _IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXD
 
 
 def _destination(path: Path) -> Path:
-    """Return what a path leads to, through links; what a process has open stays by its descriptor."""
+    """Return what a path leads to, through links, but for what a process has open."""
     try:
         for _ in range(_MOST_LINKS):
             folder = Path(os.path.realpath(path.parent))
@@ -247,7 +247,7 @@ def _write_through(
 
 
 def _replace(path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]) -> None:
-    """Write a file by another name, and give it its own, with owner and rights of the one before."""
+    """Write a file by another name, and rename it, with owner and rights of the one before."""
     beside = path.with_name(f".{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -35,14 +35,7 @@ class PortTaken(ConfigError):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Read ``HOST:PORT``; an IPv6 address stands in square brackets.
-
-    Returns:
-        Host and port.
-
-    Raises:
-        ConfigError: The text is not of that form, or its host can be no name of one.
-    """
+    """Read ``HOST:PORT``; an IPv6 address stands in square brackets."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -65,11 +58,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def resolved(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM) -> Any:
-    """Return family and socket address of the first address that a host has, by ``getaddrinfo``.
-
-    Raises:
-        OSError: The name is unknown, or can be the name of no host.
-    """
+    """Return family and socket address of the first address that a host has, by ``getaddrinfo``."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=kind)[0]
     except UnicodeError as error:  # which Python raises for a name that is too long, or has ".."
@@ -79,18 +68,7 @@ def resolved(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen for workers at an address until the block ends.
-
-    Args:
-        host: Name or numeric address of this machine.
-        port: Port; 0 for one that the system chooses.
-
-    Yields:
-        The listening socket.
-
-    Raises:
-        ConfigError: This process cannot listen there.
-    """
+    """Listen for workers at an address until the block ends."""
     try:
         family, address = resolved(host, port)
         listener = socket.create_server(address, family=family, backlog=BACKLOG)
@@ -106,12 +84,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def listening_in_time(host: str, port: int, deadline: Deadline) -> Iterator[socket.socket]:
-    """Listen as `listening` does, once nobody else has the port any more.
-
-    Raises:
-        PortTaken: Somebody has it until the end.
-        ConfigError: This process cannot listen there.
-    """
+    """Listen as `listening` does, once nobody else has the port any more."""
     with ExitStack() as opened:
         while True:
             try:
@@ -142,10 +115,6 @@ def host_to_listen_at(name: str, *, alone: bool) -> str:
     That is the one that the name stands for, or is; but where a name is unknown here, or stands for
     loopback, as that of the own machine does in Debian, while other machines are to come, every
     address of this machine.
-
-    Args:
-        name: Name or address of this machine.
-        alone: Whether nobody comes from other machines.
     """
     with suppress(ValueError):
         return str(ipaddress.ip_address(name))
@@ -164,14 +133,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_of(host: str) -> str:
-    """Name of the network interface that has an address.
-
-    Args:
-        host: Numeric address of this machine; of a link-local one with its scope, ``fe80::1%eth0``.
-
-    Raises:
-        ConfigError: No interface of this machine has the address.
-    """
+    """Name of the network interface that has an address."""
     address = ipaddress.ip_address(host)
     if address.is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
@@ -182,16 +144,7 @@ def interface_of(host: str) -> str:
 
 
 def address_on(interface: str, like: str) -> str:
-    """Numeric address that a network interface has.
-
-    Args:
-        interface: Name of the interface.
-        like: A numeric address: it is taken if the interface has it, else one of its family if the
-            interface has one.
-
-    Raises:
-        ConfigError: The interface has no address.
-    """
+    """Numeric address that a network interface has."""
     wanted = ipaddress.ip_address(like)
     found = [ipaddress.ip_address(each) for each in _addresses_on(interface)]
     if not found:
@@ -238,20 +191,12 @@ def _ipv6_on(interface: str) -> list[str]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface by which this machine reaches ``HOST:PORT``.
-
-    Raises:
-        ConfigError: No interface leads there.
-    """
+    """Name of the network interface by which this machine reaches ``HOST:PORT``."""
     return interface_of(address_towards(address))
 
 
 def address_towards(address: str) -> str:
-    """Numeric address that this machine has where it reaches ``HOST:PORT``.
-
-    Raises:
-        ConfigError: No interface leads there.
-    """
+    """Numeric address that this machine has where it reaches ``HOST:PORT``."""
     host, port = parse_address(address)
     try:
         family, target = resolved(host, port, socket.SOCK_DGRAM)

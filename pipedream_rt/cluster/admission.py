@@ -30,29 +30,13 @@ class Refusal(NamedTuple):
 
 
 def talk_of(control: Control, hello: Record, asked: bytes, key: bytes) -> Talk:
-    """Return what this end and whoever says hello know in common, if it knows the key.
-
-    Args:
-        control: The connection.
-        hello: What the worker has said of itself; anybody may have sent it.
-        asked: The nonce of the call that it answers.
-        key: The key of the job.
-    """
+    """Return what this end and whoever says hello know in common, if it knows the key."""
     answer = hello.get("nonce")
     return Talk(key, asked, answer if isinstance(answer, bytes) else b"", control.channel)
 
 
 def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal | None:
-    """Why a worker cannot become a member.
-
-    Args:
-        hello: What the worker has said of itself; anybody may have sent it.
-        talk: What it must have made its proof of.
-        members: The workers that are members already.
-
-    Returns:
-        The refusal; None if the worker can become a member.
-    """
+    """Why a worker cannot become a member."""
     if hello.get("type") != "hello":
         return Refusal("it does not say hello")
     if hello.get("version") != VERSION:
@@ -80,16 +64,7 @@ def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal 
 
 
 def admit(control: Control, hello: Record, talk: Talk) -> Member:
-    """Tell a worker that it is a member; all further records of its connection are signed.
-
-    Args:
-        control: The connection.
-        hello: What the worker has said of itself; `refusal_of` has found no reason.
-        talk: What its proof was made of.
-
-    Raises:
-        PeerLost: The worker is gone.
-    """
+    """Tell a worker that it is a member; all further records of its connection are signed."""
     name = hello["name"]
     control.send({"type": "admitted", "proof": talk.prove_admission()})
     control.peer = f"worker {name!r}"

@@ -91,23 +91,13 @@ class Cluster(Protocol):
         """Refuse to be waited for where the script has changed what workers here compute with.
 
         The coordinator asks before it feeds anything for which it will wait, so nothing is lost.
-
-        Raises:
-            ConfigError: The script has; workers of their own processes know nothing of it.
         """
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context that the coordinator enters around every wait for its workers."""
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """Turn an error about a lost peer into one that names the worker and how it ended.
-
-        Args:
-            error: The error; its ``peer`` is a worker's name.
-
-        Returns:
-            A `WorkerLost`; the error itself if its peer is no worker of this cluster.
-        """
+        """Turn an error about a lost peer into one that names the worker and how it ended."""
 
     def stories(self) -> list[str]:
         """Describe what every worker waits for and what it did last, for a stall report."""
@@ -125,12 +115,7 @@ class Cluster(Protocol):
         """Return how many workers wait to join, for which a next generation would have work."""
 
     def reference(self, stage: int, part: str) -> Reference:
-        """Return a reference to a part of a stage.
-
-        Args:
-            stage: Index of the stage.
-            part: ``"module"`` or ``"optimizer"``.
-        """
+        """Return a reference to a part of a stage."""
 
     def parameter_references(self, stage: int) -> list[Reference]:
         """Return references to the trainable parameters of a stage, in the order of its module."""

@@ -90,15 +90,7 @@ class Callers:
             self._drop_oldest()
 
     def hear(self, control: Control) -> tuple[Record, Talk] | None:
-        """Read a hello, if all of it has come; the connection is none of these any more then.
-
-        Returns:
-            What it says, which anybody may have sent, and what proofs are made of; None if more has
-            to come.
-
-        Raises:
-            TransportError: The connection has ended, or says something else; it is closed.
-        """
+        """Read a hello, if all of it has come; the connection is none of these any more then."""
         try:
             hello = control.poll()
         except Exception:
@@ -115,13 +107,6 @@ class Callers:
         """Tell a worker why it cannot become a member, and close its connection.
 
         A proof goes to those alone that have shown one: of another they could guess the secret.
-
-        Args:
-            control: The connection.
-            talk: What proofs are made of.
-            hello: What the worker has said of itself; anybody may have sent it.
-            refusal: Why.
-            level: Of the line in the log.
         """
         name, process = printable(str(hello.get("name")), 100), process_of(hello)
         self.note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
@@ -179,17 +164,7 @@ def answer_all(
     deadline: Deadline,
     tls: Tls | None = None,
 ) -> None:
-    """Answer every hello, until enough have come or the time has passed.
-
-    Args:
-        listener: Where they call.
-        key: The key of the job.
-        answer: Called with each hello, which anybody may have sent. It may raise `TransportError`
-            where the connection is gone.
-        until: Whether enough have come.
-        deadline: When to stop in any case.
-        tls: Encrypts the connections; None to leave them.
-    """
+    """Answer every hello, until enough have come or the time has passed."""
     with selectors.DefaultSelector() as selector:
         callers = Callers(key, selector, tls)
         listener.setblocking(False)

@@ -92,12 +92,7 @@ class Place:
 
 
 def connect(place: Place) -> socket.socket:
-    """Connect to a coordinator that may not listen yet.
-
-    Raises:
-        ConfigError: The address is none, or its host is unknown.
-        PeerLost: No coordinator listened in time.
-    """
+    """Connect to a coordinator that may not listen yet."""
     address = place.address
     host, port = parse_address(address)
     deadline = Deadline(timedelta(seconds=place.timeout_s))
@@ -131,17 +126,7 @@ def connect(place: Place) -> socket.socket:
 
 
 def reached(place: Place, who: str, tls: Tls | None) -> Control:
-    """Connect as `connect` does, and return the control connection.
-
-    Args:
-        place: Where the coordinator is.
-        who: What it is called in messages.
-        tls: Encrypts the connection; None to leave it.
-
-    Raises:
-        ConfigError: The address is none, or its host is unknown.
-        PeerLost: No coordinator listened in time, or it is gone.
-    """
+    """Connect as `connect` does, and return the control connection."""
     connection = connect(place)
     here = str(connection.getsockname()[0])
     below = connection.dup()
@@ -170,21 +155,6 @@ def be_admitted(
     """Answer the call of a coordinator, and become a member of its group.
 
     All further records of the connection are signed.
-
-    Args:
-        control: The control connection.
-        name: Its name, unique in the group.
-        secret: The secret of the job; None over an inherited connection, whose call has the key.
-        call_timeout: For the coordinator to call; None to wait for ever.
-        returns: Whether it joins again by itself when a generation ends.
-
-    Returns:
-        The key of the job.
-
-    Raises:
-        JobOver: Nobody will call this worker again.
-        NoPlace: The coordinator has no place for the worker now, or has ended.
-        PipelineError: The coordinator refused the worker, or does not speak this protocol.
     """
     try:
         call = _call_of(control, call_timeout)
@@ -250,10 +220,6 @@ def _call_of(control: Control, timeout: timedelta | None) -> Record:
 
 
 def expect(record: Record, kind: str) -> None:
-    """Check the type of a record.
-
-    Raises:
-        TransportError: The record is of another type.
-    """
+    """Check the type of a record."""
     if record["type"] != kind:
         raise TransportError(f"expected {kind!r} from the coordinator, got {record['type']!r}")

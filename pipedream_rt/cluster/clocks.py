@@ -22,16 +22,6 @@ def clock_of(member: Member) -> Reading:
     """Ask a worker for its clock several times, and keep the answer that came soonest.
 
     The thread of `Watch` must be running: it reads the answers.
-
-    Args:
-        member: The worker.
-
-    Returns:
-        Its clock and the coordinator's; the same where both run on one machine.
-
-    Raises:
-        MessageTimeout: It does not answer within 5 s.
-        PeerLost: It is gone.
     """
     deadline = Deadline(_TIMEOUT)
     readings = []

@@ -174,27 +174,13 @@ class Control:
             set_timeout(self._below, seconds)
 
     def secure(self, key: bytes, ours: bytes, theirs: bytes) -> None:
-        """Sign every record from now on, and accept none that is not signed.
-
-        Args:
-            key: The key, which both ends know.
-            ours: Name of this end.
-            theirs: Name of the other end.
-        """
+        """Sign every record from now on, and accept none that is not signed."""
         self._sign_with = (key, ours)
         self._open_with = (key, theirs)
         self._largest = _LARGEST
 
     def send(self, record: Record, end: socket.socket | None = None) -> None:
-        """Send a record.
-
-        Args:
-            record: At most 1 MiB when packed.
-            end: A socket that the other side gets a copy of; only if `is_local`.
-
-        Raises:
-            PeerLost: The other end is gone, or takes nothing for ten seconds.
-        """
+        """Send a record."""
         data = bytes(msgpack.packb(record))
         deadline = Deadline(_SEND_TIMEOUT)
         with self._sending:
@@ -217,16 +203,7 @@ class Control:
                     raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
 
     def receive(self, deadline: Deadline) -> Record:
-        """Wait for a record.
-
-        Args:
-            deadline: When to give up.
-
-        Raises:
-            MessageTimeout: No record came in time.
-            PeerLost: The other end is gone.
-            TransportError: What came is no record, or is not signed with the key.
-        """
+        """Wait for a record."""
         while True:
             record = self._next_buffered()
             if record is not None:
@@ -250,10 +227,6 @@ class Control:
 
         To be called when a selector finds the connection readable. A selector does not see the
         buffer of this object, so no whole record stays there.
-
-        Raises:
-            PeerLost: The other end is gone.
-            TransportError: What came is no record, or is not signed with the key.
         """
         self._read()
         records = []
@@ -265,10 +238,6 @@ class Control:
         """Return the next record if all of it has come, without waiting.
 
         Records that have come behind it stay in the buffer, for `receive`.
-
-        Raises:
-            PeerLost: The other end is gone.
-            TransportError: What came is no record, or is not signed with the key.
         """
         record = self._next_buffered()
         if record is None:
@@ -338,11 +307,7 @@ class Control:
         return data[DIGEST:]
 
     def take_end(self) -> socket.socket:
-        """Return the socket that came with the record that was received last.
-
-        Raises:
-            TransportError: None came.
-        """
+        """Return the socket that came with the record that was received last."""
         if not self._ends:
             raise TransportError(f"{self.peer} sent no socket where one was expected")
         return self._ends.popleft()

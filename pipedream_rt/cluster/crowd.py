@@ -34,16 +34,7 @@ def most_strangers() -> int:
 
 
 def accept(door: socket.socket, make_room: Callable[[], bool]) -> socket.socket | None:
-    """Accept a connection.
-
-    Args:
-        door: A listening socket that does not block.
-        make_room: Called when this process has no free descriptor; closes a connection that waits,
-            and returns whether there was one.
-
-    Returns:
-        The connection; None if there is none, or if it could not be taken now.
-    """
+    """Accept a connection."""
     try:
         return door.accept()[0]
     except OSError as error:

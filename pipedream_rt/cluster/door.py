@@ -83,16 +83,7 @@ class Door:
         self._open()[1].call_local(control)
 
     def attend(self, seconds: float, most: int, running: Sequence[Member] = ()) -> list[Gone]:
-        """Wait until something comes; take connections, and read what workers say.
-
-        Args:
-            seconds: How long to wait at most.
-            most: How many members there are to be.
-            running: Those of the generation that runs meanwhile.
-
-        Returns:
-            The connections that have ended, which are closed.
-        """
+        """Wait until something comes; take connections, and read what workers say."""
         gone: list[Gone | None] = []
         # A signal handler may close the door before, and meanwhile.
         for key, _ in () if self.is_closed else self._open()[0].select(seconds):

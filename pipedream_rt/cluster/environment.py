@@ -100,11 +100,7 @@ def own_device() -> tuple[str | None, int]:
 
 
 def private_folder() -> Path:
-    """Return the folder of this user's local sockets, which is made if it is not there.
-
-    Raises:
-        PermissionError: The folder belongs to another user, or others can open it.
-    """
+    """Return the folder of this user's local sockets, which is made if it is not there."""
     path = Path(tempfile.gettempdir()) / f"pipedream-rt-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     check_private(path, path.lstat())
@@ -112,26 +108,14 @@ def private_folder() -> Path:
 
 
 def check_private(path: Path, about: os.stat_result) -> None:
-    """Refuse a file or a folder that is not this user's alone; to ``lstat`` no link is.
-
-    Raises:
-        PermissionError: It belongs to another user, or others can open it.
-    """
+    """Refuse a file or a folder that is not this user's alone; to ``lstat`` no link is."""
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
         named = printable(str(path))
         raise PermissionError(f"{named} belongs to another user, or is open to others")
 
 
 def count_of_environment(name: str, default: int | None = None) -> int:
-    """Return the number in an environment variable.
-
-    Args:
-        name: The variable.
-        default: The number where it is not set; None if it must be.
-
-    Raises:
-        ConfigError: The variable holds no integer of at least 0.
-    """
+    """Return the number in an environment variable."""
     text = os.environ.get(name, "" if default is None else str(default)).strip()
     if not is_count(text):
         raise ConfigError(f"{name} must be an integer of at least 0, not {text!r}")
@@ -140,14 +124,7 @@ def count_of_environment(name: str, default: int | None = None) -> int:
 
 @contextmanager
 def socket_of_environment(name: str) -> Iterator[socket.socket]:
-    """Yield the socket whose descriptor an environment variable has, until the block ends.
-
-    Args:
-        name: The variable, which `pipedream-rt run` sets. The descriptor stays open.
-
-    Raises:
-        ConfigError: It is no open socket of this process.
-    """
+    """Yield the socket whose descriptor an environment variable has, until the block ends."""
     fd = count_of_environment(name)
     try:
         kept = _of_run.get(fd) or socket.socket(fileno=fd)
@@ -176,11 +153,7 @@ def _not_of_run(name: str, fd: int, error: Exception) -> str:
 
 
 def secret_pipe(secret: Secret) -> int:
-    """Put a secret into a pipe that a child process can inherit; reading it empties the pipe.
-
-    Returns:
-        Descriptor of the reading end; the caller closes it once the child has inherited it.
-    """
+    """Put a secret into a pipe that a child process can inherit; reading it empties the pipe."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as stream:
         stream.write(secret.text.encode("utf-8", "surrogateescape"))
@@ -196,17 +169,6 @@ def read_secret(fd: int | None) -> Secret | None:
     """Read the secret of the job from a descriptor, or else from the environment.
 
     It leaves the environment of this process, so that no child inherits it.
-
-    Args:
-        fd: Descriptor to read to its end: 0, the standard input, stays open, and every other is
-            closed. None to read the environment variable PIPEDREAM_RT_SECRET, or the file that
-            PIPEDREAM_RT_SECRET_FILE names.
-
-    Returns:
-        The secret; None if the environment has none.
-
-    Raises:
-        ConfigError: The secret is no token that a program has drawn.
     """
     if fd is not None:
         try:
@@ -223,15 +185,7 @@ def read_secret(fd: int | None) -> Secret | None:
 
 
 def secret_of_file(place: Path, *, private: bool = False) -> Secret:
-    """Read the secret of the job from a file.
-
-    Args:
-        place: The file.
-        private: Whether it has to be this user's alone; that of an engine may be a link to root's.
-
-    Raises:
-        ConfigError: There is no such file, others can read it, or it has no token.
-    """
+    """Read the secret of the job from a file."""
     try:
         with open_file(place, follow=not private) as stream:
             about = os.fstat(stream.fileno())
@@ -269,11 +223,7 @@ def is_token(text: str) -> bool:
 
 
 def rpc_of_environment() -> Wish:
-    """Return whether the workers become endpoints of torch RPC.
-
-    Raises:
-        ConfigError: The variable says something else than on or off.
-    """
+    """Return whether the workers become endpoints of torch RPC."""
     match said := os.environ.get(RPC, "").lower():
         case "on" | "off":
             return said
@@ -287,9 +237,6 @@ def tls_of_environment() -> Tls | None:
     """Return what encrypts the connections of this process; None if the user wants none encrypted.
 
     Unless the environment says otherwise, what leaves this machine is encrypted.
-
-    Raises:
-        ConfigError: The certificates cannot be used.
     """
     said = os.environ.get(TLS, "")
     match said.lower():
@@ -302,11 +249,7 @@ def tls_of_environment() -> Tls | None:
 
 
 def secret_of_environment() -> Secret:
-    """Read the secret that the user has given to the script and to the workers.
-
-    Raises:
-        ConfigError: The environment has no secret, or one that is too short.
-    """
+    """Read the secret that the user has given to the script and to the workers."""
     secret = read_secret(None)
     if secret is None:
         raise ConfigError(

@@ -25,17 +25,6 @@ def say_over(
     """Tell the workers that call that the script has ended for good, until each node has heard it.
 
     The name of a worker is that of its node, and a number.
-
-    Args:
-        listener: Where the workers of the job call.
-        key: The key of the job.
-        code: The exit code of the script, from 0 to 255.
-        count: How many nodes there are to be told.
-        deadline: When to stop, though some have not come.
-        tls: Encrypts the connections; None to leave them.
-
-    Returns:
-        How many nodes were told.
     """
     told: set[str] = set()
 

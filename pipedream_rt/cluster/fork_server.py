@@ -119,17 +119,7 @@ class ForkedWorker:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process.
-
-        Args:
-            timeout: Seconds; None for no limit.
-
-        Returns:
-            The exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: The process still runs.
-        """
+        """Wait for the end of the process."""
         if self.returncode is None:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
@@ -165,12 +155,7 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def prepare(self, imports: Iterable[str] = ()) -> None:
-        """Start the process before it is needed, so that it imports while the caller goes on.
-
-        Args:
-            imports: Names of installed modules that the workers will need, or of what is taken out
-                of them, as ``module:name``.
-        """
+        """Start the process before it is needed, so that it imports while the caller goes on."""
         with self._lock:
             if self._connection is not None and self._inherited != _inherited():
                 self._end()
@@ -185,21 +170,7 @@ class ForkServer:
     def fork(
         self, name: str, threads: int, control: socket.socket, number: int = 0
     ) -> ForkedWorker:
-        """Fork a worker.
-
-        Args:
-            name: Name of the worker.
-            threads: Number of threads for torch's own parallel loops.
-            control: The worker's end of its control connection; the caller closes its own copy.
-            number: Its number among those of this machine.
-
-        Returns:
-            The worker's process.
-
-        Raises:
-            PeerLost: The server does not answer, or is gone for the second time.
-            PipelineClosed: The server was closed.
-        """
+        """Fork a worker."""
         wanted = {"name": name, "threads": threads, "number": number}
         return self._fork(wanted, control.fileno())
 
@@ -215,22 +186,7 @@ class ForkServer:
         stays: bool,
         number: int,
     ) -> ForkedWorker:
-        """Fork a worker that joins one coordinator after another at an address.
-
-        Args:
-            address: ``HOST:PORT``, where a coordinator listens now and then.
-            name: Name of the worker.
-            threads: Number of threads for torch's own parallel loops.
-            secret: A pipe with the secret of the job; the caller closes its own copy.
-            bind: Network interface on which it listens for other workers; None for loopback.
-            timeout: How long the worker waits each time for somebody to listen.
-            stays: Whether SIGTERM is left to the process that has asked for the worker.
-            number: Its number among those of this machine.
-
-        Raises:
-            PeerLost: As `fork`.
-            PipelineClosed: As `fork`.
-        """
+        """Fork a worker that joins one coordinator after another at an address."""
         join = {
             "address": address,
             "bind": bind,
@@ -322,12 +278,7 @@ class ForkServer:
         return record, fds
 
     def code_of(self, pid: int, parent: socket.socket) -> int:
-        """Exit code of a worker that has ended; negative for a signal, or `UNKNOWN`.
-
-        Args:
-            pid: Process number of the worker.
-            parent: Connection to the server that forked it, which may be gone.
-        """
+        """Exit code of a worker that has ended; negative for a signal, or `UNKNOWN`."""
         deadline = Deadline(_REPORT_TIMEOUT)
         with self._lock:
             while pid not in self._codes and self._connection is parent:
@@ -444,10 +395,6 @@ def installed_modules(objects: Iterable[object], compiles: bool = False) -> list
 
     Modules of the user's own are left out, which may do anything when they are imported; and torch,
     which is imported in any case, but for its compiler.
-
-    Args:
-        objects: The objects.
-        compiles: Whether workers compile.
     """
     roots = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
     names = {type(each).__module__ for each in objects}

@@ -77,20 +77,7 @@ class Formation:
         self._given_up = False
 
     def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: Mode) -> Group:
-        """Welcome the members to the group.
-
-        Args:
-            generation: Number of the group in this process.
-            timeout: How long to wait for a message that is sure to come.
-            key: The key of the job.
-            rpc: Whether the members join torch RPC, and how.
-
-        Returns:
-            The group, as this process sees it.
-
-        Raises:
-            PeerLost: A member is gone.
-        """
+        """Welcome the members to the group."""
         nonce = secrets.token_bytes(NONCE)
         for rank, member in enumerate(self._members, 1):
             member.control.send(
@@ -130,16 +117,6 @@ class Formation:
 
         Meeting the others and joining torch RPC block until all members do the same. They happen in
         a thread of their own, so that a worker that dies meanwhile ends them.
-
-        Args:
-            group: Made by `welcome`.
-            transport: Gets the links. Closed after an error.
-            endpoint: Joins torch RPC. Closed after an error.
-
-        Raises:
-            RendezvousTimeout: The members do not reach each other in time.
-            WorkerLost: A member is gone, or could not join.
-            TransportError: torch could not join.
         """
         with ExitStack() as stack:
             door, nearby = None, None

@@ -64,9 +64,6 @@ class Secret:
 
         A token is the key. Of another text it is made at a cost that makes guessing dear: 128 MiB
         and some 0.4 s for each guess, with a salt that every coordinator draws anew.
-
-        Raises:
-            ConfigError: There is no such memory.
         """
         if _TOKEN.fullmatch(self.text):
             return bytes.fromhex(self.text)
@@ -112,20 +109,12 @@ class Talk(NamedTuple):
     channel: bytes = b""
 
     def prove(self, hello: Mapping[str, Any]) -> bytes:
-        """Return what a worker shows to prove that it knows the secret of the job.
-
-        Args:
-            hello: The worker's hello, whose proof, if it has one, is left out.
-        """
+        """Return what a worker shows to prove that it knows the secret of the job."""
         names = ("name", "pid", "host", "boot", "software", "returns", "version")
         return self._proof(b"worker", msgpack.packb([hello.get(name) for name in names]))
 
     def prove_refusal(self, refused: Mapping[str, Any]) -> bytes:
-        """Return what a coordinator shows with a refusal, to a worker that knows the secret.
-
-        Args:
-            refused: The refusal, whose proof, if it has one, is left out.
-        """
+        """Return what a coordinator shows with a refusal, to a worker that knows the secret."""
         return self._proof(b"refused", msgpack.packb([refused[n] for n in ("reason", "passing")]))
 
     def prove_admission(self) -> bytes:
@@ -133,11 +122,7 @@ class Talk(NamedTuple):
         return self._proof(b"admitted")
 
     def prove_over(self, code: int) -> bytes:
-        """Return what shows a worker that the job is over, and how its script has ended.
-
-        Args:
-            code: Exit code of the script.
-        """
+        """Return what shows a worker that the job is over, and how its script has ended."""
         return self._proof(b"over", code.to_bytes(1, "big"))
 
     def session_key(self) -> bytes:
@@ -150,10 +135,5 @@ class Talk(NamedTuple):
 
 
 def group_key(key: bytes, nonce: bytes) -> bytes:
-    """Return the key that signs what members of one generation send each other.
-
-    Args:
-        key: The key of the job.
-        nonce: The nonce that the coordinator drew for this generation.
-    """
+    """Return the key that signs what members of one generation send each other."""
     return proof(key, b"group", nonce)

@@ -77,12 +77,6 @@ class Launcher:
         """Start what hosts the stages of a generation, or await workers.
 
         Under torchrun it returns on rank 0 alone: the processes of the other ranks become workers.
-
-        Raises:
-            ConfigError: The argument or the environment makes no sense.
-            RendezvousTimeout: Some workers did not join in time.
-            PipelineClosed: `close` was called.
-            WorkerLost: A worker died on the way.
         """
         if self._is_closed:
             raise PipelineClosed("the pipeline was closed")
@@ -199,16 +193,7 @@ _CHOOSING = timedelta(minutes=30)
 
 
 def leave_to_rank_0(workers: Workers, threads: int) -> None:
-    """Return where the plan is to be chosen; on another rank of torchrun become a worker already.
-
-    Args:
-        workers: See `Pipeline`.
-        threads: Number of threads for torch's own parallel loops in each worker.
-
-    Raises:
-        ConfigError: The ranks have become workers before.
-        RendezvousTimeout: Rank 0 opened no pipeline in time.
-    """
+    """Go on where the plan is to be chosen; on another rank of torchrun become a worker already."""
     if _are_ranks_here(workers) and is_other_rank():
         become_worker(threads, _CHOOSING)
 
@@ -220,15 +205,7 @@ def _are_ranks_here(workers: Workers) -> bool:
 
 
 def numbers_of_workers(workers: Workers) -> Sequence[int]:
-    """Return how many workers a plan may use, where the plan is still to be chosen.
-
-    Args:
-        workers: See `Pipeline`.
-
-    Returns:
-        From 1 to those that `pipedream-rt run` has started, or one for each core of this machine;
-        under torchrun as many as ranks, or one less; nothing where it is not known.
-    """
+    """Return how many workers a plan may use, where the plan is still to be chosen."""
     if workers == "serial" or starts_here(workers):
         return range(1, len(os.sched_getaffinity(0)) + 1)
     if workers is None and NPROC in os.environ:

@@ -35,12 +35,6 @@ class LocalWorkers:
         """Start a process for each name.
 
         After an error ``processes`` has those that were started, so that they can be ended.
-
-        Args:
-            names: Names of the workers.
-
-        Raises:
-            PeerLost: The fork server does not answer.
         """
         for number, name in enumerate(names):
             ours, theirs = socket.socketpair()
@@ -65,12 +59,6 @@ class LocalWorkers:
 
         To be asked once the worker's connection is closed or its silence was noticed. Waits for up
         to one second, because a process closes its connections a moment before it ends.
-
-        Args:
-            name: Name of the worker.
-
-        Returns:
-            Its signal or exit code, or that it still runs; empty if it was not started here.
         """
         process = self.processes.get(name)
         if process is None:

@@ -124,17 +124,7 @@ class Meeting:
         self._most = most_strangers()
 
     def meet(self, ended: Callable[[], bool] = lambda: False) -> Connections:
-        """Meet all other members.
-
-        Args:
-            ended: Asked now and then, whether to give up because somebody else has.
-
-        Returns:
-            A socket and the key of the link, by rank of the member at its other end.
-
-        Raises:
-            RendezvousTimeout: A member cannot be reached, or does not come in time.
-        """
+        """Meet all other members."""
         for door in self._doors:
             self._selector.register(door, selectors.EVENT_READ)
         try:

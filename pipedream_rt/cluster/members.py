@@ -93,16 +93,7 @@ class Member:
         return " and ".join(seat.hosts for seat in self.seats) or "no stage yet"
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
-        """Make the error that says that the worker is gone, and how.
-
-        Args:
-            ending: How its process ended, as `LocalWorkers.ending` says; empty if unknown.
-            problem: The error by which the loss was noticed; None for the end of the connection.
-            note: Text to add to the message.
-
-        Returns:
-            The error, whose cause is ``problem``.
-        """
+        """Make the error that says that the worker is gone, and how."""
         what = "does not answer" if "still" in ending else "is gone"
         error = WorkerLost(
             f"worker {self.name!r} ({self.hosts}, {self.description}) {what}"
@@ -118,12 +109,7 @@ class Member:
 
 
 def tell(members: Iterable[Member], record: Record) -> None:
-    """Send a record to every member whose connection still stands.
-
-    Args:
-        members: The workers; one that is gone is passed over, since its loss is noticed elsewhere.
-        record: The record.
-    """
+    """Send a record to every member whose connection still stands."""
     for member in members:
         try:
             member.control.send(record)

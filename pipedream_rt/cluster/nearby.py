@@ -64,12 +64,7 @@ class DoorAt(NamedTuple):
 
     @staticmethod
     def of(door: socket.socket, nearby: UnixDoor | None) -> DoorAt:
-        """Return where this member listens.
-
-        Args:
-            door: Its TCP door.
-            nearby: Its Unix door, if it has one.
-        """
+        """Return where this member listens."""
         at = DoorAt(*door.getsockname()[:2])
         return at if nearby is None else at._replace(place=nearby.place, name=nearby.name)
 
@@ -86,15 +81,7 @@ class DoorAt(NamedTuple):
 
 @contextmanager
 def listening_nearby(tls: Tls | None) -> Iterator[UnixDoor | None]:
-    """Listen for members of the same machine until the block ends.
-
-    Args:
-        tls: Encrypts the links of this member. Where it is to encrypt those within a machine too,
-            none of them is a Unix socket.
-
-    Yields:
-        The door; None where memory is not to be shared, and where there can be none.
-    """
+    """Listen for members of the same machine until the block ends."""
     nearby = None
     if memory_is_shared() and (tls is None or not tls.always):
         with suppress(OSError):  # then there is the TCP door alone

@@ -59,14 +59,7 @@ class ProcessCluster:
         own: Sequence[str] = (),
         keeper: Keeper = BY_HAND,
     ) -> None:
-        """Start or await the workers and form a group with them; after an error nothing is left.
-
-        Raises:
-            ConfigError: This process has an open pipeline on worker processes already, or lacks
-                descriptors, threads or loopback.
-            RendezvousTimeout: Some workers did not join in time.
-            WorkerLost: A worker died on the way.
-        """
+        """Start or await the workers and form a group with them; after an error nothing is left."""
         wish = rpc_of_environment()
         make_room(spec.crew.most)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}

@@ -24,16 +24,7 @@ _NOT_AT_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def imports_of(program: str | Path) -> list[str]:
-    """Return what a program imports, when it is run, of installed packages that build on torch.
-
-    Args:
-        program: The file of the program.
-
-    Returns:
-        Names of modules, as ``timm``, and of what is taken out of them, as
-        ``transformers:GPT2LMHeadModel``; and torch's compiler, if workers may need that. Nothing if
-        the file cannot be read.
-    """
+    """Return what a program imports, when it is run, of installed packages that build on torch."""
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         path = Path(program)
         if path.stat().st_size <= _LARGEST:

@@ -57,15 +57,7 @@ class Rendezvous:
         self._local = local
 
     def gather(self, deadline: Deadline) -> None:
-        """Gather all members, in the order of their names, and wait until each has imported torch.
-
-        Args:
-            deadline: When to give up.
-
-        Raises:
-            RendezvousTimeout: Some workers did not join in time.
-            WorkerLost: A worker that was started here ended before it joined.
-        """
+        """Gather all members, by the order of their names, until each has imported torch."""
         door, self._began = self._door, time.monotonic()
         self._came = self._began
         try:

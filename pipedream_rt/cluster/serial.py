@@ -100,11 +100,7 @@ class SerialCluster(ClusterHere):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """See `Cluster.waiting`. Before the coordinator waits, workers go on as far as they can.
-
-        Raises:
-            ConfigError: The script is inside a context that would change what the stages compute.
-        """
+        """See `Cluster.waiting`. Before the coordinator waits, workers go on as far as they can."""
         # Else a signal handler closes the pipeline while a stage computes.
         if not self._takes_turns:
             self._takes_turns = True

@@ -31,10 +31,6 @@ def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
     """Wait for processes to end, and kill those that are late.
 
     All that still run are also killed when the wait is interrupted, as by Ctrl-C.
-
-    Args:
-        processes: The processes, each of which was told to end.
-        deadline: When a process that still runs is late; one deadline for all of them.
     """
     processes = list(processes)
     try:
@@ -65,22 +61,13 @@ class Pauses:
         self._quick: Counter[str] = Counter()
 
     def after(self, name: str, lived_s: float) -> float:
-        """Return the seconds to wait.
-
-        Args:
-            name: What has ended.
-            lived_s: How many seconds after its start.
-        """
+        """Return the seconds to wait."""
         quick = self._quick[name] = self._quick[name] + 1 if lived_s < _QUICK_S else 0
         return min(2.0 ** max(quick - 1, 0) - 1, _LONGEST_PAUSE_S)
 
 
 def shell_code(code: int) -> int:
-    """Return the exit code of a process as a shell has it: 128 and the signal that ended it.
-
-    Args:
-        code: As `subprocess.Popen` has it, negative for a signal.
-    """
+    """Return the exit code of a process as a shell has it: 128 and the signal that ended it."""
     return 128 - code if code < 0 else code
 
 
@@ -88,9 +75,6 @@ def dies_with_parent(number: int) -> Callable[[], object]:
     """Return what a child calls before its program starts, as ``preexec_fn`` of `subprocess.Popen`.
 
     The kernel sends it a signal then when the thread that has started it is gone.
-
-    Args:
-        number: The signal.
     """
     prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child had better load nothing
     return lambda: prctl(_SET_DEATH_SIGNAL, number)

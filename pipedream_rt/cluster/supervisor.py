@@ -113,25 +113,12 @@ class Workers:
         self.start()
 
     def start(self) -> None:
-        """Start all workers.
-
-        Raises:
-            PeerLost: What forks them does not answer.
-        """
+        """Start all workers."""
         for name in self._names:
             self._start_one(name)
 
     def serve(self, is_ending: Callable[[], bool]) -> int:
-        """Start all workers, and any that dies once more, until the job is over.
-
-        Args:
-            is_ending: Whether to stop though it is not; asked every second.
-
-        Returns:
-            0 where a worker has heard that the script has ended well; the exit code of one that
-            says that another one would not help; 3 if nobody listened for as long as they wait; or
-            143 if it is to stop.
-        """
+        """Start all workers, and any that dies once more, until the job is over."""
         pauses, turns = Pauses(), 0
         due = dict.fromkeys(self._names, time.monotonic())  # when to start those that do not run
         began: dict[str, float] = {}
@@ -190,22 +177,7 @@ def run_here(
     settings: Mapping[str, str],
     say: Callable[[str], object],
 ) -> int:
-    """Run a script with workers on this machine.
-
-    Args:
-        command: The script with its arguments.
-        count: Number of workers.
-        threads: Number of threads for torch's own parallel loops in each.
-        imports: What the script imports that they need too.
-        settings: Environment variables for the script.
-        say: Tells the user a line.
-
-    Returns:
-        The script's exit code; 128 and the number of the signal if a signal ended it.
-
-    Raises:
-        PipelineError: No workers can be started.
-    """
+    """Run a script with workers on this machine."""
     with listening("127.0.0.1", 0) as listener:
         secret, (host, port) = Secret.generated(), listener.getsockname()
         names = [f"worker-{i}" for i in range(count)]
@@ -228,20 +200,6 @@ def run_first(
 
     When the script has ended for good, the workers of all nodes hear it, and their nodes end too.
     After another end they wait for this node to come again.
-
-    Args:
-        job: The job.
-        command: The script with its arguments.
-        count: Number of workers of each node.
-        settings: Environment variables for the script.
-        say: Tells the user a line.
-        patience: How long to wait for the secret.
-
-    Returns:
-        As `run_here`; 3 if another process has the port.
-
-    Raises:
-        PipelineError: This node cannot listen, or has no secret.
     """
     node, secret = job.node, job.secret(Deadline(patience))
     host = host_to_listen_at(node.host, alone=False)
@@ -273,21 +231,6 @@ def run_other(
 
     SIGTERM does not end them at once: an engine that ends a job sends it to all of its processes,
     and the script needs its workers for the checkpoint that it makes then.
-
-    Args:
-        job: The job.
-        count: Number of workers of each node.
-        threads: Number of threads for torch's own parallel loops in each.
-        imports: What the script imports that they need too.
-        patience: How long to wait for the secret, and for the first node to listen.
-        grace: How long to go on after SIGTERM, as long as the script does.
-
-    Returns:
-        0 if the script has ended well, 1 if it has not or if this node was refused, 3 if nobody
-        listened or no way leads there, 143 after SIGTERM.
-
-    Raises:
-        PipelineError: There is no secret, or no worker can be started.
     """
     node, secret = job.node, job.secret(Deadline(patience))
     address = joined(node.host, node.port)
@@ -317,7 +260,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _interface_in_time(address: str, deadline: Deadline) -> str:
-    """Return the interface by which a machine reaches an address whose name may come to be known."""
+    """Return the interface towards an address, whose name may come to be known later."""
     while True:
         try:
             return interface_towards(address)

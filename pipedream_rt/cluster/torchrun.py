@@ -62,13 +62,6 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
 
     With as many workers as ranks, rank 0 starts a worker process besides. On every other rank this
     replaces the process by a worker.
-
-    Args:
-        spec: What the cluster is told.
-
-    Raises:
-        ConfigError: The number of ranks does not fit, or the script has opened a pipeline before.
-        RendezvousTimeout: Some ranks did not come in time.
     """
     # All ranks come, or torchrun ends the job.
     crew = spec.crew.within(world_size())
@@ -102,16 +95,7 @@ def is_other_rank() -> bool:
 
 
 def become_worker(threads: int, timeout: timedelta) -> NoReturn:
-    """Become a worker of rank 0, which opens the pipeline.
-
-    Args:
-        threads: Number of threads for torch's own parallel loops.
-        timeout: How long to wait for rank 0.
-
-    Raises:
-        ConfigError: The ranks have become workers before.
-        RendezvousTimeout: Rank 0 opened no pipeline in time.
-    """
+    """Become a worker of rank 0, which opens the pipeline."""
     store, key = _store_of_job(timeout)
     _join_rank_0(store, key, count_of_environment("RANK"), threads, Deadline(timeout))
 

@@ -139,13 +139,7 @@ class Watch:
     def loss_of(
         self, member: Member, problem: PipelineError | None = None, note: str = ""
     ) -> WorkerLost:
-        """Make the error that says which worker is gone, and how, as far as that is known.
-
-        Args:
-            member: The worker.
-            problem: The error by which the loss was noticed; None for the end of the connection.
-            note: Text to add to the message.
-        """
+        """Make the error that says which worker is gone, and how, as far as that is known."""
         name = member.name
         own = name in self._local.processes
         how = self._local.ending(name) if own else self._keeper.ending(name)
@@ -186,12 +180,7 @@ class Watch:
         ]
 
     def clocks(self) -> list[Reading]:
-        """See `Cluster.clocks`.
-
-        Raises:
-            MessageTimeout: A worker does not answer within 5 s.
-            PeerLost: A worker is gone.
-        """
+        """See `Cluster.clocks`."""
         return [clock_of(member) for member in self._members]
 
     def wait_until_stopped(self, timeout: timedelta) -> None:

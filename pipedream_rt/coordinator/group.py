@@ -600,7 +600,7 @@ class WorkerGroup:
             raise PipelineClosed("the pipeline was closed")
 
     def _begin(self, origin: Origin, manifest: Manifest | None = None) -> None:
-        """Start the workers of a generation, and wait until each stage has the state at an origin."""
+        """Start the workers of a generation, and wait until stages have the state at an origin."""
         self._refuse_if_over()
         generation = next(_generations)
         reception = self._reception

@@ -77,7 +77,7 @@ class Preemption:
         )
 
     def _count_down(self, woken: socket.socket) -> None:
-        """Wait for the signal, and then for the end of the grace time, of the run, or a second one."""
+        """Wait for the signal, then for the end of the grace time or the run, or for another."""
         while True:
             numbers = woken.recv(64)
             if not numbers:

@@ -180,7 +180,7 @@ class RunState:
             _log.error("%s", error)
 
     def _manifest(self, extra: Any) -> Manifest:
-        """Return the manifest of a checkpoint that begins now, without the files and the results."""
+        """Return the manifest of a checkpoint that begins now, without files and results."""
         plan, optimizer = self._group.plan, self._feeder.optimizer
         return Manifest(
             step=self._feeder.step,

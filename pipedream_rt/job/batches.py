@@ -38,13 +38,6 @@ def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
 
     An item is a pair ``(x, y)``: the model is called with x; or a dict: the model is called with
     its entries as keyword arguments, and the loss gets the dict; or ``(args, kwargs, y)``.
-
-    Args:
-        item: The item.
-        prepare: Makes an item of these kinds of it; None if it is one.
-
-    Raises:
-        ConfigError: It is none of these.
     """
     item = item if prepare is None else prepare(item)
     if isinstance(item, Mapping):
@@ -65,15 +58,7 @@ def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
 
 
 def require_loader(loader: Any, what: str) -> None:
-    """Refuse a loader that yields nothing one after another; it is not drawn from.
-
-    Args:
-        loader: The loader.
-        what: What it is given to, for the message.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Refuse a loader that yields nothing one after another; it is not drawn from."""
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise ConfigError(
             f"{what} takes a loader, something that yields mini-batches, as a DataLoader or a list "
@@ -82,16 +67,7 @@ def require_loader(loader: Any, what: str) -> None:
 
 
 def example_of(example: Any) -> Batch:
-    """Return the mini-batch of the argument ``example`` of `Pipeline`.
-
-    Args:
-        example: An item as `batch_of` takes it; the input alone, a tensor; or a
-            `torch.utils.data.DataLoader`, of which the first item is taken without moving the
-            random generators on.
-
-    Raises:
-        ConfigError: It is none of these, or the loader is empty.
-    """
+    """Return the mini-batch of the argument ``example`` of `Pipeline`."""
     if isinstance(example, Tensor):
         return on_host(Batch((example,), {}, None))
     if isinstance(example, DataLoader):
@@ -107,11 +83,7 @@ _LOOKED_AT: WeakKeyDictionary[DataLoader[Any], Iterator[Any]] = WeakKeyDictionar
 
 
 def looking(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return the first items of a loader, which gives the same items afterwards.
-
-    Raises:
-        ConfigError: It is an iterator, which would not.
-    """
+    """Return the first items of a loader, which gives the same items afterwards."""
     if isinstance(loader, Iterator):
         raise ConfigError(
             f"a {type(loader).__name__} gives each item once, so to look at some would take them "

@@ -58,11 +58,7 @@ class Codecs(NamedTuple):
     def texts(
         self, names: Callable[[list[Codec]], list[str]] = _printed
     ) -> dict[tuple[int, int], str]:
-        """Return, by edge, what each edge with codecs has.
-
-        Args:
-            names: Returns what codecs are called.
-        """
+        """Return, by edge, what each edge with codecs has."""
         edges = sorted(self.of_graph.keys() | self.of_bytes.keys())
         return {edge: ", ".join(names(self._given(edge)))[:_LONGEST] for edge in edges}
 
@@ -78,15 +74,7 @@ class Codecs(NamedTuple):
 
 
 def codecs_of(option: Any, plan: Plan) -> Codecs:
-    """Return the codecs of the edges of a plan.
-
-    Args:
-        option: The option; see `CodecOption`.
-        plan: The plan.
-
-    Raises:
-        ConfigError: It is none, an edge is not there, or a codec cannot work.
-    """
+    """Return the codecs of the edges of a plan."""
     found = Codecs({}, {})
     if option is None:
         return found

@@ -261,11 +261,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def refuse_conflicts(facts: Facts) -> None:
-    """Refuse a job with two features that do not go together.
-
-    Raises:
-        ConfigError: It has two; the message says why not, and what to do instead.
-    """
+    """Refuse a job with two features that do not go together."""
     for row in CONFLICTS:
         if row.holds(facts):
             why = row.why.format(**{name: getattr(facts, name) for name in _fields_of(row.why)})
@@ -284,14 +280,7 @@ def facts_of_model(
     tied: Collection[str] | None = None,
     replicated: Collection[nn.Module] | None = None,
 ) -> Facts:
-    """Return what a model alone says.
-
-    Args:
-        modules: The layers of the model, and the loss if it is a module, by name.
-        parameters: Their parameters, by all of their names.
-        tied: The weights that several stages use; None, before a split, for those that may be.
-        replicated: The modules that several replicas train; None, before a split, for all.
-    """
+    """Return what a model alone says."""
     if tied is None:
         uses = Counter(map(id, parameters.values()))
         tied = [name for name, p in parameters.items() if uses[id(p)] > 1]

@@ -26,16 +26,6 @@ def devices_of(
 
     A name without a number, as ``"cuda"``, means all that are there, of which neighbours share one;
     on workers elsewhere, the one that each of them has.
-
-    Args:
-        devices: The argument of `Pipeline`.
-        plan: The plan.
-        parts: By stage, its layers as one module.
-        here: Whether the workers run on this machine, so that what is there is known.
-
-    Raises:
-        ConfigError: A device is not there, stages of one worker are on several, or the numbers do
-            not fit.
     """
     if devices is None:
         names = _by_worker([_of_part(stage, part) for stage, part in enumerate(parts)], plan)
@@ -56,11 +46,7 @@ def devices_of(
 
 
 def shared_seats(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the workers of each process, where those on one accelerator share one; else nothing.
-
-    Args:
-        devices: By worker, its device.
-    """
+    """Return the workers of each process, where those on one accelerator share it."""
     groups: dict[str, list[int]] = {}
     for worker, name in enumerate(devices):
         groups.setdefault(f"{name} {worker}" if name == "cpu" else name, []).append(worker)

@@ -117,31 +117,13 @@ class Forwards(Protocol):
         """How the model was cut, in words."""
 
     def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
-        """Return what is fed of a micro-batch.
-
-        Args:
-            batch: The micro-batch.
-            mode: What the stages do with it.
-            training: The mode that modules were set to (`Module.train`); None if to none.
-
-        Raises:
-            ConfigError: The model cannot take it.
-        """
+        """Return what is fed of a micro-batch."""
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
         """Yield what each of the stages that take inputs gets of a micro-batch."""
 
     def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
-        """Return what is fed of a micro-batch of inference whose layers use a cache.
-
-        Args:
-            batch: The micro-batch.
-            cache: The cache as it is before; it is afterwards as it is after the forward.
-            length: The number of positions that the forward adds to it.
-
-        Raises:
-            ConfigError: The model cannot take it.
-        """
+        """Return what is fed of a micro-batch of inference whose layers use a cache."""
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence of layers."""
@@ -286,11 +268,7 @@ class RecordedForwards:
         training: bool | None = None,
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> Program:
-        """Record a forward; see `models.record.record`.
-
-        Raises:
-            ConfigError: The forward cannot be followed, or has no loss.
-        """
+        """Record a forward; see `models.record.record`."""
         program = record(
             self._model,
             self.layers,
@@ -310,13 +288,7 @@ class RecordedForwards:
         return program
 
     def begin(self, batch: Batch, programs: dict[Mode, Program], firsts: Sequence[str]) -> None:
-        """Cut the programs of an example, with which the stages begin.
-
-        Args:
-            batch: The example.
-            programs: The programs, by what the stages will do with micro-batches.
-            firsts: The first layer of every stage but the first.
-        """
+        """Cut the programs of an example, with which the stages begin."""
         self._num_stages = len(firsts) + 1
         self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
         structure, tensors = flat_copy((batch.args, batch.kwargs))

@@ -25,17 +25,7 @@ def build_prototype(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer in this process, which checks its arguments and fills in its defaults.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        groups: The parameter groups, over placeholders.
-        args: Positional arguments after the groups.
-        kwargs: Keyword arguments.
-
-    Raises:
-        ConfigError: The class cannot be used in a pipeline, or does not accept these arguments.
-    """
+    """Build an optimizer in this process, which checks its arguments and fills in its defaults."""
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
@@ -83,19 +73,7 @@ class Parts(NamedTuple):
 def grouped_names(
     argument: OptimizerArgument, names: dict[int, str], parameters: Mapping[str, Tensor]
 ) -> Parts | None:
-    """Check the optimizer argument of `Pipeline`, before a worker starts, and take it apart.
-
-    Args:
-        argument: See `OptimizerArgument`.
-        names: Name of each trainable parameter of the model by its ``id``.
-        parameters: The parameters of the model, by name.
-
-    Returns:
-        Its parts; None without an optimizer.
-
-    Raises:
-        ConfigError: The argument is no optimizer, or not one over this model's parameters.
-    """
+    """Check the optimizer argument of `Pipeline`, before a worker starts, and take it apart."""
     if argument is None:
         return None
     if not names:
@@ -199,11 +177,7 @@ class GivenOptimizer:
         self._before = [pack_group(group) for group in self._groups]
 
     def refuse_changes(self) -> None:
-        """Refuse to go on if the script has changed it.
-
-        Raises:
-            ConfigError: A hyper-parameter was changed.
-        """
+        """Refuse to go on if the script has changed it."""
         if len(self._groups) != len(self._before):
             raise ConfigError(
                 "a parameter group was added to the optimizer that was given to Pipeline; the "
@@ -221,12 +195,7 @@ class GivenOptimizer:
 
 
 def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[str, dict[str, Any]]:
-    """Return the state that an optimizer already has, by name of its parameter.
-
-    Args:
-        argument: See `OptimizerArgument`.
-        names: Name of each trainable parameter of the model by its ``id``.
-    """
+    """Return the state that an optimizer already has, by name of its parameter."""
     if not isinstance(argument, torch.optim.Optimizer):
         return {}
     return {names[id(p)]: dict(state) for p, state in argument.state.items() if id(p) in names}

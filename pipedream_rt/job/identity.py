@@ -75,16 +75,7 @@ class Identity:
         return asdict(self)
 
     def compare(self, saved: dict[str, Any], where: object, accept: Collection[str]) -> None:
-        """Compare this script with the one that has made a checkpoint.
-
-        Args:
-            saved: The identity in the checkpoint's manifest.
-            where: The checkpoint, for messages.
-            accept: Names of what may differ without a word.
-
-        Raises:
-            CheckpointError: Something differs that must be the same.
-        """
+        """Compare this script with the one that has made a checkpoint."""
         mine = self.plain()
         for name in ACCEPTABLE:
             if name in accept or name not in saved or _are_same(name, saved[name], mine[name]):
@@ -110,11 +101,7 @@ def _are_same(name: str, one: Any, other: Any) -> bool:
 
 
 def require_acceptable(accept: object) -> tuple[str, ...]:
-    """Return the names of what may differ.
-
-    Raises:
-        ConfigError: It is no list of such names.
-    """
+    """Return the names of what may differ."""
     names = accept if isinstance(accept, list | tuple | set | frozenset) else [accept]
     for name in names:
         if name not in ACCEPTABLE:

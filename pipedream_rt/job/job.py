@@ -104,18 +104,7 @@ class Job:
 
 
 def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> Job:
-    """Prepare a run.
-
-    Args:
-        model: The unsplit model.
-        options: The options, with a number or a list of stages.
-        starts_here: Whether the stages run in this process, or in processes that it starts.
-
-    Raises:
-        ConfigError: They cannot work.
-        ScheduleError: A schedule that a user wrote breaks a rule, or its stages would wait for
-            each other.
-    """
+    """Prepare a run."""
     training = options.training
     weighing = Weighing(training.weigh, options.loss_fn)
     pretrained = model.pretrained(options.layout.weights)

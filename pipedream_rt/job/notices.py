@@ -32,13 +32,7 @@ class LeftOut:
 
 
 def about_plan(plan: Plan, corrections: Sequence[Correction], left_out: LeftOut) -> list[str]:
-    """Return what is said of the schedule of a run that trains.
-
-    Args:
-        plan: The plan.
-        corrections: The corrections for staleness.
-        left_out: What the user has left out.
-    """
+    """Return what is said of the schedule of a run that trains."""
     if plan.workers == 1:
         return []
     stalest = max(map(plan.staleness, range(plan.num_stages)))
@@ -86,13 +80,7 @@ def _about_flushes(plan: Plan) -> list[str]:
 
 
 def about_cores(workers: int, threads: int, cores: int) -> list[str]:
-    """Return what is said where workers of this machine have to share its cores.
-
-    Args:
-        workers: The number of workers that are started here.
-        threads: The number of threads of each.
-        cores: The number of cores that this process may use.
-    """
+    """Return what is said where workers of this machine have to share its cores."""
     if workers * threads <= cores or workers == 1:
         return []
     of_each = f" of {threads} threads" if threads > 1 else ""
@@ -106,13 +94,7 @@ def about_cores(workers: int, threads: int, cores: int) -> list[str]:
 def about_micro_batches(
     modules: Mapping[str, nn.Module], samples: int, per_update: int
 ) -> list[str]:
-    """Return what is said of a model whose layers see that a mini-batch is cut.
-
-    Args:
-        modules: The layers, and the loss if it is a module, by name.
-        samples: The number of samples in the first mini-batch.
-        per_update: The number of micro-batches.
-    """
+    """Return what is said of a model whose layers see that a mini-batch is cut."""
     size = micro_batch_sizes(samples, per_update)[0]
     if size == samples:
         return []

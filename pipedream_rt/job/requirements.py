@@ -18,11 +18,7 @@ _NAMES: dict[str, tuple[str, ...]] = {}
 
 
 def options_of(owner: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a constructor refuse a name that it does not know, with the nearest one that it does.
-
-    Args:
-        owner: Whose options they are, for the message.
-    """
+    """Let a constructor refuse a name that it does not know, with the nearest one that it does."""
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         _, *names = inspect.signature(init).parameters
@@ -66,26 +62,13 @@ def _unknown(owner: str, name: str) -> str:
 
 
 def require_count(name: str, value: int, least: int = 1) -> None:
-    """Refuse an option that must be an integer, and not too small, and is not.
-
-    Args:
-        name: Name of the option, for the message.
-        value: The value that was given.
-        least: The smallest that it may be.
-
-    Raises:
-        ConfigError: The value is no such integer.
-    """
+    """Refuse an option that must be an integer, and not too small, and is not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
 def require_range(name: str, value: object) -> None:
-    """Refuse an option that must be two rising integers, of at least 1, and is not.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
+    """Refuse an option that must be two rising integers, of at least 1, and is not."""
     whole = isinstance(value, tuple) and [type(each) for each in value] == [int, int]
     if not whole or not 1 <= value[0] <= value[1]:  # type: ignore[index]
         raise ConfigError(
@@ -94,57 +77,32 @@ def require_range(name: str, value: object) -> None:
 
 
 def require_decay(value: object) -> None:
-    """Refuse the decay of an average that is no number from 0 to 1.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Refuse the decay of an average that is no number from 0 to 1."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 <= value < 1):  # type: ignore[operator]
         raise ConfigError(f"ema must be a number from 0 to less than 1, as 0.999, not {value!r}")
 
 
 def require_seed(value: object) -> None:
-    """Refuse a seed that is no integer, which would make other random numbers in every process.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Refuse a seed that is no integer, which would make other random numbers in every process."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"seed must be an integer, not {value!r}")
 
 
 def require_time(name: str, value: object) -> None:
-    """Refuse an option that must be a positive time and is not.
-
-    Raises:
-        ConfigError: The value is no positive `timedelta`.
-    """
+    """Refuse an option that must be a positive time and is not."""
     if not isinstance(value, timedelta) or value <= timedelta(0):
         raise ConfigError(f"{name} must be a positive datetime.timedelta, not {value!r}")
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse what is none of several values.
-
-    Raises:
-        ConfigError: It is another value.
-    """
+    """Refuse what is none of several values."""
     if not any(value is choice for choice in choices):
         *others, last = map(repr, choices)
         raise ConfigError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
 
 
 def require_instance(name: str, value: object, kind: type) -> None:
-    """Refuse an option that is no instance of its class.
-
-    Args:
-        name: Name of the option, for the message.
-        value: The value that was given.
-        kind: Class of the option.
-
-    Raises:
-        ConfigError: The value is no instance of the class.
-    """
+    """Refuse an option that is no instance of its class."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} must be {kind.__name__}(...), not {value!r}")

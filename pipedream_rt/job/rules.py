@@ -44,11 +44,7 @@ def rule_options(
 
 
 def correcting(corrections: Any, plan: Plan, optimizer: Parts | None) -> tuple[Correction, ...]:
-    """Return the corrections, of the argument ``corrections`` of `Pipeline`.
-
-    Raises:
-        ConfigError: It is no list of corrections, or a correction does not fit the optimizer.
-    """
+    """Return the corrections, of the argument ``corrections`` of `Pipeline`."""
     if corrections is None or corrections == "auto":
         stalest = max(map(plan.staleness, range(plan.num_stages)))
         by_default = corrections is None
@@ -74,11 +70,7 @@ def correcting(corrections: Any, plan: Plan, optimizer: Parts | None) -> tuple[C
 def compiling(
     compile: bool | dict[str, Any], modules: Iterable[nn.Module]
 ) -> dict[str, Any] | None:
-    """Return the arguments with which layers are compiled; None if they are not.
-
-    Raises:
-        ConfigError: A module was compiled in place, which pickling undoes.
-    """
+    """Return the arguments with which layers are compiled; None if they are not."""
     for name, module in (each for whole in modules for each in whole.named_modules()):
         if module._compiled_call_impl is not None:
             raise ConfigError(
@@ -91,11 +83,7 @@ def compiling(
 
 
 def recomputing(recompute: Any, num_stages: int) -> frozenset[int]:
-    """Return the stages that compute activations again, of the option ``recompute``.
-
-    Raises:
-        ConfigError: It is no list of stages, and neither True nor False.
-    """
+    """Return the stages that compute activations again, of the option ``recompute``."""
     stages = range(num_stages)
     if isinstance(recompute, bool):
         recompute = stages if recompute else ()

@@ -25,16 +25,7 @@ from pipedream_rt.torch_private import NormWithBuffers
 def holders_of(
     roots: Sequence[Sequence[tuple[str, Any]]], model: UnsplitModel, elsewhere: bool
 ) -> list[Holders]:
-    """Return, by stage, what holds values of the script's.
-
-    Args:
-        roots: By stage, its layers, loss and hooks, each with what it is called.
-        model: The unsplit model, whose weights and buffers are looked after by others.
-        elsewhere: Whether stages are in other processes.
-
-    Raises:
-        ConfigError: Something is collected for the script, which would never see it.
-    """
+    """Return, by stage, what holds values of the script's."""
     found = []
     for of_stage in roots:
         found.append(Holders(t for each in model.modules.values() for t in _tensors_of(each)))
@@ -102,11 +93,7 @@ class ScriptValues:
         return list(found.found.values()), read
 
     def now(self) -> list[Given]:
-        """Return all values that the script has changed so far: number of the holder, key, value.
-
-        Raises:
-            ConfigError: It has changed something that cannot be sent.
-        """
+        """Return all values that the script has changed so far."""
         for weights in self._weights:
             weights.refuse_changes()
         for holder in self._fixed:

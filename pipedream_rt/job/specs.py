@@ -44,25 +44,7 @@ def pickled_specs(
     programs: Sequence[tuple[StageProgram, ...]],
     compared: bool,
 ) -> tuple[list[tuple[Tensor, ...]], list[dict[int, Holder]]]:
-    """Pickle the `StageSpec` of every stage.
-
-    Args:
-        model: The unsplit model.
-        parts: By stage, its layers as one module, to which the loss is added if it is a module.
-        common: What all stages have in common, with the plan.
-        loss_fn: The loss function; None for a pipeline that only infers.
-        recompute: The stages that compute activations again.
-        programs: By stage, what a forward does, as in `StageSpec`.
-        compared: Whether workers are other processes, which compare their code with the script's.
-
-    Returns:
-        For each stage a tensor of bytes, and one for the memory of each of its tensors. They share
-        nothing with the model. And by stage, what holds values of the script's, by number.
-
-    Raises:
-        ConfigError: A layer or the loss function does not pickle, or takes a weight of another
-            stage along; the message says which.
-    """
+    """Pickle the `StageSpec` of every stage."""
     refuse_global_hooks()
     shared, owners, weights = shared_buffers(parts), _owners(parts), _weights(model)
     made: list[tuple[StageSpec, list[tuple[str, object]]]] = []

@@ -76,17 +76,7 @@ class ForwardOptions(NamedTuple):
 def split_model(
     model: UnsplitModel, stages: Stages, example: Any, options: ForwardOptions
 ) -> Split:
-    """Split a model.
-
-    Args:
-        model: The unsplit model.
-        stages: Where to cut.
-        example: A mini-batch, as `example_of` takes it; None if none was given.
-        options: How forwards are recorded.
-
-    Raises:
-        ConfigError: There is no such split, or the model cannot be cut.
-    """
+    """Split a model."""
     if model.sequence is not None:
         points = split_points(model.sequence, stages)
         names = list(model.sequence)

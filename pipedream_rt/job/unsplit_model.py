@@ -104,25 +104,11 @@ class UnsplitModel:
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def modes(self, layers: Iterable[nn.Module]) -> Modes:
-        """Return which modules do not follow the mode of the model, where it sets its own.
-
-        Args:
-            layers: The modules that stay whole.
-
-        Raises:
-            ConfigError: It does something else when its mode is set.
-        """
+        """Return which modules do not follow the mode of the model, where it sets its own."""
         return modes_of(self.given, layers) if isinstance(self.given, nn.Module) else Modes()
 
     def pretrained(self, folder: str | os.PathLike[str] | None) -> Pretrained | None:
-        """Return where the weights of the model are that workers read.
-
-        Args:
-            folder: The folder; None if they have their values here.
-
-        Raises:
-            ConfigError: The folder has not the weights of this model, or there are none anywhere.
-        """
+        """Return where the weights of the model are that workers read."""
         if folder is not None:
             if not isinstance(folder, str | os.PathLike) or not str(folder):
                 raise ConfigError(f"weights must be a folder, not {folder!r}")
@@ -133,15 +119,7 @@ class UnsplitModel:
         return None
 
     def part(self, names: Sequence[str]) -> nn.Module:
-        """Return a module of a part of the model, with the model's own layers and tensors.
-
-        Args:
-            names: The names of layers, and of parameters and buffers beside them.
-
-        Returns:
-            For a sequence an ``nn.Sequential``; else a tree of modules in which everything has the
-            name that it has in the model.
-        """
+        """Return a module of a part of the model, with the model's own layers and tensors."""
         if self.sequence is not None:
             part = nn.Sequential()
             for name in names:
@@ -158,11 +136,7 @@ class UnsplitModel:
         return {**ordered, **own}
 
     def require_fit(self, state_dict: dict[str, Tensor]) -> None:
-        """Refuse a state dict of another model.
-
-        Raises:
-            ConfigError: It is none, a key is missing or unknown, or a shape differs.
-        """
+        """Refuse a state dict of another model."""
         if not isinstance(state_dict, Mapping):
             raise ConfigError(
                 f"a state dict is a dict of tensors by name, not a {type(state_dict).__name__}"
@@ -186,9 +160,6 @@ class UnsplitModel:
         """Describe the first saved weight that does not fit the model; return "" if all fit.
 
         Buffers are not compared, because a forward may make them or change their shape.
-
-        Args:
-            shapes: Shapes of the saved weights and buffers, by key.
         """
         flexible = buffer_slots(self.whole)
         state = self.whole.state_dict()
@@ -210,14 +181,7 @@ class UnsplitModel:
         )
 
     def copy_with(self, state_dict: dict[str, Tensor]) -> nn.Module:
-        """Return a copy of the model with the weights and buffers of a state dict.
-
-        Args:
-            state_dict: A state dict with all of the model's keys.
-
-        Returns:
-            A copy of the model; where a list was given, an ``nn.Sequential`` of its layers.
-        """
+        """Return a copy of the model with the weights and buffers of a state dict."""
         if self.blueprint.specs:
             built = self.blueprint.build(list(self.blueprint.specs))
             layers = [
@@ -234,11 +198,7 @@ class UnsplitModel:
         return whole
 
     def loss_with(self, state_dict: dict[str, Tensor]) -> nn.Module:
-        """Return a copy of the loss with the weights and buffers of a stage's state dict.
-
-        Raises:
-            ConfigError: The loss is no module.
-        """
+        """Return a copy of the loss with the weights and buffers of a stage's state dict."""
         if self._loss is None:
             raise ConfigError("the loss function is no nn.Module, so it has no weights of its own")
         loss, prefix = _copy_of(self._loss), f"{LOSS_LAYER}."
@@ -248,12 +208,7 @@ class UnsplitModel:
 
 
 def parameter_names(model: UnsplitModel, parts: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the trainable parameters, stage by stage, in the order of each stage.
-
-    Args:
-        model: The unsplit model.
-        parts: By stage, its layers, and the loss if that is a module, as one module.
-    """
+    """Return the names of the trainable parameters, stage by stage, in the order of each stage."""
     trained = (p for part in parts for p in part.parameters() if p.requires_grad)
     # A tied weight belongs to the first of its stages.
     return list(dict.fromkeys(model.names[id(p)] for p in trained))

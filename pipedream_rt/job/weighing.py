@@ -41,11 +41,7 @@ class Weighing:
     """
 
     def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
-        """Check it.
-
-        Raises:
-            ConfigError: It is not callable.
-        """
+        """Check it."""
         if weigh is not None and not callable(weigh):
             raise ConfigError(
                 "weigh must be a function of a mini-batch that returns a number, as "
@@ -56,15 +52,7 @@ class Weighing:
         self.is_given = weigh is not None
 
     def counted(self, batch: Batch, labels: int | None) -> float | None:
-        """Return what a micro-batch, or a mini-batch, weighs; None if it is the samples.
-
-        Args:
-            batch: It.
-            labels: The number of labels that the model's own loss counts; None if not known.
-
-        Raises:
-            ConfigError: The function raised, or returned no such number.
-        """
+        """Return what a micro-batch, or a mini-batch, weighs; None if it is the samples."""
         if self._weigh is None:
             if labels is None and self._counted is not None:
                 return self._counted(batch.target)
@@ -142,11 +130,7 @@ class Samples:
         self._first: tuple[int, int] | None = None
 
     def require_clear(self, batch: Batch) -> None:
-        """Look at one more mini-batch, with its marks.
-
-        Raises:
-            ConfigError: By its target it weighs something else than by its inputs.
-        """
+        """Look at one more mini-batch, with its marks."""
         x, y = samples_of(batch), samples_in(batch.target)
         if x is None or y is None:
             return

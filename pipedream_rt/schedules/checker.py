@@ -205,7 +205,7 @@ class _Checker:
             state.whole = state.applied
 
     def _require_whole(self, state: _StageState, action: Action) -> None:
-        """Check that the gradients which are summed by now are those of an update, and no others."""
+        """Check that the gradients that are summed by now are those of an update alone."""
         letter = "W" if state.split else "B"
         end = (action.index + 1) * self._plan.per_update
         missing = range(state.ends, end, state.replicas)

@@ -210,7 +210,7 @@ class Loop:
             self._do(doer, action, came)
 
     def _flush_after_the_end(self, hosted: Exchange) -> Steps[Message]:
-        """Return the command to flush that must come when the order ends, as that of a replay does."""
+        """Return the command to flush that must come where the order ends, as in a replay."""
         item = yield from self._next_item(hosted)
         if not isinstance(item.payload, Command):
             raise ScheduleError(

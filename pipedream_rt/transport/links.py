@@ -313,7 +313,7 @@ class Link:
         return coming
 
     def _begin(self) -> bool:
-        """Check and take head and meta from the buffer, once they are there, and make the tensors."""
+        """Take head and meta from the buffer, once they are there, and make the tensors."""
         if len(self._buffer) < _HEAD.size:
             return False
         signature, kind, length, size = _HEAD.unpack_from(self._buffer)

@@ -25,16 +25,5 @@ _FINDERS: tuple[Callable[[Mapping[str, str], Asked], Membership | None], ...] = 
 
 
 def membership(environment: Mapping[str, str], asked: Asked) -> Membership | None:
-    """Return what stands for the engine that has started this process.
-
-    Args:
-        environment: The environment of the process.
-        asked: What its command line says.
-
-    Returns:
-        The membership; None where no engine has started it.
-
-    Raises:
-        ConfigError: The environment or the command line makes no sense.
-    """
+    """Return what stands for the engine that has started this process."""
     return next((made for find in _FINDERS if (made := find(environment, asked))), None)

@@ -67,14 +67,7 @@ class Membership(Protocol):
     node: Node
 
     def secret(self, deadline: Deadline) -> Secret:
-        """Return the secret of the job, which all its processes get and nobody else.
-
-        Args:
-            deadline: When to give up where the first process has not made it yet.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """Return the secret of the job, which all its processes get and nobody else."""
 
     def finish(self) -> None:
         """Remove what the job has left; the first process calls it when the job is over."""
@@ -90,11 +83,7 @@ class Keeper(Protocol):
         """Say why workers have not come, and what to do."""
 
     def replace(self, names: Collection[str]) -> None:
-        """Start others in the place of workers, before the next generation.
-
-        Args:
-            names: Those that do not answer, and have to be ended; often there are none.
-        """
+        """Start others in the place of workers, before the next generation."""
 
 
 @runtime_checkable
@@ -102,25 +91,10 @@ class Supervisor(Keeper, Protocol):
     """An engine that the script asks for workers, which join the script at its address."""
 
     def host(self) -> str:
-        """Return the numeric address of this machine at which its workers reach the script.
-
-        Raises:
-            ConfigError: The engine cannot be reached.
-        """
+        """Return the numeric address of this machine at which its workers reach the script."""
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Place workers and start them; those that are there already are left.
-
-        Args:
-            count: Number of workers.
-            address: ``HOST:PORT`` at which the script listens for them.
-            secret: The secret of the job.
-            deadline: When to give up.
-
-        Raises:
-            ConfigError: The engine cannot be reached.
-            RendezvousTimeout: The workers could not be placed in time.
-        """
+        """Place workers and start them; those that are there already are left."""
 
     def stop(self) -> None:
         """End all workers. Idempotent."""

@@ -23,11 +23,7 @@ _PORT = 29500
 
 
 def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
-    """Return the job that the options or the ``PET_`` variables describe; None if they do not.
-
-    Raises:
-        ConfigError: They contradict themselves.
-    """
+    """Return the job that the options or the ``PET_`` variables describe; None if they do not."""
     nodes = _number(environment, "PET_NNODES", asked.nodes)
     if nodes is None or nodes == 1:
         return None

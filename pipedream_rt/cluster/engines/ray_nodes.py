@@ -43,22 +43,7 @@ def run_on_ray(
     deadline: Deadline,
     say: Callable[[str], object],
 ) -> int:
-    """Run a script on nodes that Ray places, and restarts until the script has ended for good.
-
-    Args:
-        nodes: Number of nodes.
-        options: Options of `pipedream-rt run` for every node.
-        command: The script with its arguments.
-        deadline: When to give up placing the nodes.
-        say: Tells the user a line.
-
-    Returns:
-        The exit code of the script.
-
-    Raises:
-        ConfigError: Ray is not installed, or cannot be reached.
-        RendezvousTimeout: Ray could not place the nodes in time.
-    """
+    """Run a script on nodes that Ray places, and restarts until the script has ended for good."""
     engine = RayWorkers(strategy="SPREAD")
     ray = engine.connected()
     board = ray.remote(_Board).options(num_cpus=0).remote()

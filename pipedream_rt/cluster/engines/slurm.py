@@ -41,9 +41,6 @@ def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
     """Return the step of which this process is a task; None if it is none.
 
     A batch script is no task of a step: there `run` starts workers on its own machine.
-
-    Raises:
-        ConfigError: Slurm's variables make no sense.
     """
     if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
         return None
@@ -153,11 +150,7 @@ class Slurm:
 
 
 def expanded(text: str) -> Iterator[str]:
-    """Yield the hosts of a list as Slurm writes it, as ``n[1-3,07],login``.
-
-    Raises:
-        ConfigError: It is no such list.
-    """
+    """Yield the hosts of a list as Slurm writes it, as ``n[1-3,07],login``."""
     parts = re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", text)
     if ",".join(parts) != text:
         raise ConfigError(f"{text!r} is no list of hosts of Slurm")

@@ -329,7 +329,7 @@ def _answer() -> None:
 
 @allow
 def _part(address: int, part: str) -> Any:
-    """Return a part of a stage; the coordinator calls it by ``rpc.remote``, which leaves it here."""
+    """Return a part of a stage, for ``rpc.remote`` of the coordinator, which leaves it here."""
     if _current is None:
         raise PipelineError("no endpoint is open")
     return _current.part(address, part)
