@@ -6,6 +6,7 @@ that the pipeline says what it cannot do, before anything is lost.
 
 import collections
 import copy
+import dataclasses
 import itertools
 import random
 import subprocess
@@ -913,3 +914,87 @@ def test_a_model_that_records_its_outputs_is_told_what_to_do(llama, what):
     more = {"attn_implementation": "eager"} if what == "output_attentions" else {}
     with pytest.raises(ConfigError, match=f"{what}.* to False, in its config too"):
         losses_of(llama(**{what: True}, **more))
+
+
+@dataclasses.dataclass(slots=True)
+class Settings:
+    beta: float = 1.0
+
+
+class BySettings:
+    def __init__(self):
+        self.settings = Settings()
+
+    def __call__(self, output, target):
+        return F.mse_loss(output, target) + self.settings.beta * output.pow(2).mean()
+
+
+def test_an_attribute_in_a_slot_travels_too():
+    def pipeline_losses(model, loss):
+        with Pipeline(
+            model, stages=2, loss_fn=loss, optimizer=SGD, schedule="1f1b", micro_batches=1,
+            workers="serial", layout=Layout(credits=1),
+        ) as pipe:  # fmt: skip
+            yield from (result.loss for result in pipe.train_epoch(batches(6)))
+
+    def change(model, loss, value):
+        loss.settings.beta = value
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    expected = annealed(copy.deepcopy(model), BySettings(), change, plain_losses)
+    assert annealed(model, BySettings(), change, pipeline_losses) == expected
+
+
+BETAS = {"beta": 1.0}
+
+
+def by_a_global_of_a_module(output, target):
+    return F.mse_loss(output, target) + BETAS["beta"] * output.pow(2).mean()
+
+
+class Remembers(nn.Linear):
+    """A layer with a tensor that is no buffer, and a list that grows."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale, self.steps = torch.ones(()), [1.0]
+
+    def forward(self, x):
+        return super().forward(x) * self.scale * self.steps[-1]
+
+
+def test_what_cannot_travel_either_is_refused_by_name():
+    model = nn.Sequential(*layers(Remembers, nn.Linear))
+    refused(lambda m, loss: m[0].scale.fill_(2), "changed 'scale' of layer 0", model)
+    model = nn.Sequential(*layers(Remembers, nn.Linear))
+    refused(lambda m, loss: m[0].steps.append(0.5), "changed 1 of 'steps' of layer 0", model)
+    try:
+        refused(
+            lambda m, loss: BETAS.update(beta=0.5), "'BETAS' of the globals that by_a_global",
+            loss=by_a_global_of_a_module,
+        )  # fmt: skip
+    finally:
+        BETAS["beta"] = 1.0
+
+
+class CountsInItsClass(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        CountsInItsClass.calls += 1
+        return super().forward(x) / CountsInItsClass.calls
+
+
+class Caches(nn.Linear):
+    cache = {}  # noqa: RUF012
+
+    def forward(self, x):
+        return super().forward(x) * self.cache.setdefault(len(x), 2.0)
+
+
+@pytest.mark.processes
+def test_a_class_may_not_count_for_two_stages_and_may_have_a_cache():
+    with pytest.raises(StageFailed, match="changed 'calls' of the class CountsInItsClass"):
+        piped(nn.Sequential(*layers(CountsInItsClass, CountsInItsClass)), workers="local")
+    model = nn.Sequential(*layers(Caches, Caches))
+    assert_same(piped(model, workers="local"), plain(model))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.models.holders import GONE, Given, Holder, Holders, collecting, names_used
+from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Holders, collecting, names_used
 from pipedream_rt.models.undisturbed import modules_inside
 from pipedream_rt.stage.optimizer import pack_hyper
 from pipedream_rt.torch_private import NormWithBuffers
@@ -110,13 +110,13 @@ class ScriptValues:
                     )
         for number, holder in self._holders.items():
             changes = list(holder.changes())
-            for key, _, value in changes:
-                self._note(number, holder, key, value)
+            for key, before, value in changes:
+                self._note(number, holder, key, before, value)
             if changes:
                 holder.look()
         return [[number, key, value] for (number, key), value in self._changed.items()]
 
-    def _note(self, number: int, holder: Holder, key: Any, value: Any) -> None:
+    def _note(self, number: int, holder: Holder, key: Any, before: Any, value: Any) -> None:
         """Note a change that is to be sent, or refuse it."""
         cls: type = type(holder.value)
         read, stored = names_used(cls) if holder.kind == "object" else ((), ())
@@ -139,7 +139,10 @@ class ScriptValues:
                     "there. If the script calls the module by itself, let it call pipe.module()",
                 )
             return
-        if type(key) in (str, int) and _can_be_sent(value):
+        # Of an object with a state of its own, and of a container that grows, no value tells.
+        whole = holder.kind == "state" or key is LENGTH or isinstance(holder.value, set)
+        grown = holder.kind == "list" and GONE in (before, value)
+        if type(key) in (str, int) and _can_be_sent(value) and not (whole or grown):
             self._changed[number, key] = pack_hyper(value, str(key))
         elif holder.kind != "object" or key in read:
             _refuse(

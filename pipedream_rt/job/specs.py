@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Collection, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -81,7 +82,11 @@ def pickled_specs(
         along: set[int] = set()
         _dumped(spec, pieces, along=along)
         # What an object leaves out when it is pickled, as a connection, stays here.
-        mine = {numbers[each]: h for each, h in of_stage.items() if id(h.value) in along}
+        mine = {
+            numbers[each]: h
+            for each, h in of_stage.items()
+            if id(h.value) in along or isinstance(h.value, ModuleType | type)
+        }
         others = {
             numbers[each] for s, each_of in enumerate(found) if s != stage for each in each_of
         }

@@ -42,6 +42,9 @@ _WITH_STATE = (
 _OF_MODULES = {*vars(nn.Module())}
 """What every module holds for torch: its mode, its parts, its hooks."""
 
+LENGTH = "its length"
+"""The key under which a large container has its length."""
+
 _MOST, _SMALL = 256, 1 << 20
 """Entries of a container that are looked at one by one; of a larger one its length counts. Bytes of
 an array that are compared; of a larger one its shape."""
@@ -77,7 +80,8 @@ class Holder:
         value, kind = self.value, self.kind
         if kind == "globals":
             held = value.__globals__ if isinstance(value, FunctionType) else vars(value)
-            return {n: held[n] for n in self.names or () if n in held}
+            there = {n: held[n] for n in self.names or () if n in held}
+            return there if self.travels else _inside_of(there)
         if kind == "cell":
             try:
                 return {"": value.cell_contents}
@@ -87,11 +91,12 @@ class Holder:
             return {"": _state_of(value)}
         if kind in ("dict", "list"):
             if len(value) > _MOST:
-                return {"": len(value)}
+                return {LENGTH: len(value)}
             return value if kind == "dict" else dict(enumerate(value))
-        held = vars(value)
         skipped = _OF_MODULES if isinstance(value, nn.Module) else ()
-        return {k: v for k, v in held.items() if k not in skipped and not _is_machinery(k, v)}
+        held = _attributes_of(value).items()
+        there = {k: v for k, v in held if k not in skipped and not _is_machinery(k, v)}
+        return there if self.travels else _inside_of(there)
 
     def look(self) -> None:
         """Take what it holds now for what it held before."""
@@ -100,15 +105,15 @@ class Holder:
 
     def _length(self) -> int:
         """Return the number of all that it holds, which tells of what is new."""
-        if self.kind in ("object", "class"):
-            return len(vars(self.value))
+        if self.kind == "object":
+            return len(_attributes_of(self.value))
         return len(self.value) if self.kind in ("dict", "list") else 0
 
     def _is_same(self) -> bool:
         """Whether it holds the very same objects; this is called for each mini-batch."""
         value, seen, kind = self.value, self._seen, self.kind
-        if kind in ("object", "class"):
-            held = vars(value)
+        if kind == "object":
+            held = _attributes_of(value)
             return len(held) == self._size and all(map(is_, map(held.get, seen), seen.values()))
         if kind in ("dict", "list") and len(value) == self._size <= _MOST:
             return all(map(is_, value if kind == "list" else value.values(), seen.values()))
@@ -134,7 +139,8 @@ class Holder:
             case "dict" | "list":
                 self.value[key] = value
             case _:
-                vars(self.value)[key] = value
+                # Not by the class of the object, which may forbid it, or do more.
+                object.__setattr__(self.value, key, value)
 
     def put_back(self) -> None:
         """Let it hold what it held at `look`, as far as that can be set."""
@@ -163,7 +169,7 @@ def _state_of(value: Any) -> Any:
     """Return what differs once such an object was changed."""
     match value:
         case Tensor():
-            return id(value), value._version
+            return id(value), 0 if value.is_inference() else value._version
         case torch.Generator():
             return bytes(value.get_state())
         case np.ndarray():
@@ -175,6 +181,52 @@ def _state_of(value: Any) -> Any:
         case random.Random():
             return repr(value.getstate())
     return repr(value)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, in its slots too."""
+    held: Mapping[str, Any] = getattr(value, "__dict__", {})
+    cls: type = type(value)
+    if isinstance(value, type) or not (names := _slots_of(cls)):
+        return held
+    return {**held, **{n: getattr(value, n) for n in names if hasattr(value, n)}}
+
+
+@functools.cache
+def _slots_of(cls: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class of the user's."""
+    if is_installed(cls.__module__):
+        return ()
+    own = (vars(each).get("__slots__", ()) for each in cls.__mro__)
+    return tuple(n for names in own for n in ((names,) if isinstance(names, str) else names))
+
+
+def _inside_of(there: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return values with what containers and objects have in them, as far as it can be compared.
+
+    Of what is the process's own nothing else is found: no stage is sent a copy.
+    """
+    return {key: _shallow(value) for key, value in there.items()}
+
+
+def _shallow(value: Any) -> Any:
+    """Return what differs once a container, or an object of the user's, was changed."""
+    if isinstance(value, (*PLAIN, bytes, type, FunctionType, ModuleType, nn.Module)):
+        return value
+    if isinstance(value, _WITH_STATE):
+        return _marked(_state_of(value))
+    if isinstance(value, dict):
+        return tuple((str(k), _marked(v)) for k, v in value.items()) if len(value) <= _MOST else ()
+    if isinstance(value, list | set | deque | tuple):
+        return tuple(map(_marked, value)) if len(value) <= _MOST else (len(value),)
+    if not is_installed(type(value).__module__):
+        return tuple((k, _marked(v)) for k, v in _attributes_of(value).items())
+    return value
+
+
+def _marked(value: Any) -> Any:
+    """Return a value that can be compared; of another one its place in memory."""
+    return value if _is_plain(value) else id(value)
 
 
 class _Gone:
@@ -351,7 +403,7 @@ class Holders:
 
     def _inside(self, where: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Note a value if it is a holder, and yield what is in it."""
-        cls = type(value)
+        cls: type = type(value)
         if isinstance(value, _WITH_STATE):
             if id(value) not in self._spared:
                 self._add(value, "state", where)
@@ -371,7 +423,7 @@ class Holders:
             yield from self._held(self._add(value, "list", where))
         elif isinstance(value, tuple | frozenset):
             yield from ((where, each) for each in value)
-        elif isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
+        elif isinstance(value, ModuleType) or not (hasattr(value, "__dict__") or _slots_of(cls)):
             return
         else:
             yield from self._held(self._add(value, "object", where))
@@ -385,7 +437,9 @@ class Holders:
         if holder.kind in ("dict", "list") and len(holder.value) > _MOST:
             return
         for key, value in holder.content().items():
-            yield holder.called(key), value
+            # What is in what the process has by itself was seen with it; but code reads more.
+            if holder.travels or isinstance(value, FunctionType | type | functools.partial):
+                yield holder.called(key), value
 
     def _of_class(self, where: str, cls: type) -> Iterator[tuple[str, Any]]:
         """Note a class of the user's, and yield what its methods read."""
@@ -408,8 +462,9 @@ class Holders:
         travels = not is_by_name(function) if travels is None else travels
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
+            # Those of a class of the script travel with it.
             what = f"{name!r}, which {_named(function)} of {where} reads"
-            yield from self._held(self._add(cell, "cell", what, travels=travels))
+            yield from self._held(self._add(cell, "cell", what, travels=not is_by_name(function)))
         yield from ((where, each) for each in function.__defaults__ or ())
         yield from ((where, each) for each in (function.__kwdefaults__ or {}).values())
         yield from self._of_globals(where, function, travels)
@@ -426,7 +481,9 @@ class Holders:
         assert holder.names is not None
         holder.names |= there
         for name in there:
-            yield f"the global {name!r}", function.__globals__[name]
+            value = function.__globals__[name]
+            if travels or isinstance(value, FunctionType | type | functools.partial):
+                yield f"the global {name!r}", value
         free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name, adds in uses(function):
             cell, what = free.get(name), f"{name!r}, in {_named(function)} of {place}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.holders import Given, Holder
+from pipedream_rt.models.holders import PLAIN, Given, Holder
 from pipedream_rt.stage.optimizer import unpack_hyper
 
 
@@ -62,6 +62,8 @@ class GivenValues:
         """
         for holder in self._shared:
             for key, one, other in holder.changes():
+                if not holder.travels and not (isinstance(one, PLAIN) and isinstance(other, PLAIN)):
+                    continue  # a cache of a class or of a module may fill, which is right on each
                 how = "" if holder.kind == "state" else f" ({one!r:.40} became {other!r:.40})"
                 raise ConfigError(
                     f"stage {self._stage} has changed {holder.called(key)}{how}, of which other "
