@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ from pipedream_rt.verify.plain import (
     copies_of,
     inputs_of,
 )
+
+T = TypeVar("T")
 
 LIMIT = 64 << 20
 """The most bytes of weights and buffers of a model of which the first mini-batch is verified by
@@ -442,16 +445,8 @@ class Watching:
     def _compare_first(self, cut: CutBatch, pending: PendingStep) -> None:
         """Compare what the workers say of the first mini-batch with plain PyTorch."""
         job, result = self._job, pending.result()
-        try:
-            own, again, parts = self._plain(cut), self._plain(cut, other=True), self._parts(cut)
-        except Exception as error:  # the user's code, in a process for which it was not written
-            _log.info("the first mini-batch was not compared with plain PyTorch: %s", error)
-            return
-        if compared(own, again)[1] is not None:
-            _log.info(
-                "the first mini-batch was not compared with plain PyTorch: the model draws random "
-                "numbers that nobody seeds, or goes by a clock"
-            )
+        own, parts = self._tried(self._plain, cut), self._tried(self._parts, cut)
+        if own is None:
             return
         if parts is not None:
             _log.warning("%s differs by %.2g. %s", *parts)
@@ -469,19 +464,33 @@ class Watching:
                 "the first mini-batch %s what plain PyTorch computes, in %d values", how, number
             )
             return
-        found = beside(job, None, self._batches, self._hyper, self._run.feeder.training)
-        where = (
-            found
-            if not found
-            else (
-                f"{parted.place} differs by {parted.difference:.2g} of its largest element. Stages "
-                f"in this process give what plain PyTorch gives, so it is the workers: {_WORKERS}"
+        again = self._tried(functools.partial(self._plain, other=True), cut)
+        if again is None or compared(own, again)[1] is not None:
+            _log.info(
+                "the first mini-batch was not compared with plain PyTorch: the model draws random "
+                "numbers that nobody seeds, or goes by a clock"
             )
+            return
+        where = (
+            f"{parted.place} differs by {parted.difference:.2g} of its largest element. Stages "
+            f"in this process give what plain PyTorch gives, so it is the workers: {_WORKERS}"
         )
+        training = self._run.feeder.training
+        found = self._tried(lambda _: beside(job, None, self._batches, self._hyper, training), cut)
         raise ConfigError(
-            f"the first mini-batch is not what plain PyTorch computes: {where}. "
+            "the first mini-batch is not what plain PyTorch computes: "
+            f"{where if found is None or found else found}. "
             "Training(verify=False) leaves this comparison out"
         )
+
+    @staticmethod
+    def _tried(call: Callable[[CutBatch], T], cut: CutBatch) -> T | None:
+        """Call the user's code in a process for which it was not written; None where it raises."""
+        try:
+            return call(cut)
+        except Exception as error:
+            _log.info("the first mini-batch was not compared with plain PyTorch: %s", error)
+            return None
 
     def _parts(self, cut: CutBatch) -> tuple[str, float, str] | None:
         """Say so if the loss of the first mini-batch is not that of its micro-batches."""
