@@ -159,9 +159,13 @@ def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
     # Not to wait for the other end of a pipe.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(Path(path), flags)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no ordinary file")
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(
+            number, os.strerror(number) if number == errno.EISDIR else "it is no ordinary file"
+        )
     return open(fd, "rb")
 
 

@@ -24,11 +24,13 @@ def test_what_is_no_count(text):
     assert is_count("0123")
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_is_no_file_is_refused_at_once_and_closed(tmp_path, make):
+@pytest.mark.parametrize(
+    ("make", "words"), [(os.mkdir, "Is a directory"), (os.mkfifo, "it is no ordinary file")]
+)
+def test_what_is_no_file_is_refused_at_once_and_closed(tmp_path, make, words):
     make(tmp_path / "file")
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="it is no ordinary file"):
+    with pytest.raises(OSError, match=words):
         open_file(tmp_path / "file")
     assert os.listdir("/proc/self/fd") == before
 
