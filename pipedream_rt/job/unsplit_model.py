@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from pipedream_rt.models import (
     dumps,
     is_sequence,
     layers_of,
+    loads,
     refuse_unfit_layers,
 )
 from pipedream_rt.models.layer_spec import Blueprint
@@ -248,7 +248,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module)
     except Exception as error:  # a foreign class may raise anything when copied
         try:
-            made: nn.Module = cloudpickle.loads(dumps(module)[0])
+            made: nn.Module = loads(dumps(module)[0])
         except Exception:
             raise ConfigError(
                 f"the model cannot be copied: {error}; read pipe.state_dict() and load it into a "

@@ -40,13 +40,19 @@ class Value(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _dump_class(cls: type) -> bytes:
     """Return a class as bytes: its name if it can be imported, else its code (``__main__``)."""
-    return bytes(cloudpickle.dumps(cls))
+    data = bytes(cloudpickle.dumps(cls))
+    _DUMPED[data] = cls
+    return data
+
+
+_DUMPED: dict[bytes, type] = {}
+"""The classes of this process by their bytes; read by cloudpickle, they would become copies."""
 
 
 @functools.lru_cache(maxsize=256)
 def _load_class(data: bytes) -> type:
     """Return the class that `_dump_class` wrote; equal bytes give the same class."""
-    cls: type = cloudpickle.loads(data)
+    cls: type = _DUMPED.get(data) or cloudpickle.loads(data)
     return cls
 
 

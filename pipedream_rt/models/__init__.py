@@ -8,7 +8,7 @@ from pipedream_rt.models.refusals import (
     shared_buffers,
     tensors_of,
 )
-from pipedream_rt.models.shipping import alias, dumps, foreign, range_of, why_unpicklable
+from pipedream_rt.models.shipping import alias, dumps, foreign, loads, range_of, why_unpicklable
 from pipedream_rt.models.split import (
     Layers,
     balanced,
@@ -31,6 +31,7 @@ __all__ = [
     "is_sequence",
     "layers_of",
     "listed_points",
+    "loads",
     "range_of",
     "refuse_loss",
     "refuse_unfit_layers",

@@ -12,10 +12,11 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias, cast
+from weakref import WeakSet
 
 import cloudpickle
 import torch
@@ -238,20 +239,45 @@ def dumps(
 
     Args:
         value: The value.
-        take: Takes the memory of each tensor in it, to be given to `cloudpickle.loads` as
+        take: Takes the memory of each tensor in it, to be given to `loads` as
             ``buffers``, in order; None to have it among the bytes.
         along: Gets the ``id`` of each object that went along.
 
     Returns:
-        The bytes, which `cloudpickle.loads` reads; and where every tensor in it lies, by ``id``.
+        The bytes, which `loads` reads; and where every tensor in it lies, by ``id``.
     """
     _have_the_script_travel()
     with io.BytesIO() as file:
         pickler = _Pickler(file, take)
         pickler.dump(value)
+        tracked = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())
+        _GIVEN_AWAY.update(list(tracked))
         if along is not None:
             along.update(pickler.memo.copy())
         return file.getvalue(), pickler.tensors
+
+
+def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
+    """Return what `dumps` has pickled.
+
+    The classes of this process stay as they are: cloudpickle knows them again where it reads its
+    own bytes, and would give them the methods and attributes that were pickled, all of them copies.
+    """
+    before = [(cls, dict(vars(cls))) for cls in list(_GIVEN_AWAY)]
+    try:
+        return cloudpickle.loads(data, buffers=buffers)
+    finally:
+        for cls, held in before:
+            now = vars(cls)
+            for name in [n for n in now if n not in held]:
+                type.__delattr__(cls, name)
+            for name, value in held.items():
+                if now.get(name) is not value:
+                    type.__setattr__(cls, name, value)
+
+
+_GIVEN_AWAY: WeakSet[type] = WeakSet()
+"""The classes of the script that were pickled with their code."""
 
 
 def _have_the_script_travel() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from typing import Any
 
-import cloudpickle
 import torch
 from typing_extensions import assert_never
 
@@ -13,6 +12,7 @@ from pipedream_rt.errors import ScheduleError
 from pipedream_rt.messages.keys import by_key, by_text
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.tree import flatten
+from pipedream_rt.models.shipping import loads
 from pipedream_rt.stage import snapshot
 from pipedream_rt.stage.evaluation import changes_modes
 from pipedream_rt.stage.methods import ask
@@ -89,7 +89,7 @@ def set_mode(stage: Stage, training: bool) -> None:
 
 def _call(stage: Stage, pickled: bytes) -> tuple[bool, Any]:
     """Call a function of the user's with the module of a stage."""
-    function, args, kwargs = cloudpickle.loads(pickled)
+    function, args, kwargs = loads(pickled)
     guards = stage.guards
     try:
         with guards.refusing_changes("the function"), guards.refusing_others():

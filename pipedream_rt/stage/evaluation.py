@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
-import cloudpickle
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models import dumps
+from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.holders import Holder, Holders
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.stage.parameters import VersionedParameters
@@ -225,7 +224,7 @@ def _unpacked(packed: bytes) -> list[tuple[Metric, list[Holder]]]:
 
     With each comes what holds values that it reads, as they are before the first pass.
     """
-    metrics: dict[str, Metric] = cloudpickle.loads(packed)
+    metrics: dict[str, Metric] = loads(packed)
     found = []
     for metric in metrics.values():
         holders = Holders()

@@ -33,6 +33,7 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.models.code import refuse_other_code
 from pipedream_rt.models.settings import apply_settings
+from pipedream_rt.models.shipping import loads
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
@@ -252,7 +253,7 @@ class StageHost:
             text = trace = f"(the error has no text: its __str__ raised {type(problem).__name__})"
         try:
             pickled = cloudpickle.dumps(error)
-            cloudpickle.loads(pickled)
+            loads(pickled)
         except Exception:  # its pickling may raise too; the text is enough
             pickled = b""
         _log.debug("%s, %s: %s", self.name, action, error, exc_info=error)
@@ -282,9 +283,7 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
         raise TransportError(f"the specification for address {message.to} was changed on its way")
     if not own_process:  # the coordinator keeps them for recoveries
         buffers = [buffer.clone() for buffer in buffers]
-    spec: StageSpec = cloudpickle.loads(
-        data.numpy().data, buffers=[buffer.numpy().data for buffer in buffers]
-    )
+    spec: StageSpec = loads(data.numpy().data, buffers=[buffer.numpy().data for buffer in buffers])
     if own_process and spec.code is not None:
         refuse_other_code(spec.own_code(), spec.code)
     return start, spec
@@ -296,7 +295,7 @@ def _begun(stage: Stage, start: Start) -> Stage:
         stage.set_optimizer(start.optimizer)
     defined = len(stage.runner.programs)
     for number, pickled in enumerate(start.definitions, defined):
-        stage.runner.define(number, cloudpickle.loads(pickled)[stage.index])
+        stage.runner.define(number, loads(pickled)[stage.index])
     if start.training is not None:
         stage.passes.modes.set(stage.module, start.training)
     if start.restore is not None and not restore_stage(stage, **start.restore):

@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -38,6 +37,7 @@ from pipedream_rt.messages.message import (
     Send,
 )
 from pipedream_rt.messages.tree import Value, unflatten
+from pipedream_rt.models.shipping import loads
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import CODES, COMMAND, PASS
 from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, Kind, Plan
@@ -299,9 +299,7 @@ class Loop:
             elif head.mode.has_target:
                 target = yield self._wanted(Key(edge, item.index))
         if head.definition:
-            hosted.stage.runner.define(
-                head.program, cloudpickle.loads(head.definition)[hosted.stage.index]
-            )
+            hosted.stage.runner.define(head.program, loads(head.definition)[hosted.stage.index])
         messages = [by_edge[edge] for edge in route.activations]
         return _Came(messages, target, [], arrived, waited_for)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import cloudpickle
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +23,7 @@ from pipedream_rt.models.program import (
     put,
     slots_in,
 )
+from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers
@@ -251,7 +251,7 @@ class Runner:
         if not number:
             return NONE_CARRIED
         if carries := self.programs[program].carries:
-            self.caches[number] = {name: cloudpickle.loads(data) for name, data in carries.items()}
+            self.caches[number] = {name: loads(data) for name, data in carries.items()}
         return self.caches[number]
 
 

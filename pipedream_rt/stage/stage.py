@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-import cloudpickle
 import torch
 
 from pipedream_rt.devices import HOST, Device, Late
@@ -27,6 +26,7 @@ from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.models.holders import Given
+from pipedream_rt.models.shipping import loads
 from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
@@ -486,7 +486,7 @@ class Stage:
         Raises:
             ConfigError: This process has other code of the optimizer than the script.
         """
-        spec: OptimizerSpec = cloudpickle.loads(pickled)
+        spec: OptimizerSpec = loads(pickled)
         if spec.code is not None:
             refuse_other_code(code_of([spec.optimizer_class]), spec.code)
         # Own values of optimizers stand under this number, which no other one may have.
