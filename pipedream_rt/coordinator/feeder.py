@@ -145,9 +145,9 @@ class Feeder:
         self._group.command(CommandName.TRAINING, (None, training))
 
     @property
-    def has_loaded(self) -> bool:
-        """Whether weights were loaded since the start."""
-        return self._group.loads > 0
+    def was_touched(self) -> bool:
+        """Whether something but training may have changed weights or optimizers since the start."""
+        return self._group.touched
 
     def cut(self, batch: Batch) -> CutBatch:
         """Return a mini-batch in the micro-batches in which it would be fed."""

@@ -97,6 +97,12 @@ def restore_argument(
     }
 
 
+_TOUCHING = (
+    CommandName.LOAD, CommandName.LOAD_STATE, CommandName.LOAD_OPTIMIZER_STATE, CommandName.CALL,
+    CommandName.METHOD,
+)  # fmt: skip
+
+
 class WorkerGroup:
     """The workers that host the stages, what they are fed, and their recovery.
 
@@ -123,6 +129,7 @@ class WorkerGroup:
         training: The mode that all modules were set to (`Module.train`); None if never.
         apart: The mode that stages were set to by themselves after that, by stage.
         loads: The number of times that weights were loaded.
+        touched: Whether stages were told to do what may have changed weights or optimizers.
     """
 
     def __init__(
@@ -149,6 +156,7 @@ class WorkerGroup:
         self.at_end: list[Callable[[], object]] = []
         self.at_last: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = self.loads = 0
+        self.touched = False
         # By address, the number of items that it was fed, and the programs that it was given.
         self._turns = [0] * len(plan.addresses)
         self._defined: list[set[int]] = []
@@ -228,6 +236,7 @@ class WorkerGroup:
                 else:
                     self.apart[only] = training
             self.loads += name in (CommandName.LOAD, CommandName.LOAD_STATE)
+            self.touched |= name in _TOUCHING
             self.position += 1
         return self.position - 1
 

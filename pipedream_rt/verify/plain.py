@@ -5,20 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipedream_rt.coordinator.cutting import CutBatch
-from pipedream_rt.dynamo import dynamo_spared, step_spared
+from pipedream_rt.dynamo import step_spared
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Batch
 from pipedream_rt.job.cutting import unmarked
@@ -27,15 +24,15 @@ from pipedream_rt.job.given_optimizer import Parts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.tree import unflatten
-from pipedream_rt.models import dumps
-from pipedream_rt.models.holders import Holders
+from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.program import found
-from pipedream_rt.models.tensors import gradient_hooks, home_of, named_tensors, own_buffers
+from pipedream_rt.models.tensors import gradient_hooks, home_of, own_buffers
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.rules.clipping import Clip
-from pipedream_rt.stage.seeds import kept_generator_state, layer_seed
+from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss
+from pipedream_rt.verify.apart import drawn
 from pipedream_rt.verify.compare import Place, Seen
 
 
@@ -69,7 +66,7 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
             "it cannot be computed in plain PyTorch here; verify a smaller one that has some"
         )
     hooks = {n: gradient_hooks(p) for n, p in job.model.parameters.items()}
-    given, loss, hooks = cloudpickle.loads(dumps((given, loss, hooks))[0])
+    given, loss, hooks = loads(dumps((given, loss, hooks))[0])
     model = UnsplitModel(given, loss)
     for each in model.modules.values():
         own_buffers(each)
@@ -291,11 +288,11 @@ class PlainTraining:
         """Return the loss of inputs in eval mode; None where random numbers are drawn for it."""
         self.set_mode(False)
         self._seed(0, "eval mode")
-        before = _drawn()
+        before = drawn()
         with torch.no_grad(), self._casting():
             assert self._loss is not None
             loss = self._loss(self._forward(given), target).item()
-        return loss if _drawn() == before else None
+        return loss if drawn() == before else None
 
     def losses_of(self, cut: CutBatch) -> tuple[float, float] | None:
         """Return the loss of a whole mini-batch in eval mode, and the mean of its micro-batches.
@@ -368,31 +365,3 @@ def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:
     batch = unmarked(batch)
     given = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
     return given, batch.target
-
-
-def _drawn() -> tuple[Any, ...]:
-    """Return what differs once random numbers were drawn."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())
-
-
-@contextmanager
-def apart(job: Job) -> Iterator[None]:
-    """Let the body compute as a worker does, and leave no trace of it in this process."""
-    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
-    # Of what is pickled by its name, the copies have the script's own: classes, and modules.
-    roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
-    holders = Holders(t for _, t in named_tensors(job.model.whole))
-    holders.walk(("", root) for root in roots)
-    for holder in holders.found.values():
-        holder.look()
-    try:
-        plainly = torch.inference_mode(False), torch.enable_grad(), dynamo_spared()
-        with kept_generator_state(), plainly[0], plainly[1], plainly[2]:
-            torch.set_num_threads(job.options.threads)
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for holder in holders.found.values():
-            holder.put_back()

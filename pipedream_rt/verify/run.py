@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
-import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor, nn
 
 from pipedream_rt.coordinator.cutting import CutBatch
@@ -32,6 +29,7 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.stage import Stage
+from pipedream_rt.verify.apart import LIMIT, apart, drawn_outside
 from pipedream_rt.verify.compare import (
     Parted,
     Place,
@@ -45,16 +43,11 @@ from pipedream_rt.verify.plain import (
     Copies,
     PlainTraining,
     Tap,
-    apart,
     copies_of,
     inputs_of,
 )
 
 T = TypeVar("T")
-
-LIMIT = 64 << 20
-"""The most bytes of weights and buffers of a model of which the first mini-batch is verified by
-itself."""
 
 _DRAWS = {
     "backward": "random numbers are drawn in a backward, on each stage others, so gradients and "
@@ -149,7 +142,7 @@ def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, 
         return None
     whole, parts = found
     size = max(abs(whole), abs(parts), 1e-30)
-    if abs(whole - parts) <= rounding_of(job.forwards.dtype) * size:
+    if abs(whole - parts) <= _rounding(job) * size:
         return None
     return (
         f"the loss of a whole mini-batch in eval mode, {whole:.6g}, of which its "
@@ -160,6 +153,14 @@ def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, 
         "lets samples depend on each other, or the loss is no mean over samples "
         "(Training(weigh=...))",
     )
+
+
+def _rounding(job: Job) -> float:
+    """Return how much of a loss may be rounding."""
+    dtypes = {p.dtype for p in job.model.parameters.values()} | {job.forwards.dtype}
+    if job.options.training.autocast is not None:
+        dtypes.add(job.options.training.autocast)
+    return max(map(rounding_of, dtypes))
 
 
 class _Twin:
@@ -361,7 +362,7 @@ def _with_workers(
     found: Verification, job: Job, run: Run, state: Mapping[str, Any], batch: Batch
 ) -> Verification:
     """Compare the loss of a mini-batch in eval mode on the workers themselves, too."""
-    if not found:
+    if not found or job.script_values.forwards_store:  # which an evaluation would change
         return found
     feeder, passes = run.feeder, run.feeder.passes
     theirs = feeder.evaluate([batch], _as_it_is)["loss"]
@@ -373,7 +374,7 @@ def _with_workers(
     if own is None or not math.isfinite(own):
         return found
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
-    if apart_by <= rounding_of(job.forwards.dtype) or job.codecs.of_graph:
+    if apart_by <= _rounding(job) or job.codecs.of_graph:
         return replace(found, values=found.values + 1)
     return replace(
         found,
@@ -407,6 +408,17 @@ class Watching:
         self._job, self._run, self._asked = job, run, asked
         self._batches: list[Batch] = []
         self._hyper: list[list[Hyper]] = []
+        self._weights = [(p, p._version) for p in job.model.parameters.values()]
+
+    def _as_at_first(self, pending: PendingStep) -> bool:
+        """Whether the stages began with what the script's model has, and have only trained."""
+        feeder, job = self._run.feeder, self._job
+        evaluated = feeder.passes and (
+            job.script_values.forwards_store
+            or any(True for m in job.model.modules.values() for _ in m.buffers())
+        )
+        moved = any(p._version != version for p, version in self._weights)
+        return not (feeder.was_touched or evaluated or moved or pending.step != len(self._batches))
 
     def injected(self, cut: CutBatch, pending: PendingStep) -> bool:
         """Look at a mini-batch that was injected; return whether to look at the next one too.
@@ -416,10 +428,15 @@ class Watching:
         """
         optimizer = self._run.feeder.optimizer
         assert optimizer is not None
-        if self._run.feeder.has_loaded or pending.step != len(self._batches):
-            return False  # the script's model does not have the weights of the start
-        self._batches.append(cut.batch)
-        self._hyper.append(optimizer.groups())
+        if self._as_at_first(pending):
+            self._batches.append(cut.batch)
+            self._hyper.append(optimizer.groups())
+        else:
+            _log.info(
+                "the first mini-batch was not compared with plain PyTorch: the stages do not have "
+                "the weights that the script's model has"
+            )
+            return False
         if not self._asked:
             self._compare_first(cut, pending)
             self._batches.clear()
@@ -464,11 +481,11 @@ class Watching:
                 "the first mini-batch %s what plain PyTorch computes, in %d values", how, number
             )
             return
-        again = self._tried(functools.partial(self._plain, other=True), cut)
+        again = self._tried(self._plain, cut)
         if again is None or compared(own, again)[1] is not None:
             _log.info(
-                "the first mini-batch was not compared with plain PyTorch: the model draws random "
-                "numbers that nobody seeds, or goes by a clock"
+                "the first mini-batch was not compared with plain PyTorch: computed there twice, "
+                "it differs"
             )
             return
         where = (
@@ -497,17 +514,18 @@ class Watching:
         with apart(self._job):
             return _parts_differ(self._job, copies_of(self._job, None), cut)
 
-    def _plain(self, cut: CutBatch, other: bool = False) -> Seen:
-        """Train on the first mini-batch in plain PyTorch, perhaps with other seeds of Python."""
+    def _plain(self, cut: CutBatch) -> Seen:
+        """Train on the first mini-batch in plain PyTorch."""
         job = self._job
         assert job.optimizer is not None
         with apart(job):
-            if other:
-                random.seed(1)
-                np.random.seed(1)
             plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job))
             plain.set_mode(self._run.feeder.training)
-            return plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0])
+            before = drawn_outside()
+            seen = plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0])
+            if drawn_outside() != before:
+                raise ConfigError("the code draws random numbers that nobody seeds")
+            return seen
 
 
 def _steps_plainly(job: Job) -> bool:

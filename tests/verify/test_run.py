@@ -404,3 +404,55 @@ def test_an_error_of_a_stage_stays_what_it_is():
         pytest.raises(StageFailed),
     ):
         list(pipe.train_epoch(batches()))
+
+
+SEEN, COUNTS = [], {"calls": 0, "mean": torch.zeros(())}
+
+
+def collects(output, target):
+    """A loss that can be imported, so that copies of it share its globals with the script."""
+    SEEN.append(len(output))
+    COUNTS["calls"] += 1
+    COUNTS["mean"] += output.detach().mean() / len(SEEN)
+    return F.mse_loss(output, target)
+
+
+def test_what_globals_hold_is_put_back():
+    def run(training):
+        SEEN.clear()
+        COUNTS.update(calls=0, mean=torch.zeros(()))
+        torch.manual_seed(0)
+        with opened(linear(), batches(), loss_fn=collects, training=training) as pipe:
+            list(pipe.train_epoch(batches()))
+        return list(SEEN), COUNTS["calls"], COUNTS["mean"].item()
+
+    expected = run(ASK_ALONE)
+    assert expected[1] == len(expected[0]) > 0
+    assert run(Training()) == expected
+
+
+def test_a_run_that_was_touched_before_is_not_compared(caplog):
+    def double(module):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter *= 2
+
+    with caplog.at_level(logging.INFO), opened(linear(), batches(), training=Training()) as pipe:
+        pipe.on_stages(double)
+        assert len(list(pipe.train_epoch(batches()))) == 3
+    assert "do not have the weights that the script's model has" in caplog.text
+
+
+def test_a_loader_that_draws_by_python_is_left_as_it_is():
+    class Augmented(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            return torch.full((8,), random.random()), torch.full((8,), np.random.rand())
+
+    loader = torch.utils.data.DataLoader(Augmented(), batch_size=4)
+    with opened(linear(), batches(), training=ASK_ALONE) as pipe:
+        before = random.getstate(), str(np.random.get_state())
+        assert pipe.verify(loader, steps=2)
+        assert (random.getstate(), str(np.random.get_state())) == before

@@ -1,0 +1,178 @@
+"""Calling the user's code in the script's process so that nothing there is changed afterwards.
+
+The model and the loss are copies there. But what is pickled by its name they share with the script:
+classes, globals of modules, and all that can be reached from these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipedream_rt.dynamo import dynamo_spared
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.job import Job
+from pipedream_rt.models.code import is_installed
+from pipedream_rt.models.holders import PLAIN, Holders, attributes_of
+from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.stage.seeds import kept_generator_state
+
+LIMIT = 64 << 20
+"""The most bytes of tensors that are copied to be put back, and of the weights of a model of which
+the first mini-batch is verified by itself."""
+
+
+def drawn() -> tuple[Any, ...]:
+    """Return what differs once random numbers were drawn."""
+    return torch.get_rng_state().numpy().tobytes(), *drawn_outside()
+
+
+def drawn_outside() -> tuple[Any, ...]:
+    """Return what differs once Python or NumPy has drawn random numbers, which nobody seeds."""
+    return random.getstate(), str(np.random.get_state())
+
+
+@contextmanager
+def apart(job: Job) -> Iterator[None]:
+    """Let the body compute as a worker does, and leave no trace of it in this process.
+
+    Raises:
+        ConfigError: Something cannot be put back.
+    """
+    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
+    holders = Holders(t for _, t in named_tensors(job.model.whole))
+    holders.walk(("", root) for root in roots)
+    kept = _Kept(holders)
+    try:
+        with ExitStack() as stack:
+            # Who compares versions to see what the script has changed is not to see this.
+            for tensor in kept.tensors:
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+            stack.callback(kept.put_back)
+            stack.enter_context(kept_generator_state())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(dynamo_spared())
+            torch.set_num_threads(job.options.threads)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class _Kept:
+    """What the script and copies of its model share, as it was.
+
+    Args:
+        holders: What the code reads.
+
+    Attributes:
+        tensors: The tensors among it.
+    """
+
+    def __init__(self, holders: Holders) -> None:
+        self.tensors: list[Tensor] = []
+        self._undo: list[Callable[[], object]] = []
+        self._size = 0
+        left: deque[Any] = deque()
+        for holder in holders.found.values():
+            if not holder.travels:
+                held = dict(holder.raw())
+                self._undo.append(partial(holder.restore, held))
+                left.extend(held.values())
+        seen: dict[int, Any] = {}
+        while left:
+            value = left.pop()
+            skipped = (*PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device)
+            if id(value) not in seen and not isinstance(value, skipped):
+                seen[id(value)] = value
+                left.extend(self._inside(value))
+
+    def put_back(self) -> None:
+        """Let everything be as it was."""
+        for undo in self._undo:
+            undo()
+
+    def _inside(self, value: Any) -> Iterator[Any]:
+        """Keep what an object holds, and yield it."""
+        undo: Callable[[], object] | None = None
+        match value:
+            case Tensor():
+                undo = self._of_tensor(value)
+            case torch.Generator():
+                undo = partial(value.set_state, value.get_state())
+            case np.ndarray():
+                self._count(value.nbytes)
+                if value.flags.writeable:
+                    undo = partial(np.copyto, value, value.copy())
+            case np.random.Generator():
+                bits = value.bit_generator
+                undo = partial(setattr, bits, "state", bits.state)
+            case np.random.RandomState():
+                undo = partial(value.set_state, value.get_state())
+            case random.Random():
+                undo = partial(value.setstate, value.getstate())
+            case dict():
+                undo = partial(_refill, value, value.update, dict(value))
+                yield from value.values()
+            case list() | deque():
+                undo = partial(_refill, value, value.extend, list(value))
+                yield from value
+            case set():
+                undo = partial(_refill, value, value.update, set(value))
+            case tuple():
+                yield from value
+            case _ if hasattr(value, "__next__"):
+                raise ConfigError(
+                    f"the code reads {value!r:.60} from a global or a class, and what is taken "
+                    "from an iterator cannot be put back"
+                )
+            case _ if hasattr(value, "__dict__") and not is_installed(type(value).__module__):
+                undo = partial(_restore, value, dict(attributes_of(value)))
+                yield from attributes_of(value).values()
+        if undo is not None:
+            self._undo.append(undo)
+
+    def _of_tensor(self, tensor: Tensor) -> Callable[[], object] | None:
+        """Keep the values of a tensor."""
+        if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
+            return None
+        self._count(tensor.nbytes)
+        self.tensors.append(tensor)
+        version, before = tensor._version, tensor.detach().clone()
+        return lambda: None if tensor._version == version else tensor.detach().copy_(before)
+
+    def _count(self, size: int) -> None:
+        """Count bytes that are copied."""
+        self._size += size
+        if self._size > LIMIT:
+            raise ConfigError(
+                f"the code reads tensors of more than {LIMIT >> 20} MiB from globals and classes, "
+                "too much to copy them so that they can be put back"
+            )
+
+
+def _refill(container: Any, fill: Callable[[Any], object], held: Any) -> None:
+    """Let a container hold what it held."""
+    container.clear()
+    fill(held)
+
+
+def _restore(value: Any, held: dict[str, Any]) -> None:
+    """Let an object have the attributes that it had."""
+    for name in [n for n in attributes_of(value) if n not in held]:
+        object.__delattr__(value, name)
+    for name, before in held.items():
+        if attributes_of(value).get(name) is not before:
+            object.__setattr__(value, name, before)
