@@ -496,6 +496,9 @@ class Numbered(nn.Linear):
         Numbered.made += 1
         self.number = Numbered.made
 
+    def forward(self, x):
+        return super().forward(x) / self.number
+
 
 def drawn():
     layer = nn.Linear(8, 8)
@@ -998,3 +1001,152 @@ def test_a_class_may_not_count_for_two_stages_and_may_have_a_cache():
         piped(nn.Sequential(*layers(CountsInItsClass, CountsInItsClass)), workers="local")
     model = nn.Sequential(*layers(Caches, Caches))
     assert_same(piped(model, workers="local"), plain(model))
+
+
+# -- what the script shares with stages, and what it does to its own model ------------------------
+
+
+class OfTheScript(nn.Linear):
+    sizes = [8, 8]  # noqa: RUF012  # as people write it
+
+    def forward(self, x):
+        return super().forward(x) * len(self.sizes)
+
+
+def test_classes_of_the_script_stay_as_they_are(monkeypatch):
+    """Read again in this process, cloudpickle would give a class copies of all that it has."""
+    monkeypatch.setattr(OfTheScript, "__module__", "__main__")  # so that its code travels
+    before = dict(vars(OfTheScript))
+    model = nn.Sequential(*layers(OfTheScript, OfTheScript))
+    piped(model)
+    assert all(vars(OfTheScript)[name] is value for name, value in before.items())
+
+
+class Masks(nn.Linear):
+    """Blocks share a cache that the first call fills."""
+
+    def __init__(self, cache):
+        super().__init__(8, 8)
+        self.cache = cache
+
+    def forward(self, x):
+        if len(x) not in self.cache:
+            self.cache[len(x)] = torch.arange(8.0) / 8
+        return super().forward(x) * self.cache[len(x)]
+
+
+@pytest.mark.parametrize("workers", ["serial", "local"])
+def test_a_cache_of_constants_may_be_filled_on_each_stage(workers):
+    cache = {}
+    torch.manual_seed(0)
+    model = nn.Sequential(Masks(cache), Masks(cache))
+    expected = plain(model)
+    assert_same(piped(model, workers=workers), expected)
+
+
+def test_set_default_collects_nothing():
+    cache = {}
+
+    def loss_fn(output, target):
+        return F.mse_loss(output, target) * cache.setdefault("scale", torch.tensor(2.0))
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    assert_same(piped(model, loss_fn), plain(model, loss_fn))
+
+
+@dataclasses.dataclass
+class Config:
+    weights: list = dataclasses.field(default_factory=lambda: [1.0] * 8)
+
+
+class Teaches(nn.Module):
+    def __init__(self, teacher):
+        super().__init__()
+        self.teacher = teacher.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) * self.scale + self.teacher(output).mean()
+
+
+class OwnUse:
+    """A model with a loss that has and reads all kinds of things, and the script that has them."""
+
+    def __init__(self):
+        self.model = nn.Sequential(*layers(nn.Linear, nn.Linear, nn.Linear))
+        self.teacher, self.config = nn.Linear(8, 8), Config()
+        self.loss = Teaches(nn.Linear(8, 8))
+        self.pipe = None
+
+    def in_closure(self):
+        teacher, config = self.teacher, self.config
+
+        def loss_fn(output, target):
+            weights = torch.tensor(config.weights)
+            return (F.mse_loss(output, target) * weights).mean() + teacher(output).mean()
+
+        return loss_fn
+
+
+def _freeze(use):
+    use.model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "in_closure"),
+    [
+        (lambda use: setattr(use.config, "weights", [2.0] * 8), "'weights' of", True),
+        (lambda use: use.teacher.weight.data.copy_(torch.ones(8, 8)), "", True),
+        (lambda use: nn.init.ones_(use.teacher.weight), "'weight' of", True),
+        (lambda use: setattr(use.teacher, "bias", nn.Parameter(torch.ones(8))), "'bias' of", True),
+        (lambda use: nn.init.ones_(use.loss.teacher.weight), "teacher.weight' was changed", False),
+        (lambda use: setattr(use.loss, "scale", torch.zeros(())), "scale' was replaced", False),
+        (lambda use: nn.init.ones_(use.model[1].weight), "weight '1.weight' was changed", False),
+        (lambda use: use.model.__setitem__(1, nn.ReLU()), "'1' was replaced", False),
+        (lambda use: use.model[0].register_forward_hook(print), "a hook of 0 was added", False),
+        (_freeze, "requires_grad of '0.weight'", False),
+    ],
+)
+def test_what_the_script_does_to_what_stages_have_copies_of(change, words, in_closure):
+    use = OwnUse()
+    loss_fn = use.in_closure() if in_closure else use.loss
+    with Pipeline(
+        use.model, stages=2, loss_fn=loss_fn, optimizer=SGD, schedule="1f1b", micro_batches=1,
+        workers="serial",
+    ) as pipe:  # fmt: skip
+        (x, y), *_ = batches()
+        pipe.submit(x, y).result()
+        change(use)
+        if not words:  # past all that torch knows of: no version, no other memory
+            pipe.submit(x, y).result()
+            return
+        with pytest.raises(ConfigError, match=words):
+            pipe.submit(x, y).result()
+
+
+class Calls(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return super().forward(x)
+
+
+def test_a_script_may_load_weights_and_use_its_model():
+    model = nn.Sequential(*layers(Calls, Calls))
+    expected = plain(model)
+    data, losses = batches(), []
+    with Pipeline(
+        model, stages=2, example=data[0], loss_fn=F.mse_loss, optimizer=SGD, schedule="1f1b",
+        micro_batches=1, workers="serial",
+    ) as pipe:  # fmt: skip
+        for x, y in data:
+            losses.append(pipe.submit(x, y).result().loss)
+            model.load_state_dict(pipe.state_dict())
+            model.requires_grad_(False)
+            assert model(x).shape == y.shape
+        assert_same((losses, pipe.state_dict()), expected)

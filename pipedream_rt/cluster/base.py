@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
@@ -42,6 +42,7 @@ class ClusterSpec:
         heartbeat: How long a worker process may be silent.
         threads: Number of threads for torch's own parallel loops in each worker started here.
         recovers: Whether the pipeline has had workers before.
+        around: The context in which stages of this process compute.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class ClusterSpec:
     heartbeat: timedelta
     threads: int
     recovers: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Reference(Protocol):

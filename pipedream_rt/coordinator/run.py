@@ -156,6 +156,7 @@ def _start_cluster(
         start_timeout=recovery.start,
         threads=job.options.threads,
         heartbeat=recovery.heartbeat,
+        around=job.script_values.stages_compute,
     )
     return launcher.start(spec)
 

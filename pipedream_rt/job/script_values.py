@@ -10,6 +10,7 @@ schedule. What cannot be sent is refused at the next injection, by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Holders, collecting, names_used
 from pipedream_rt.models.undisturbed import modules_inside
+from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import pack_hyper
 from pipedream_rt.torch_private import NormWithBuffers
 
@@ -54,6 +56,9 @@ class ScriptValues:
         layers: The layers of a model that is taken apart; empty for a sequence.
         stages: By stage, its holders by number.
         fixed: Objects of which all stages have copies that nobody can reach, as corrections.
+
+    Attributes:
+        forwards_store: Whether a layer or the loss may change a value of its own in its forward.
     """
 
     def __init__(
@@ -74,6 +79,17 @@ class ScriptValues:
         for holder in (*self._holders.values(), *self._fixed, *self._apart):
             holder.look()
         self._weights = [_Weights(*each) for each in model.modules.items()]
+        if isinstance(model.given, nn.Sequential):
+            self._weights[0].watch_layers(model.given)
+        objects = [h.value for of in stages for h in of.values() if h.kind == "object"]
+        classes: set[type] = {type(each) for each in objects}
+        # What code reads of an object of data, as of a config, stands in other classes.
+        self._loaded = {n for cls in classes for n in names_used(cls)[0]}
+        self._loaded.update(*(h.loads for of in stages for h in of.values()))
+        parts: set[type] = {type(each) for each in objects if isinstance(each, nn.Module)}
+        self.forwards_store = any(names_used(cls)[1] for cls in parts) or any(
+            h.kind == "state" and h.travels for of in stages for h in of.values()
+        )
         self._changed: dict[tuple[int, Any], Any] = {}
 
     @staticmethod
@@ -101,7 +117,10 @@ class ScriptValues:
                 _refuse(holder, key, "the stages have copies of it that nobody can reach")
         for holder in self._apart:
             for key, *_ in holder.changes():
-                if key in self._read or holder.kind != "object":
+                # Of an object of data, `dtype` may be what the code reads of a tensor.
+                of_data = holder.kind == "object" and not isinstance(holder.value, nn.Module)
+                named = key in self._read and not (of_data and hasattr(Tensor, str(key)))
+                if named or holder.kind != "object":
                     _refuse(
                         holder,
                         key,
@@ -116,10 +135,29 @@ class ScriptValues:
                 holder.look()
         return [[number, key, value] for (number, key), value in self._changed.items()]
 
+    @contextmanager
+    def stages_compute(self) -> Iterator[None]:
+        """Let the body compute stages in this process, which share with the script what has a name.
+
+        Raises:
+            ConfigError: The script has changed something of it.
+        """
+        common = [(n, h) for n, h in self._holders.items() if not h.travels]
+        for number, holder in common:
+            for change in holder.changes():
+                self._note(number, holder, *change)
+        try:
+            yield
+        finally:
+            for _, holder in common:
+                holder.look()
+
     def _note(self, number: int, holder: Holder, key: Any, before: Any, value: Any) -> None:
         """Note a change that is to be sent, or refuse it."""
         cls: type = type(holder.value)
         read, stored = names_used(cls) if holder.kind == "object" else ((), ())
+        if holder.kind == "class" and key in names_used(holder.value, "__init__")[1]:
+            return  # a count of its objects, to which those of stages in this process add
         if not holder.travels:
             by_class = "an attribute of the object" if holder.kind == "class" else "an attribute"
             _refuse(
@@ -131,7 +169,7 @@ class ScriptValues:
         if holder.kind == "object" and key in names_used(cls, "set_extra_state")[1]:
             return  # load_state_dict has set it, and the stages have their own
         if key in stored:
-            if _can_be_sent(value):
+            if _can_be_sent(value) and not any(each.has_moved for each in self._weights):
                 _refuse(
                     holder,
                     key,
@@ -144,7 +182,9 @@ class ScriptValues:
         grown = holder.kind == "list" and GONE in (before, value)
         if type(key) in (str, int) and _can_be_sent(value) and not (whole or grown):
             self._changed[number, key] = pack_hyper(value, str(key))
-        elif holder.kind != "object" or key in read:
+        elif holder.kind != "object" or key in (
+            read if isinstance(holder.value, nn.Module) else self._loaded
+        ):
             _refuse(
                 holder,
                 key,
@@ -170,42 +210,96 @@ class _Weights:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._module = module
+        self._is_loss = name == LOSS_LAYER
         self._parameters = [(n, p, p.requires_grad) for n, p in module.named_parameters(name)]
         self._trained = [trained for *_, trained in self._parameters]
-        self._versions = [p._version for p in module.parameters()]
+        self._at_first = self._now()
+        modules = list(module.named_modules(prefix=name))
+        self._places = [
+            (f"{where}.{key}".strip("."), held, key, value)
+            for where, each in modules
+            for held in (each._parameters, each._buffers, each._modules)
+            for key, value in held.items()
+        ]
+        self._hooks = [
+            (where, held, len(held))
+            for where, each in modules
+            for key, held in vars(each).items()
+            if key.endswith("_hooks") and isinstance(held, dict)
+        ]
         normed = {
             id(b)
-            for m in module.modules()
+            for _, m in modules
             if isinstance(m, NormWithBuffers)
             for b in m.buffers(recurse=False)
         }
         self._buffers = [
-            (n, b, b._version) for n, b in module.named_buffers(name) if id(b) not in normed
+            (n, b, b._version, b.clone() if b.nbytes < _SMALL else None)
+            for n, b in module.named_buffers(name)
+            if id(b) not in normed
         ]
+
+    def watch_layers(self, sequence: nn.Module) -> None:
+        """Look at the layers of a sequence that was given, too."""
+        layers = sequence._modules
+        self._places += [(name, layers, name, layer) for name, layer in layers.items()]
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Return what differs once a weight was changed."""
+        plain = (nn.Parameter, Tensor)
+        return [
+            (p._version, p.data_ptr() if type(p) in plain and not p.is_meta else 0)
+            for _, p, _ in self._parameters
+        ]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the script has loaded weights into the module, as to use it by itself."""
+        return self._now() != self._at_first
 
     def refuse_changes(self) -> None:
         """Refuse what plain PyTorch would go by, and the stages do not."""
-        if [p.requires_grad for _, p, _ in self._parameters] != self._trained:
-            for name in (n for n, p, trained in self._parameters if p.requires_grad != trained):
-                raise ConfigError(
-                    f"requires_grad of {name!r} was changed in the script, and the stages train "
-                    "what was trained at the start. To freeze or unfreeze in a run, save() it, and "
-                    "go on with load() in a new Pipeline; for a model of your own take "
-                    "pipe.module()"
-                )
-        changed = next((n for n, b, version in self._buffers if b._version != version), None)
-        if changed is None:
-            return
-        if [p._version for p in self._module.parameters()] == self._versions:
+        moved = [one != other for one, other in zip(self._now(), self._at_first, strict=True)]
+        loaded = any(moved)
+        partly = not all(m for m, trained in zip(moved, self._trained, strict=True) if trained)
+        if loaded and (partly or (self._is_loss and not any(self._trained))):
+            name = self._parameters[moved.index(True)][0]
+            _refuse_own(f"the weight {name!r} was changed", "Change it by pipe.load_state_dict(), ")
+        trained = [p.requires_grad for _, p, _ in self._parameters]
+        if trained != self._trained and (any(trained) or not loaded):
+            name = next(n for n, p, before in self._parameters if p.requires_grad != before)
             raise ConfigError(
-                f"the buffer {changed!r} was changed in the script, and the stages have a copy of "
-                "it. Keep a number that the script changes in a plain attribute, which travels, or "
-                "change the buffer by pipe.on_stages(function); for a model of your own take "
+                f"requires_grad of {name!r} was changed in the script, and the stages train "
+                "what was trained at the start. To freeze or unfreeze in a run, save() it, and "
+                "go on with load() in a new Pipeline; for a model of your own take "
                 "pipe.module()"
             )
-        # The script has loaded weights into its model, and uses it by itself.
-        self._buffers = []
+        if loaded:
+            return  # the rest is of the script's own use
+        for name, held, key, value in self._places:
+            if held.get(key) is not value:
+                _refuse_own(f"{name!r} was replaced", "Replace it before the pipeline is made, ")
+        for name, hooks, count in self._hooks:
+            if len(hooks) != count:
+                what = f"a hook of {name or 'the model'} was added or removed"
+                _refuse_own(what, "Register hooks before the pipeline is made, ")
+        for name, buffer, version, before in self._buffers:
+            if buffer._version != version and (before is None or not buffer.equal(before)):
+                instead = "Keep a number that changes in a plain attribute, which travels, "
+                _refuse_own(f"the buffer {name!r} was changed", instead)
+
+
+def _refuse_own(what: str, instead: str) -> NoReturn:
+    """Refuse a change of the script's own model or loss."""
+    raise ConfigError(
+        f"{what} in the script, and the stages have a copy of what was there at the start. "
+        f"{instead}or change it on the stages by pipe.on_stages(function); for a model of your own "
+        "take pipe.module()"
+    )
+
+
+_SMALL = 1 << 20
+"""Bytes of a buffer whose values are compared; of a larger one only its version is."""
 
 
 def _refuse(holder: Holder, key: Any, why: str) -> NoReturn:

@@ -16,6 +16,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from inspect import getattr_static
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -42,10 +43,13 @@ _WITH_STATE = (
 _OF_MODULES = {*vars(nn.Module())}
 """What every module holds for torch: its mode, its parts, its hooks."""
 
+_BY_NAME = ("globals", "class", "object")
+"""Of these each process has its own, where they do not travel; what is inside them counts too."""
+
 LENGTH = "its length"
 """The key under which a large container has its length."""
 
-_MOST, _SMALL = 256, 1 << 20
+_MOST, _SMALL = 4096, 1 << 20
 """Entries of a container that are looked at one by one; of a larger one its length counts. Bytes of
 an array that are compared; of a larger one its shape."""
 
@@ -61,6 +65,7 @@ class Holder:
         where: Where it was found, for people.
         names: The keys that count; None for all.
         travels: Whether a stage has a copy of its own, which alone is changed.
+        loads: Of the globals of functions, the attributes that these name.
     """
 
     value: Any
@@ -68,6 +73,7 @@ class Holder:
     where: str
     names: set[str] | None = None
     travels: bool = True
+    loads: set[str] = field(default_factory=set, repr=False)
     _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
     _size: int = 0
 
@@ -77,11 +83,15 @@ class Holder:
 
     def content(self) -> Mapping[Any, Any]:
         """Return what it holds now."""
+        there = self.raw()
+        return there if self.travels or self.kind not in _BY_NAME else _inside_of(there)
+
+    def raw(self) -> Mapping[Any, Any]:
+        """Return the values that it holds."""
         value, kind = self.value, self.kind
         if kind == "globals":
             held = value.__globals__ if isinstance(value, FunctionType) else vars(value)
-            there = {n: held[n] for n in self.names or () if n in held}
-            return there if self.travels else _inside_of(there)
+            return {n: held[n] for n in self.names or () if n in held}
         if kind == "cell":
             try:
                 return {"": value.cell_contents}
@@ -94,9 +104,8 @@ class Holder:
                 return {LENGTH: len(value)}
             return value if kind == "dict" else dict(enumerate(value))
         skipped = _OF_MODULES if isinstance(value, nn.Module) else ()
-        held = _attributes_of(value).items()
-        there = {k: v for k, v in held if k not in skipped and not _is_machinery(k, v)}
-        return there if self.travels else _inside_of(there)
+        held = attributes_of(value).items()
+        return {k: v for k, v in held if k not in skipped and not _is_machinery(k, v)}
 
     def look(self) -> None:
         """Take what it holds now for what it held before."""
@@ -106,14 +115,14 @@ class Holder:
     def _length(self) -> int:
         """Return the number of all that it holds, which tells of what is new."""
         if self.kind == "object":
-            return len(_attributes_of(self.value))
+            return len(attributes_of(self.value))
         return len(self.value) if self.kind in ("dict", "list") else 0
 
     def _is_same(self) -> bool:
         """Whether it holds the very same objects; this is called for each mini-batch."""
         value, seen, kind = self.value, self._seen, self.kind
         if kind == "object":
-            held = _attributes_of(value)
+            held = attributes_of(value)
             return len(held) == self._size and all(map(is_, map(held.get, seen), seen.values()))
         if kind in ("dict", "list") and len(value) == self._size <= _MOST:
             return all(map(is_, value if kind == "list" else value.values(), seen.values()))
@@ -142,21 +151,19 @@ class Holder:
                 # Not by the class of the object, which may forbid it, or do more.
                 object.__setattr__(self.value, key, value)
 
-    def put_back(self) -> None:
-        """Let it hold what it held at `look`, as far as that can be set."""
-        for key, before, _ in list(self.changes()):
-            owner, kind = self.value, self.kind
-            if kind == "list" and isinstance(owner, list):
-                owner[:] = self._seen.values()
-                return
-            if kind in ("dict", "object", "cell") or isinstance(owner, FunctionType):
-                held = owner if kind == "dict" else getattr(owner, "__dict__", {})
-                if before is GONE and kind in ("dict", "object"):
-                    del held[key]
-                elif before is not GONE:
-                    self.put(key, before)
-            elif kind in ("class", "globals"):  # of a class, or of a module
-                delattr(owner, key) if before is GONE else setattr(owner, key, before)
+    def restore(self, held: Mapping[Any, Any]) -> None:
+        """Let it hold what `raw` had returned."""
+        now = self.raw()
+        for key in [*held, *(key for key in now if key not in held)]:
+            before = held.get(key, GONE)
+            if now.get(key, GONE) is before or self.kind == "state":
+                continue
+            if self.kind == "cell" or isinstance(self.value, FunctionType):
+                self.put(key, before)
+            elif before is GONE:
+                delattr(self.value, key)
+            else:
+                setattr(self.value, key, before)
 
     def called(self, key: Any) -> str:
         """Return what a value in it is called."""
@@ -183,7 +190,7 @@ def _state_of(value: Any) -> Any:
     return repr(value)
 
 
-def _attributes_of(value: Any) -> Mapping[str, Any]:
+def attributes_of(value: Any) -> Mapping[str, Any]:
     """Return the attributes of an object, in its slots too."""
     held: Mapping[str, Any] = getattr(value, "__dict__", {})
     cls: type = type(value)
@@ -220,7 +227,7 @@ def _shallow(value: Any) -> Any:
     if isinstance(value, list | set | deque | tuple):
         return tuple(map(_marked, value)) if len(value) <= _MOST else (len(value),)
     if not is_installed(type(value).__module__):
-        return tuple((k, _marked(v)) for k, v in _attributes_of(value).items())
+        return tuple((k, _marked(v)) for k, v in attributes_of(value).items())
     return value
 
 
@@ -283,7 +290,7 @@ def globals_read(function: FunctionType) -> set[str]:
     }
 
 
-_ADDING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
+_ADDING = {"append", "appendleft", "extend", "insert", "add", "update"}
 """Methods by which a container is added to."""
 
 
@@ -296,7 +303,11 @@ def uses(function: FunctionType) -> Iterator[tuple[str, bool]]:
     """
     for code in _codes(function.__code__):
         steps = [ins for ins in dis.get_instructions(code) if ins.opname not in _NOTHING]
-        stored = Counter(i.argval for i in steps if i.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+        stored = Counter(
+            ins.argval
+            for before, ins in itertools.pairwise(steps)
+            if ins.opname in ("STORE_GLOBAL", "STORE_DEREF") and _is_in_place(before)
+        )
         loaded = Counter(i.argval for i in steps if i.opname in _LOADING)
         own = {*code.co_cellvars, *code.co_varnames}
         for i, ins in enumerate(steps):
@@ -304,8 +315,15 @@ def uses(function: FunctionType) -> Iterator[tuple[str, bool]]:
                 continue
             name, following = ins.argval, steps[i + 1] if i + 1 < len(steps) else ins
             adds = following.opname in ("LOAD_ATTR", "LOAD_METHOD") and following.argval in _ADDING
-            # Of `count += 1` there is one load for each store.
+            # Of `count += 1` there is one load for each such store.
             yield name, adds or loaded[name] == stored[name] or _is_stored_into(steps[i:])
+
+
+def _is_in_place(ins: dis.Instruction) -> bool:
+    """Whether an instruction is the operator of ``count += 1``."""
+    return ins.opname.startswith("INPLACE_") or (
+        ins.opname == "BINARY_OP" and ins.argrepr.endswith("=")
+    )
 
 
 _LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
@@ -330,18 +348,24 @@ def names_used(cls: type, *methods: str) -> tuple[frozenset[str], frozenset[str]
         cls: The class.
         *methods: The names of the methods; none for a call of an object.
     """
+    names = [_names_in(function) for function in functions_called(cls, *methods)]
+    loaded = frozenset(name for of_one, _ in names for name in of_one)
+    return loaded, frozenset(name for _, of_one in names for name in of_one)
+
+
+def _names_in(function: FunctionType) -> tuple[set[str], set[str]]:
+    """Return the attributes that a function may read, and those that it sets."""
     loaded: set[str] = set()
     stored: set[str] = set()
-    for function in functions_called(cls, *methods):
-        for code in _codes(function.__code__):
-            for ins in dis.get_instructions(code):
-                if ins.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                    loaded.add(ins.argval)
-                elif ins.opname == "STORE_ATTR":
-                    stored.add(ins.argval)
-            # As in getattr(self, "alpha").
-            loaded |= {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    return frozenset(loaded), frozenset(stored)
+    for code in _codes(function.__code__):
+        for ins in dis.get_instructions(code):
+            if ins.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                loaded.add(ins.argval)
+            elif ins.opname == "STORE_ATTR":
+                stored.add(ins.argval)
+        # As in getattr(self, "alpha").
+        loaded |= {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    return loaded, stored
 
 
 def functions_called(cls: type, *methods: str) -> list[FunctionType]:
@@ -428,7 +452,7 @@ class Holders:
         else:
             yield from self._held(self._add(value, "object", where))
             if isinstance(value, nn.Module):
-                yield from _of_module(where, value)
+                yield from self._of_module(where, value)
             yield where, cls
 
     @staticmethod
@@ -441,14 +465,31 @@ class Holders:
             if holder.travels or isinstance(value, FunctionType | type | functools.partial):
                 yield holder.called(key), value
 
+    def _of_module(self, where: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """Yield the modules inside a module, its hooks, and weights that are not of the model."""
+        for name, child in module._modules.items():
+            yield f"{where}.{name}".strip("."), child
+        for key in _OF_MODULES:
+            held = vars(module).get(key)
+            if key.endswith("_hooks") and isinstance(held, dict):
+                yield from ((f"a hook of {where}", hook) for hook in held.values())
+        for tensors in (module._parameters, module._buffers):
+            if any(t is not None and id(t) not in self._spared for t in tensors.values()):
+                yield where, tensors
+
     def _of_class(self, where: str, cls: type) -> Iterator[tuple[str, Any]]:
         """Note a class of the user's, and yield what its methods read."""
-        if is_installed(cls.__module__):
+        if is_installed(cls.__module__) or issubclass(cls, Enum):
             return
         holder = self._add(cls, "class", f"the class {cls.__qualname__}", travels=False)
         yield from self._held(holder)
         yield from ((where, each) for each in cls.__bases__)
-        for function in functions_called(cls):
+        entries: tuple[str, ...] = ()
+        if issubclass(cls, torch.optim.Optimizer):
+            entries = ("__init__", "step")
+        if issubclass(cls, torch.autograd.Function):
+            entries = ("forward", "setup_context", "backward")
+        for function in functions_called(cls, *entries):
             # What those of a class of the script read is in this process the script's own.
             yield from self._of_function(where, function, travels=False)
 
@@ -480,6 +521,7 @@ class Holders:
         there = {n for n in globals_read(function) if n in function.__globals__}
         assert holder.names is not None
         holder.names |= there
+        holder.loads |= _names_in(function)[0]
         for name in there:
             value = function.__globals__[name]
             if travels or isinstance(value, FunctionType | type | functools.partial):
@@ -514,16 +556,6 @@ def collecting(walks: Iterable[Holders], elsewhere: bool) -> str:
 
 
 _COLLECTING = (list, dict, set, deque, int, float)
-
-
-def _of_module(where: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules inside a module, and its hooks."""
-    for name, child in module._modules.items():
-        yield f"{where}.{name}".strip("."), child
-    for key in _OF_MODULES:
-        held = vars(module).get(key)
-        if key.endswith("_hooks") and isinstance(held, dict):
-            yield from ((f"a hook of {where}", hook) for hook in held.values())
 
 
 def _named(function: FunctionType) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.holders import names_used
 
 
 class LayerSpec:
@@ -163,7 +164,10 @@ def _drawing_nothing(name: str) -> Iterator[None]:
 def _refuse_other_attributes(name: str, one: nn.Module, other: nn.Module) -> None:
     """Refuse a factory that has made two layers with different values."""
     for module, again in zip(one.modules(), other.modules(), strict=False):
-        for key, value in vars(module).items():
+        cls: type = type(module)
+        # What is never read may count.
+        for key in sorted(vars(module).keys() & names_used(cls)[0]):
+            value = vars(module)[key]
             kept = vars(again).get(key)
             if isinstance(value, bool | int | float | str | None) and value != kept == kept:
                 raise ConfigError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.holders import PLAIN, Given, Holder
+from pipedream_rt.models.holders import GONE, PLAIN, Given, Holder
 from pipedream_rt.stage.optimizer import unpack_hyper
 
 
@@ -22,6 +24,7 @@ class GivenValues:
     def __init__(self, stage: int, holders: Mapping[int, Holder], shared: Sequence[int]) -> None:
         self._stage, self._holders = stage, holders
         self._shared = [holders[number] for number in shared]
+        self._filled: set[int] = set()
         for holder in self._shared:
             holder.look()
         self._now: dict[tuple[int, Any], Any] = {}
@@ -61,7 +64,14 @@ class GivenValues:
             ConfigError: It has.
         """
         for holder in self._shared:
-            for key, one, other in holder.changes():
+            changes = list(holder.changes())
+            filled = bool(changes) and all(_fills(one, other) for _, one, other in changes)
+            # A cache that a first call fills gets the same on each stage.
+            if filled and (holder.kind == "dict" or id(holder) not in self._filled):
+                self._filled.add(id(holder))
+                holder.look()
+                continue
+            for key, one, other in changes:
                 if not holder.travels and not (isinstance(one, PLAIN) and isinstance(other, PLAIN)):
                     continue  # a cache of a class or of a module may fill, which is right on each
                 how = "" if holder.kind == "state" else f" ({one!r:.40} became {other!r:.40})"
@@ -71,6 +81,12 @@ class GivenValues:
                     "would part. Keep the layers that share it in one stage, by stages=[first "
                     "layers], or pass the value along"
                 )
+
+
+def _fills(one: Any, other: Any) -> bool:
+    """Whether a constant stands where nothing stood, as in a cache of masks."""
+    tensor = isinstance(other, Tensor) and not other.requires_grad
+    return (one is GONE or one is None) and tensor
 
 
 _NOTHING = object()
