@@ -113,11 +113,7 @@ class Checkpointer:
             )  # fmt: skip
 
     def hold(self, root: Path) -> None:
-        """Keep other runs from writing checkpoints to a folder, until the pipeline ends.
-
-        Raises:
-            CheckpointError: Another run does so.
-        """
+        """Keep other runs from writing checkpoints to a folder, until the pipeline ends."""
         place = root.resolve()
         lock = self._locks.pop(place, None)
         if lock is not None and lock.is_good:
@@ -132,10 +128,6 @@ class Checkpointer:
         """Go on in a folder as the run whose checkpoint was loaded from there.
 
         In every other folder this stays a run of its own.
-
-        Args:
-            root: Folder of the run.
-            run: Identity of the run; empty if not known.
         """
         self._runs[root.resolve()] = run or self._run
 
@@ -154,18 +146,7 @@ class Checkpointer:
         manifest: Manifest,
         unseen: Sequence[PendingStep],
     ) -> None:
-        """Begin a checkpoint behind what was fed last; no other one may be unfinished.
-
-        Args:
-            root: Folder of the run.
-            keep: Number of the newest checkpoints to keep; None to keep all.
-            manifest: The manifest, without the files and the results.
-            unseen: The mini-batches fed so far whose results the script has not seen.
-
-        Raises:
-            CheckpointError: The folder cannot be made.
-            PipelineClosed: The pipeline is closed.
-        """
+        """Begin a checkpoint behind what was fed last; no other one may be unfinished."""
         start = time.monotonic()
         assert self._begun is None
         self.hold(root)
@@ -189,11 +170,7 @@ class Checkpointer:
         self.blocked_s += time.monotonic() - start
 
     def begin_by_itself(self, manifest: Manifest, unseen: Sequence[PendingStep]) -> None:
-        """Begin a checkpoint that is due; if its folder cannot be made, log that and go on.
-
-        Raises:
-            CheckpointError: Too many in a row could not be written.
-        """
+        """Begin a checkpoint that is due; if its folder cannot be made, log that and go on."""
         assert self.folder is not None
         try:
             self.begin(self.folder, self.keep, manifest, unseen)
@@ -206,11 +183,7 @@ class Checkpointer:
         return self._begun is not None
 
     def finish_if_written(self) -> None:
-        """Finish the checkpoint that has begun, if that needs no waiting.
-
-        Raises:
-            CheckpointError: Too many in a row could not be written.
-        """
+        """Finish the checkpoint that has begun, if that needs no waiting."""
         begun = self._begun
         if begun is None or not self._group.replied(begun.position, EdgeKind.SAVED):
             return
@@ -224,12 +197,6 @@ class Checkpointer:
         """Wait until the checkpoint that has begun is written, and give it its name.
 
         The caller flushes first, since a stage copies its state once the update is done.
-
-        Returns:
-            Folder of the checkpoint; None if none had begun.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written. The run is not affected.
         """
         begun, self._begun = self._begun, None
         if begun is None:

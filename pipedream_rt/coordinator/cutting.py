@@ -100,18 +100,7 @@ class Cutter:
         samples: int = 1,
         clear: Samples | None = None,
     ) -> Part:
-        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards.
-
-        Args:
-            batch: The micro-batch.
-            mode: What the stages do with it.
-            training: The mode that modules were set to; None for the one that they came with.
-            samples: The number of its samples.
-            clear: Refuses what cannot be weighed by samples; None for a part of a mini-batch.
-
-        Raises:
-            ConfigError: Its forward cannot be recorded, or it cannot be weighed.
-        """
+        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
         given, batch = batch, unmarked(batch)
         fed = self._forwards.fed(batch, mode, training)
         if not mode.has_target:
@@ -123,15 +112,7 @@ class Cutter:
         return Part(fed, flat_copy(batch.target), samples, weight)
 
     def cut(self, batch: Batch, training: bool | None) -> CutBatch:
-        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent.
-
-        Args:
-            batch: The mini-batch.
-            training: As in `part`.
-
-        Raises:
-            ConfigError: The mini-batch has no samples, or cannot be cut.
-        """
+        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent."""
         k, samples = self._per_update, samples_of(batch)
         if samples == 0:
             raise ConfigError("a mini-batch without samples cannot be trained on")

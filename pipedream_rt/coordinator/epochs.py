@@ -18,11 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def say_if_not_drawn(begun: list[bool]) -> None:
-    """Say so if a script has asked for an epoch and drawn no result of it.
-
-    Args:
-        begun: Has something in it if one was drawn.
-    """
+    """Say so if a script has asked for an epoch and drawn no result of it."""
     if not begun:
         _log.warning(
             "train_epoch was called, and nothing was trained: it trains while one iterates over "
@@ -55,21 +51,7 @@ class Epochs:
         injected: Callable[[], None],
         prepare: Prepare | None = None,
     ) -> Generator[StepResult, None, None]:
-        """Train on every mini-batch of a loader; see `Pipeline.train_epoch`.
-
-        Args:
-            loader: Yields what `batch_of` understands, or what ``prepare`` makes that of.
-            injected: Called after each injection of a mini-batch.
-            prepare: Makes an item that `batch_of` understands; None if it is one.
-
-        Yields:
-            The result of each mini-batch, in order.
-
-        Raises:
-            ConfigError: An item of the loader is not understood, or cannot be split; or another
-                epoch is under way.
-            Exception: What the loader raised, after the results of the items before it.
-        """
+        """Train on every mini-batch of a loader; see `Pipeline.train_epoch`."""
         feeder = self._feeder
         require_loader(loader, "train_epoch")
         if self._loading is not None:

@@ -25,19 +25,7 @@ def explain(
     places: Sequence[str] = (),
     endpoints: str = "",
 ) -> str:
-    """Return the schedule in a line, and a table with a row for each stage, or replica.
-
-    Args:
-        plan: The plan of the pipeline.
-        workers: The name of each worker.
-        statistics: The counters of each stage, and of each replica; see `Pipeline.statistics`.
-        how: How the model was cut.
-        corrections: The corrections for staleness.
-        codecs: By edge, the codecs of each that has some, as text.
-        verified: What is to be said of a comparison with plain PyTorch.
-        places: By worker, a text that is the same for those which share memory; see `Cluster`.
-        endpoints: What is to be said of torch RPC; see `Cluster`.
-    """
+    """Return the schedule in a line, and a table with a row for each stage, or replica."""
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
         (

@@ -51,11 +51,7 @@ class ParameterOnStages(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override] # nobody may set it
-        """Raise an error.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise an error."""
         raise ConfigError(
             "this is a copy of a parameter, whose gradient is on its stage alone. Clipping is "
             "Clip(...) of Pipeline, steps are done by the stages, and hooks of parameters that are "
@@ -64,23 +60,14 @@ class ParameterOnStages(nn.Parameter):
 
 
 def copies_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names of the parameters of a model, and copies with other values.
-
-    Args:
-        model: The unsplit model.
-        values: The values, by key of a state dict.
-    """
+    """Yield the names of the parameters of a model, and copies with other values."""
     for name, parameter in model.named_parameters():
         copied = values[name].detach().clone()
         yield name, make_subclass(ParameterOnStages, copied, parameter.requires_grad)
 
 
 def require_cpu(*args: Any, **kwargs: Any) -> None:
-    """Refuse what ``to`` is given, unless it is the CPU.
-
-    Raises:
-        ConfigError: It is another device, or a dtype.
-    """
+    """Refuse what ``to`` is given, unless it is the CPU."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.dtype | Tensor):
             raise ConfigError(f"pipe.to({value}) is not there: {_DTYPE}")

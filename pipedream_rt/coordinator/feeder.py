@@ -159,10 +159,6 @@ class Feeder:
         """Feed one mini-batch, with the hyper-parameters that the optimizer has now.
 
         If as many mini-batches are on their way as there are credits, wait for the oldest first.
-
-        Raises:
-            ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
-            PipelineClosed: The pipeline is closed.
         """
         self._group.life.check()
         optimizer = self.optimizer
@@ -283,11 +279,7 @@ class Feeder:
         return self._group.feed(head, tensors, target, of_y)
 
     def collect_oldest(self) -> None:
-        """Wait for the losses of the oldest mini-batch on its way, and set its outcome.
-
-        Raises:
-            ConfigError: The script has changed what workers in its own process compute with.
-        """
+        """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
         self._group.may_wait()
         pending = self.pending[0]
         with self._group.life.guard():  # an error in between loses the losses taken before it
@@ -312,11 +304,7 @@ class Feeder:
         return all(map(self._group.inbox.holds, keys))
 
     def flush(self) -> None:
-        """Wait until nothing is in flight on any stage, and every update is applied.
-
-        Raises:
-            ConfigError: The script has changed what workers in its own process compute with.
-        """
+        """Wait until nothing is in flight on any stage, and every update is applied."""
         self._group.may_wait()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
@@ -482,15 +470,7 @@ class Feeder:
         number: int = 0,
         length: int = 0,
     ) -> tuple[Any, int]:
-        """Return the model's output for one forward of a generation, and the forward's position.
-
-        Args:
-            batch: The input.
-            version: Number of the kept version that is read; 0 for the newest weights.
-            cache: What is known here of the caches on the stages; None if none is used.
-            number: Number of these caches.
-            length: The number of positions that the forward adds to them.
-        """
+        """Return the model's output for one forward of a generation, and the forward's position."""
         self._refuse_what_stays_here()
         if cache is None:
             part = self._part(batch, Mode.INFER)
@@ -506,12 +486,7 @@ class Feeder:
         self._group.log.hold()
 
     def end_generation(self, caches: Iterable[int], positions: Iterable[int]) -> None:
-        """Forget the forwards of a generation, and the caches that they have filled.
-
-        Args:
-            caches: Numbers of the caches.
-            positions: The positions of the forwards.
-        """
+        """Forget the forwards of a generation, and the caches that they have filled."""
         for cache in caches:
             if not self._group.life.is_over:
                 self._group.command(CommandName.END_CACHE, cache)

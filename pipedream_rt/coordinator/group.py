@@ -78,15 +78,7 @@ Addressed = tuple[Address, Payload, tuple[Tensor, ...]]
 def restore_argument(
     folder: Path, manifest: Manifest, floor: int | None = None, with_optimizer: bool = True
 ) -> dict[str, Any]:
-    """Return the arguments with which a stage calls `restore_stage`.
-
-    Args:
-        folder: Folder of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        floor: The oldest weight version that a stage reads after it; None for the one that the
-            manifest names.
-        with_optimizer: Whether to load the optimizer state too.
-    """
+    """Return the arguments with which a stage calls `restore_stage`."""
     return {
         "folder": str(folder),
         "files": list(manifest.files),
@@ -183,21 +175,7 @@ class WorkerGroup:
         target: Target | None = None,
         target_tensors: tuple[Tensor, ...] = (),
     ) -> int:
-        """Feed a micro-batch, and keep it for recoveries.
-
-        Args:
-            head: The payload of the micro-batch.
-            tensors: The tensors of its input.
-            target: The payload of its target; None where no loss is computed.
-            target_tensors: The tensors of its target.
-
-        Returns:
-            The position of the micro-batch.
-
-        Raises:
-            TransportError: The message cannot be encoded.
-            PipelineClosed: The pipeline is closed.
-        """
+        """Feed a micro-batch, and keep it for recoveries."""
         self.life.check()
         with self.life.guard():  # an error between input and target must end the pipeline
             self._feed(Role.ENTRY, head, tensors)
@@ -209,20 +187,7 @@ class WorkerGroup:
         return self.position - 1
 
     def tell(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> int:
-        """Feed a command to every stage without waiting for replies, and keep it for recoveries.
-
-        Args:
-            name: Name of the command.
-            argument: Argument of the command. With ``Role.OWN`` it is a dictionary, of which each
-                stage gets the entries whose keys are names in its layers.
-            role: ``Role.EVERY`` or ``Role.OWN``.
-
-        Returns:
-            The position of the command, for `replies`.
-
-        Raises:
-            PipelineClosed: The pipeline is closed.
-        """
+        """Feed a command to every stage without waiting for replies, and keep it for recoveries."""
         self.life.check()
         structure, tensors = flat_copy(argument)
         with self.life.guard():
@@ -245,22 +210,12 @@ class WorkerGroup:
         return [replies[self.plan.address_of(stage)] for stage in range(self.plan.num_stages)]
 
     def may_wait(self) -> None:
-        """Refuse to wait for workers, before anything is fed for which they would be waited for.
-
-        Raises:
-            ConfigError: The script has changed what workers in its own process compute with.
-            PipelineClosed: The pipeline is closed.
-        """
+        """Refuse to wait for workers, before anything is fed for which they would be waited for."""
         self.life.check()
         self.cluster.may_wait()
 
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
-        """Feed a command as `tell` does, and wait for the replies of all addresses.
-
-        Raises:
-            ConfigError: A stage has refused to show what the command asks for, or the script has
-                changed what workers in its own process compute with.
-        """
+        """Feed a command as `tell` does, and wait for the replies of all addresses."""
         self.may_wait()
         position = self.tell(name, argument, role)
         try:
@@ -339,37 +294,13 @@ class WorkerGroup:
     # -- what is taken --------------------------------------------------------------------------
 
     def take(self, key: Key) -> Message:
-        """Wait for a message, through as many recoveries as that needs.
-
-        Args:
-            key: The key of the message.
-
-        Returns:
-            The message.
-
-        Raises:
-            PipelineClosed: The pipeline is closed.
-            MessageTimeout: The message did not come in time; the pipeline ends.
-            BaseException: A failure that the run does not recover from; the pipeline ends.
-        """
+        """Wait for a message, through as many recoveries as that needs."""
         self.life.check()
         with self.life.guard():
             return self._recovering(lambda: self._wait(key))
 
     def replies(self, position: int, kind: EdgeKind = EdgeKind.REPLY) -> list[Any]:
-        """Wait for the replies of all stages, of each replica, to the command at a position.
-
-        Args:
-            position: Position of the command.
-            kind: Kind of the edges on which the replies come: ``SAVED`` for the files of a
-                checkpoint, ``REPLY`` for everything else.
-
-        Returns:
-            The reply of each address.
-
-        Raises:
-            ConfigError: A stage has refused to show what the command asks for.
-        """
+        """Wait for the replies of all stages, of each replica, to the command at a position."""
         found, refused = [], []
         for edge in self.plan.edges(kind):
             message = self.take(Key(edge, position))
@@ -386,18 +317,7 @@ class WorkerGroup:
         return all(self.inbox.holds(Key(edge, position)) for edge in self.plan.edges(kind))
 
     def call(self, ask: Callable[[Cluster], T]) -> T:
-        """Call a function with the present cluster, and again with the next one if workers fail.
-
-        Args:
-            ask: Asks the cluster something, for example for references to parameters.
-
-        Returns:
-            What the function returned.
-
-        Raises:
-            PipelineClosed: The pipeline is closed.
-            BaseException: A failure that the run does not recover from; the pipeline ends.
-        """
+        """Call a function with the present cluster, and again with the next one if workers fail."""
 
         def waiting() -> T:
             with self.cluster.waiting():
@@ -500,10 +420,6 @@ class WorkerGroup:
 
         It is a recovery without a failure: a new generation begins at the newest origin, and little
         was fed since.
-
-        Raises:
-            PipelineClosed: The pipeline is closed.
-            BaseException: A failure that the run does not recover from; the pipeline ends.
         """
         if not self.log.on:
             return

@@ -155,12 +155,7 @@ def _add(digest: blake2b, value: Any) -> None:
 
 
 def between_epochs(epoch: int, loader: object) -> dict[str, Any]:
-    """Return the place of a script that stands between two epochs.
-
-    Args:
-        epoch: Number of the next epoch.
-        loader: The loader of the last epoch; None if there was none.
-    """
+    """Return the place of a script that stands between two epochs."""
     return {
         "epoch": epoch,
         "drawn": None,

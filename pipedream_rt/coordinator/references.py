@@ -47,11 +47,7 @@ class StageHandle:
 
     @property
     def rref(self) -> StageReference:
-        """A reference to the stage's module, through which its methods are called.
-
-        Raises:
-            PipelineClosed: The pipeline is closed.
-        """
+        """A reference to the stage's module, through which its methods are called."""
         self._lease.group.life.check()
         return StageReference(self.index, self._lease, self._feeder)
 
@@ -141,17 +137,7 @@ class References:
         groups: list[tuple[list[str], Hyper]],
         attributes: Hyper,
     ) -> DistributedOptimizer:
-        """Return an optimizer over references to named parameters.
-
-        Args:
-            optimizer_class: The class of the optimizer that every stage builds.
-            kwargs: Keyword arguments of that class.
-            groups: The parameter names and the options of each group.
-            attributes: Attributes that every stage's optimizer gets after it was built.
-
-        Raises:
-            ConfigError: The class does not accept the arguments.
-        """
+        """Return an optimizer over references to named parameters."""
         by_name = {name: reference for reference, name in self.of_parameters()}
         optimizer = DistributedOptimizer(
             optimizer_class,
@@ -163,11 +149,7 @@ class References:
         return optimizer
 
     def use(self, optimizer: DistributedOptimizer) -> None:
-        """Flush, and let the stages step with an optimizer from now on; its state starts empty.
-
-        Raises:
-            ConfigError: It is no `DistributedOptimizer`, or has references of another pipeline.
-        """
+        """Flush, and let the stages step with an optimizer from now on; its state starts empty."""
         if not isinstance(optimizer, DistributedOptimizer):
             raise ConfigError(
                 "assign a DistributedOptimizer over pipe.parameter_rrefs(), not a "
@@ -226,14 +208,6 @@ def refuse_not_stepped_once(spec: OptimizerSpec, plan: Plan, stepped: Sequence[l
     """Refuse an optimizer of which a parameter is stepped by no stage, or by several.
 
     Replicas of a stage that each step all of its parameters count once.
-
-    Args:
-        spec: The description of the optimizer.
-        plan: The plan.
-        stepped: By address, the names of the parameters that are stepped there.
-
-    Raises:
-        ConfigError: A parameter of it is, which is an error of ours.
     """
     counts: Counter[str] = Counter()
     for address, names in enumerate(stepped):

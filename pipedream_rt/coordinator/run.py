@@ -84,12 +84,6 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     """Choose the stages, where that is left to be done; this measures the layers of the model.
 
     Under torchrun, the processes of other ranks become workers here, and do not return.
-
-    Returns:
-        The options with a list of stages, and what is to be said of the choice.
-
-    Raises:
-        ConfigError: Something is missing to choose.
     """
     if options.stages != "auto":
         return options, ""
@@ -113,15 +107,7 @@ def warm_up(model: UnsplitModel, options: Options) -> None:
 
 
 def start(job: Job, telling: Telling | None) -> WorkerGroup:
-    """Start the workers of a job.
-
-    Args:
-        job: The job.
-        telling: Tells observers of its end, if there are any.
-
-    Raises:
-        RendezvousTimeout: Some workers did not join in time; all were ended.
-    """
+    """Start the workers of a job."""
     most = job.options.recovery.max_restarts
     assert most is not None
     with ExitStack() as undo:
@@ -162,18 +148,7 @@ def _start_cluster(
 
 
 def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
-    """Make what a script uses of the workers, and go on from a checkpoint if it is to.
-
-    Args:
-        job: The job.
-        group: The workers.
-        telling: Tells observers what happens, if there are any.
-
-    Raises:
-        CheckpointError: There is a checkpoint to go on from, and it cannot be used.
-        ConfigError: Another run writes checkpoints to the folder, or this script is not the one
-            that has made them.
-    """
+    """Make what a script uses of the workers, and go on from a checkpoint if it is to."""
     options = job.options
     kept, traced = options.kept, bool(options.observe.trace)
     shown = options.observe.shown and options.observe.shown.open("script")

@@ -140,10 +140,6 @@ class RunState:
         Behind a new one, workers that have come meanwhile get their part of the work.
 
         The new checkpoint is as of the mini-batch that was fed last.
-
-        Raises:
-            CheckpointError: Too many in a row could not be written.
-            SystemExit: The script was told to end; a checkpoint was made.
         """
         if self._preemption is not None and self._preemption.noted:
             self._end_with_checkpoint()
@@ -290,14 +286,7 @@ class RunState:
         self._group.next_micro_batch = self._group.next_loss = number
 
     def resume(self, accept: Sequence[str]) -> None:
-        """Load the newest whole checkpoint of the run; without any, begin at the start.
-
-        Args:
-            accept: What may differ; see `Checkpoints`.
-
-        Raises:
-            CheckpointError: There are checkpoints, and none of them can be loaded.
-        """
+        """Load the newest whole checkpoint of the run; without any, begin at the start."""
         folder = self._checkpointer.folder
         assert folder is not None
         self._checkpointer.hold(folder)

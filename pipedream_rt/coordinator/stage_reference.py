@@ -26,11 +26,7 @@ _OF_SEQUENCES = ("forward", "train", "eval")
 
 
 def refuse_left_out(cluster: Cluster) -> None:
-    """Refuse what needs torch RPC.
-
-    Raises:
-        ConfigError: It was left out.
-    """
+    """Refuse what needs torch RPC."""
     if cluster.without_rpc:
         raise ConfigError(refusal(cluster.without_rpc))
 
@@ -50,12 +46,7 @@ class PendingResult:
         self._error: ConfigError | None = None
 
     def wait(self) -> Any:
-        """Wait for the result, and return it.
-
-        Raises:
-            ConfigError: The stage refused, or does not take the arguments; or the result was lost
-                in a recovery before.
-        """
+        """Wait for the result, and return it."""
         if self._collect is not None:
             collect, self._collect = self._collect, None
             try:
@@ -151,16 +142,7 @@ class StageReference:
         return group.call(lambda cluster: cluster.reference(address, "module"))
 
     def ask(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> PendingResult:
-        """Put the call of a method into the feed, behind all that was fed before.
-
-        Args:
-            name: One of `REACHED`.
-            args: Its arguments: tensors, plain values, and containers of these.
-            named: Its keyword arguments.
-
-        Raises:
-            ConfigError: The model was given whole, and the method is for sequences of layers.
-        """
+        """Put the call of a method into the feed, behind all that was fed before."""
         group, index = self._lease.group, self._index
         if name in _OF_SEQUENCES and not self._feeder.forwards.is_sequence:
             raise ConfigError(

@@ -88,11 +88,7 @@ class StatusServer:
 
 
 def running() -> Iterator[tuple[Path, Status]]:
-    """Ask every pipeline of this user on this machine, and remove sockets that a dead one has left.
-
-    Yields:
-        The path of each socket, and the record that its server sent.
-    """
+    """Ask every pipeline of this user here, and remove sockets that a dead one has left."""
     for path in sorted(folder().glob("[0-9]*")):
         try:
             yield path, ask(path)
@@ -103,15 +99,7 @@ def running() -> Iterator[tuple[Path, Status]]:
 
 
 def ask(path: Path) -> Status:
-    """Return the status record of one pipeline.
-
-    Args:
-        path: The pipeline's socket.
-
-    Raises:
-        OSError: The socket is not there, or nothing comes from it in time.
-        ValueError: What comes from it is no status record.
-    """
+    """Return the status record of one pipeline."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_TIMEOUT_S)
         connection.connect(str(path))

@@ -26,12 +26,7 @@ from pipedream_rt.schema import takes_output
 
 
 def resolved(options: Options) -> Options:
-    """Return options in which what the script leaves to the environment is filled in.
-
-    Raises:
-        ConfigError: A variable makes no sense, a file cannot be written, or the script runs under
-            `pipedream-rt run --resume` and names no folder.
-    """
+    """Return options in which what the script leaves to the environment is filled in."""
     kept, recovery, observe = options.kept, options.recovery, options.observe
     resume = resume_option(kept)
     restarts = restart_option(recovery.max_restarts, 3 if options.makes_checkpoints else 0)
@@ -52,14 +47,7 @@ def resolved(options: Options) -> Options:
 
 
 def take_place(given: Options) -> None:
-    """Make the folder of the checkpoints, and count a trace, once nothing else can be refused.
-
-    Args:
-        given: The options as the script gave them.
-
-    Raises:
-        ConfigError: No checkpoint can be written to the folder.
-    """
+    """Make the folder of the checkpoints, and count a trace, once nothing else can be refused."""
     require_folder(given.kept)
     for option, name in ((given.observe.record, RECORD), (given.observe.trace, TRACE)):
         if option is None and name in os.environ:
@@ -67,11 +55,7 @@ def take_place(given: Options) -> None:
 
 
 def require_folder(checkpoints: Checkpoints | None) -> None:
-    """Refuse a folder for checkpoints in which none could be written.
-
-    Raises:
-        ConfigError: Checkpoints are to be made by themselves, and no file can be made there.
-    """
+    """Refuse a folder for checkpoints in which none could be written."""
     if checkpoints is None or checkpoints.every is None:
         return
     try:
@@ -85,15 +69,7 @@ def require_folder(checkpoints: Checkpoints | None) -> None:
 
 
 def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
-    """Return whether to record a trace, and the file to write it to.
-
-    Args:
-        trace: A file; True to record a trace and write no file; False to record none; None to
-            follow `pipedream-rt run --trace`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Return whether to record a trace, and the file to write it to."""
     if trace is None:
         trace = _of_environment(TRACE)
     if trace is None or isinstance(trace, bool):
@@ -102,11 +78,7 @@ def trace_option(trace: TraceOption) -> tuple[bool, Path | None]:
 
 
 def record_option(record: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder in which a run is recorded; None for none.
-
-    Args:
-        record: The option of the user; None follows `pipedream-rt run --record`.
-    """
+    """Return the folder in which a run is recorded; None for none."""
     if record is None:
         record = _of_environment(RECORD)
     return None if record is None else Path(record).absolute()
@@ -121,24 +93,12 @@ def _of_environment(name: str) -> Path | None:
 
 
 def profile_option() -> Path | None:
-    """Return the file that `pipedream-rt profile` wants; None if the script runs for itself.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Return the file that `pipedream-rt profile` wants; None if the script runs for itself."""
     return writable(os.environ[PROFILE], "profile") if PROFILE in os.environ else None
 
 
 def resume_option(checkpoints: Checkpoints | None) -> bool:
-    """Return whether to go on from the newest checkpoint.
-
-    Args:
-        checkpoints: The option of the user. With ``resume=None`` the answer is yes under
-            `pipedream-rt run --resume`, and where torchrun starts a job again.
-
-    Raises:
-        ConfigError: The script runs under `pipedream-rt run --resume` and names no folder.
-    """
+    """Return whether to go on from the newest checkpoint."""
     if checkpoints is None:
         if RESUME in os.environ:
             raise ConfigError(
@@ -152,15 +112,7 @@ def resume_option(checkpoints: Checkpoints | None) -> bool:
 
 
 def restart_option(max_restarts: int | None, default: int) -> int:
-    """Return the number of failures to recover from.
-
-    Args:
-        max_restarts: The option of the user; None follows `pipedream-rt run --max-restarts`.
-        default: The number where neither says one.
-
-    Raises:
-        ConfigError: The variable is no integer of at least 0.
-    """
+    """Return the number of failures to recover from."""
     return count_of_environment(MAX_RESTARTS, default) if max_restarts is None else max_restarts
 
 
@@ -170,11 +122,7 @@ _taken: Counter[str] = Counter()
 
 
 def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
-    """Return the absolute path of a file; check before the run that it can be made after it.
-
-    Raises:
-        ConfigError: The file cannot be made.
-    """
+    """Return the absolute path of a file; check before the run that it can be made after it."""
     path = Path(path).absolute()
     if path.is_dir():
         raise ConfigError(f"the {what} must be a file, {path} is a folder")

@@ -49,11 +49,7 @@ _NOT_SETTINGS = ("example", "observe", "report")
 
 
 def telling_of(options: Options) -> Telling:
-    """Return what tells the observers of some options.
-
-    Raises:
-        ConfigError: The folder of the record cannot be written.
-    """
+    """Return what tells the observers of some options."""
     record = RunRecord()
     observers: list[Observer] = [record, *options.observe.to]
     if options.observe.record is not None:
@@ -102,15 +98,7 @@ class Telling:
     def begin(
         self, group: WorkerGroup, options: Options, step: int, credits: int, how: str
     ) -> None:
-        """Tell that a run begins.
-
-        Args:
-            group: The workers, whose recoveries and checkpoints are told of from now on.
-            options: The options that were given.
-            step: The number of the first mini-batch.
-            credits: The number of mini-batches that are injected ahead.
-            how: How the model was cut.
-        """
+        """Tell that a run begins."""
         self._group, self._step = group, step
         self._saved = group.log.origins[-1].folder
         self._tell(
@@ -174,12 +162,7 @@ class Telling:
         return record
 
     def finish(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> None:
-        """Tell that a run has ended well; `end` tells it of any other.
-
-        Args:
-            stages: The counters of each stage.
-            trace: What every stage did when; None if that was not recorded.
-        """
+        """Tell that a run has ended well; `end` tells it of any other."""
         self._look()
         self._end(Ended(time=time.time(), step=self._step, stages=tuple(stages), trace=trace))
 

@@ -47,11 +47,7 @@ class TraceCollection:
         return self._clocks[generation]
 
     def collect(self) -> Trace:
-        """Flush, and return the trace of the run so far; see `Pipeline.trace`.
-
-        Raises:
-            ConfigError: No spans are recorded.
-        """
+        """Flush, and return the trace of the run so far; see `Pipeline.trace`."""
         if self._recorder is None:
             raise ConfigError(
                 "nothing is recorded; give observe=Observe(trace=...), True or a file"
@@ -78,19 +74,7 @@ def put_together(
     coordinator: Recorder,
     clocks: Sequence[tuple[Reading, Reading]],
 ) -> Trace:
-    """Put the spans of all stages and of the coordinator together into one trace.
-
-    Args:
-        plan: The plan of the run.
-        credits: Number of mini-batches that the coordinator injects ahead.
-        names: The name of each worker.
-        recorded: The reply of each stage to the command ``trace``.
-        coordinator: The coordinator's own spans.
-        clocks: For each worker, a reading of its clock at the start and one at the end.
-
-    Returns:
-        The trace, with all times on the coordinator's clock.
-    """
+    """Put the spans of all stages and of the coordinator together into one trace."""
     maps = [ClockMap(first, last) for first, last in clocks]
     parts: list[Spans] = [coordinator.spans().copy()]
     on_devices: list[Spans] = []
