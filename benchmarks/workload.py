@@ -14,7 +14,6 @@ import json
 import sysconfig
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ WARM_UP = 2
 _NEVER = threading.Event()
 # One lock for each emulated device of this process: it does one thing at a time, however many
 # threads ask. By number and not in the layer, so that layers can be pickled.
-_DEVICES: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+_DEVICES = tuple(threading.Lock() for _ in range(1024))
 
 
 @dataclass(frozen=True)

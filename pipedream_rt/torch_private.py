@@ -92,6 +92,7 @@ saved_tensors_hooks_allowed: Callable[[], bool] = needed(
 )
 views_are_replayed: Callable[[], bool] = needed("torch._C._is_view_replay_enabled")
 in_transform: Callable[[], Any] = needed("torch._C._functorch.peek_interpreter_stack")
+preserve_version_counter: Any = needed("torch.autograd._unsafe_preserve_version_counter")
 
 order_of_attention: Callable[[], Any] = optional("torch._C._get_sdp_priority_order", lambda: None)
 """In which order kernels of attention are tried; a torch without it has the one order."""

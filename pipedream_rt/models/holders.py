@@ -487,8 +487,6 @@ class Holders:
         entries: tuple[str, ...] = ()
         if issubclass(cls, torch.optim.Optimizer):
             entries = ("__init__", "step")
-        if issubclass(cls, torch.autograd.Function):
-            entries = ("forward", "setup_context", "backward")
         for function in functions_called(cls, *entries):
             # What those of a class of the script read is in this process the script's own.
             yield from self._of_function(where, function, travels=False)

@@ -6,6 +6,7 @@ classes, globals of modules, and all that can be reached from these.
 
 from __future__ import annotations
 
+import io
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.holders import PLAIN, Holders, attributes_of
 from pipedream_rt.models.tensors import named_tensors
 from pipedream_rt.stage.seeds import kept_generator_state
+from pipedream_rt.torch_private import preserve_version_counter
 
 LIMIT = 64 << 20
 """The most bytes of tensors that are copied to be put back, and of the weights of a model of which
@@ -39,6 +41,12 @@ def drawn() -> tuple[Any, ...]:
 def drawn_outside() -> tuple[Any, ...]:
     """Return what differs once Python or NumPy has drawn random numbers, which nobody seeds."""
     return random.getstate(), str(np.random.get_state())
+
+
+_CONSTANT = (
+    *PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device, io.IOBase
+)  # fmt: skip
+"""Of these nothing is put back: they do not change, or, as a file, show that code was called."""
 
 
 @contextmanager
@@ -57,7 +65,7 @@ def apart(job: Job) -> Iterator[None]:
         with ExitStack() as stack:
             # Who compares versions to see what the script has changed is not to see this.
             for tensor in kept.tensors:
-                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+                stack.enter_context(preserve_version_counter(tensor))
             stack.callback(kept.put_back)
             stack.enter_context(kept_generator_state())
             stack.enter_context(torch.inference_mode(False))
@@ -94,8 +102,7 @@ class _Kept:
         seen: dict[int, Any] = {}
         while left:
             value = left.pop()
-            skipped = (*PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device)
-            if id(value) not in seen and not isinstance(value, skipped):
+            if id(value) not in seen and not isinstance(value, _CONSTANT):
                 seen[id(value)] = value
                 left.extend(self._inside(value))
 
