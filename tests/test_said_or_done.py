@@ -1103,7 +1103,11 @@ def _freeze(use):
         (lambda use: setattr(use.loss, "scale", torch.zeros(())), "scale' was replaced", False),
         (lambda use: nn.init.ones_(use.model[1].weight), "weight '1.weight' was changed", False),
         (lambda use: use.model.__setitem__(1, nn.ReLU()), "'1' was replaced", False),
-        (lambda use: use.model[0].register_forward_hook(print), "a hook of 0 was added", False),
+        (
+            lambda use: use.model[0].register_forward_hook(print),
+            "a hook of the model or of the loss was added",
+            False,
+        ),
         (_freeze, "requires_grad of '0.weight'", False),
     ],
 )

@@ -222,11 +222,12 @@ class _Weights:
             for key, value in held.items()
         ]
         self._hooks = [
-            (where, held, len(held))
-            for where, each in modules
+            held
+            for _, each in modules
             for key, held in vars(each).items()
             if key.endswith("_hooks") and isinstance(held, dict)
         ]
+        self._count = sum(map(len, self._hooks))
         normed = {
             id(b)
             for _, m in modules
@@ -259,12 +260,16 @@ class _Weights:
 
     def refuse_changes(self) -> None:
         """Refuse what plain PyTorch would go by, and the stages do not."""
-        moved = [one != other for one, other in zip(self._now(), self._at_first, strict=True)]
-        loaded = any(moved)
-        partly = not all(m for m, trained in zip(moved, self._trained, strict=True) if trained)
-        if loaded and (partly or (self._is_loss and not any(self._trained))):
-            name = self._parameters[moved.index(True)][0]
-            _refuse_own(f"the weight {name!r} was changed", "Change it by pipe.load_state_dict(), ")
+        now = self._now()
+        loaded = now != self._at_first
+        if loaded:
+            moved = [one != other for one, other in zip(now, self._at_first, strict=True)]
+            partly = not all(m for m, trained in zip(moved, self._trained, strict=True) if trained)
+            if partly or (self._is_loss and not any(self._trained)):
+                name = self._parameters[moved.index(True)][0]
+                _refuse_own(
+                    f"the weight {name!r} was changed", "Change it by pipe.load_state_dict(), "
+                )
         trained = [p.requires_grad for _, p, _ in self._parameters]
         if trained != self._trained and (any(trained) or not loaded):
             name = next(n for n, p, before in self._parameters if p.requires_grad != before)
@@ -279,10 +284,9 @@ class _Weights:
         for name, held, key, value in self._places:
             if held.get(key) is not value:
                 _refuse_own(f"{name!r} was replaced", "Replace it before the pipeline is made, ")
-        for name, hooks, count in self._hooks:
-            if len(hooks) != count:
-                what = f"a hook of {name or 'the model'} was added or removed"
-                _refuse_own(what, "Register hooks before the pipeline is made, ")
+        if sum(map(len, self._hooks)) != self._count:
+            what = "a hook of the model or of the loss was added or removed"
+            _refuse_own(what, "Register hooks before the pipeline is made, ")
         for name, buffer, version, before in self._buffers:
             if buffer._version != version and (before is None or not buffer.equal(before)):
                 instead = "Keep a number that changes in a plain attribute, which travels, "
