@@ -65,6 +65,8 @@ def with_table(mark):
     return [((x, mark(torch.randn(8, 8))), y) for x, y in DATA]
 
 
+random.seed(0)
+torch.manual_seed(0)
 LINEAR = nn.Linear(8, 8)
 PROGRAMS = {
     "a recorded model with dropout": {"model": Attentive()},
@@ -79,7 +81,6 @@ PROGRAMS = {
 
 
 def main() -> None:
-    torch.manual_seed(0)
     for name, program in PROGRAMS.items():
         options = {"model": nn.Sequential(LINEAR, nn.Tanh(), nn.Linear(8, 8)), **program}
         data, model = options.pop("data", DATA), options.pop("model")
