@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 
-import cloudpickle
-
 from pipedream_rt.cluster.base import Cluster, Fail, Failure, once
 from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
+from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.edges import Address
 
@@ -100,7 +99,7 @@ def _cause_of(failed: Failed) -> BaseException:
     """Return the error that the worker raised; a `RemoteError` if it does not unpickle."""
     if failed.pickled:
         try:
-            cause = cloudpickle.loads(failed.pickled)
+            cause = loads(failed.pickled)
             if isinstance(cause, BaseException):
                 return cause
         except Exception as problem:  # a foreign class may do anything when unpickled
