@@ -31,6 +31,7 @@ from pipedream_rt.checkpoint import newest_good
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.hf.arguments import options_of, refuse
+from pipedream_rt.models.undisturbed import kept_outside
 from pipedream_rt.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
@@ -417,14 +418,5 @@ def _after(loader: Any, skipped: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
     """Leave the random generators of this process as they are."""
-    import random
-
-    import numpy as np
-
-    plain, array = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(array)
+    with kept_outside(), torch.random.fork_rng(devices=[]):
+        yield

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.undisturbed import kept_outside
 from pipedream_rt.stage.seeds import kept_generator_state
 
 Prepare: TypeAlias = Callable[[Any], Any]
@@ -93,7 +91,7 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
             "out: give a list of them, or something that begins anew, as a DataLoader"
         )
     if not isinstance(loader, DataLoader):
-        with kept_generator_state(), _kept_outside():
+        with kept_generator_state(), kept_outside():
             return list(islice(iter(loader), count))
     generators = [
         found
@@ -101,7 +99,7 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
         if isinstance(found := getattr(owner, "generator", None), torch.Generator)
     ]
     states = [generator.get_state() for generator in generators]
-    with kept_generator_state(), _kept_outside():
+    with kept_generator_state(), kept_outside():
         items = begun(loader)
         found = list(islice(items, count))
         # Rows of a stream may come once: nobody can tell, so this iteration goes on later.
@@ -110,17 +108,6 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
     return found
-
-
-@contextmanager
-def _kept_outside() -> Iterator[None]:
-    """Give Python's and NumPy's random numbers their states back."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def begun(loader: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Holders, collecting, names_used
+from pipedream_rt.models.tensors import named_tensors
 from pipedream_rt.models.undisturbed import modules_inside
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import pack_hyper
@@ -30,7 +31,7 @@ def holders_of(
     """Return, by stage, what holds values of the script's."""
     found = []
     for of_stage in roots:
-        found.append(Holders(t for each in model.modules.values() for t in _tensors_of(each)))
+        found.append(Holders(t for m in model.modules.values() for _, t in named_tensors(m)))
         found[-1].walk(of_stage)
     if what := collecting(found, elsewhere):
         raise ConfigError(
@@ -40,12 +41,6 @@ def holders_of(
             "pipe.on_stages(function) can read, or collect it in the loop over the results"
         )
     return found
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a module."""
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 class ScriptValues:
@@ -100,7 +95,7 @@ class ScriptValues:
         inside = modules_inside(layers)
         apart = [(n, m) for n, m in model.whole.named_modules() if id(m) not in inside]
         whole = [m for m in model.whole.modules() if id(m) in inside]
-        found = Holders([*_tensors_of(model.whole), *whole])
+        found = Holders([*(t for _, t in named_tensors(model.whole)), *whole])
         found.walk((name or "the model", module) for name, module in apart)
         read: set[str] = set()
         for _, module in apart:
@@ -134,6 +129,11 @@ class ScriptValues:
             if changes:
                 holder.look()
         return [[number, key, value] for (number, key), value in self._changed.items()]
+
+    @property
+    def weights_moved(self) -> bool:
+        """Whether the script has loaded weights into its model or its loss."""
+        return any(each.has_moved for each in self._weights)
 
     @contextmanager
     def stages_compute(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class ScriptValues:
         if holder.kind == "object" and key in names_used(cls, "set_extra_state")[1]:
             return  # load_state_dict has set it, and the stages have their own
         if key in stored:
-            if _can_be_sent(value) and not any(each.has_moved for each in self._weights):
+            if _can_be_sent(value) and not self.weights_moved:
                 _refuse(
                     holder,
                     key,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.holders import names_used
+from pipedream_rt.models.undisturbed import drawn_outside
 
 
 class LayerSpec:
@@ -151,9 +150,9 @@ class Blueprint:
 @contextmanager
 def _drawing_nothing(name: str) -> Iterator[None]:
     """Refuse that a factory, the body, draws random numbers that no worker would draw."""
-    before = random.getstate(), str(np.random.get_state())
+    before = drawn_outside()
     yield
-    if before != (random.getstate(), str(np.random.get_state())):
+    if before != drawn_outside():
         raise ConfigError(
             f"the factory of layer {name} draws random numbers of Python or NumPy, and each worker "
             "that builds the layer would draw others; draw them with torch, which is seeded there, "

@@ -98,6 +98,28 @@ def refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> N
             )
 
 
+def refill(container: Any, content: Any) -> None:
+    """Let a list, a deque, a set or a dict hold what it held."""
+    container.clear()
+    (container.update if hasattr(container, "update") else container.extend)(content)
+
+
+def drawn_outside() -> tuple[Any, ...]:
+    """Return what differs once Python or NumPy has drawn random numbers, which nobody seeds."""
+    return random.getstate(), str(np.random.get_state())
+
+
+@contextmanager
+def kept_outside() -> Iterator[None]:
+    """Give the random numbers of Python and NumPy their states back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
 @contextmanager
 def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[None]:
     """Set the mode of every module while the body runs, but of those that do not follow it."""
@@ -152,8 +174,7 @@ def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[Non
             for key, entries in dicts.items():
                 if not _same_content(now[key], entries):
                     note(module, name, key.strip("_"))
-                    now[key].clear()
-                    now[key].update(entries)
+                    refill(now[key], entries)
             for key in [*now]:
                 same = key in attributes and now[key] is attributes[key]
                 if not same and key not in ("training", *_DICTS):
@@ -164,8 +185,7 @@ def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[Non
         for name, module, key, value, content in contents:
             if not _same_content(value, content):
                 note(module, name, key)
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+                refill(value, content)
         python, numpy = random.getstate(), np.random.get_state()
         seeded = torch.initial_seed() != seed
         torch.set_rng_state(drawn[0])

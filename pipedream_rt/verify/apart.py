@@ -25,6 +25,7 @@ from pipedream_rt.job.job import Job
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.holders import PLAIN, Holders, attributes_of
 from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.models.undisturbed import drawn_outside, kept_outside, refill
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.torch_private import preserve_version_counter
 
@@ -36,11 +37,6 @@ the first mini-batch is verified by itself."""
 def drawn() -> tuple[Any, ...]:
     """Return what differs once random numbers were drawn."""
     return torch.get_rng_state().numpy().tobytes(), *drawn_outside()
-
-
-def drawn_outside() -> tuple[Any, ...]:
-    """Return what differs once Python or NumPy has drawn random numbers, which nobody seeds."""
-    return random.getstate(), str(np.random.get_state())
 
 
 _CONSTANT = (
@@ -56,7 +52,7 @@ def apart(job: Job) -> Iterator[None]:
     Raises:
         ConfigError: Something cannot be put back.
     """
-    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
+    threads = torch.get_num_threads()
     roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
     holders = Holders(t for _, t in named_tensors(job.model.whole))
     holders.walk(("", root) for root in roots)
@@ -68,6 +64,7 @@ def apart(job: Job) -> Iterator[None]:
                 stack.enter_context(preserve_version_counter(tensor))
             stack.callback(kept.put_back)
             stack.enter_context(kept_generator_state())
+            stack.enter_context(kept_outside())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(dynamo_spared())
@@ -75,8 +72,6 @@ def apart(job: Job) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 class _Kept:
@@ -131,13 +126,13 @@ class _Kept:
             case random.Random():
                 undo = partial(value.setstate, value.getstate())
             case dict():
-                undo = partial(_refill, value, value.update, dict(value))
+                undo = partial(refill, value, dict(value))
                 yield from value.values()
             case list() | deque():
-                undo = partial(_refill, value, value.extend, list(value))
+                undo = partial(refill, value, list(value))
                 yield from value
             case set():
-                undo = partial(_refill, value, value.update, set(value))
+                undo = partial(refill, value, set(value))
             case tuple():
                 yield from value
             case _ if hasattr(value, "__next__"):
@@ -168,12 +163,6 @@ class _Kept:
                 f"the code reads tensors of more than {LIMIT >> 20} MiB from globals and classes, "
                 "too much to copy them so that they can be put back"
             )
-
-
-def _refill(container: Any, fill: Callable[[Any], object], held: Any) -> None:
-    """Let a container hold what it held."""
-    container.clear()
-    fill(held)
 
 
 def _restore(value: Any, held: dict[str, Any]) -> None:

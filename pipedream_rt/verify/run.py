@@ -25,11 +25,12 @@ from pipedream_rt.job.options import Layout, Observe, Options, Recovery
 from pipedream_rt.job.rules import scale_of
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.holders import functions_called, globals_read
+from pipedream_rt.models.undisturbed import drawn_outside
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.verify.apart import LIMIT, apart, drawn_outside
+from pipedream_rt.verify.apart import LIMIT, apart
 from pipedream_rt.verify.compare import (
     Parted,
     Place,
@@ -408,7 +409,6 @@ class Watching:
         self._job, self._run, self._asked = job, run, asked
         self._batches: list[Batch] = []
         self._hyper: list[list[Hyper]] = []
-        self._weights = [(p, p._version) for p in job.model.parameters.values()]
 
     def _as_at_first(self, pending: PendingStep) -> bool:
         """Whether the stages began with what the script's model has, and have only trained."""
@@ -417,8 +417,8 @@ class Watching:
             job.script_values.forwards_store
             or any(True for m in job.model.modules.values() for _ in m.buffers())
         )
-        moved = any(p._version != version for p, version in self._weights)
-        return not (feeder.was_touched or evaluated or moved or pending.step != len(self._batches))
+        touched = feeder.was_touched or job.script_values.weights_moved
+        return not (touched or evaluated or pending.step != len(self._batches))
 
     def injected(self, cut: CutBatch, pending: PendingStep) -> bool:
         """Look at a mini-batch that was injected; return whether to look at the next one too.
