@@ -1252,3 +1252,36 @@ def test_a_fingerprint_does_not_depend_on_the_split_where_norms_are_taken(more):
             list(pipe.train_epoch(case.data(3)))
             found.add(pipe.fingerprint().digest)
     assert len(found) == 1
+
+
+class Flattens(whole.LanguageModel):
+    """As scripts for one GPU are written."""
+
+    def forward(self, words, keep=None):
+        self.lower.flatten_parameters()
+        return super().forward(words, keep)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
+@pytest.mark.parametrize("model", [whole.LanguageModel, Flattens])
+def test_a_recurrent_layer_that_moves_its_weights_as_on_cuda(model, schedule, monkeypatch):
+    """There its `flatten_parameters` assigns the .data of the weights that a forward finds."""
+    case, ends, moved = Case(model, whole.masked_sentences, whole.masked_loss, ADAMW), [], []
+
+    def flatten(layer):
+        moved.append(layer)
+        for weight in layer._flat_weights:
+            weight.data = weight.data.clone()
+
+    for moves in (False, True):
+        if moves:
+            monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+        with case.pipeline(stages=3, schedule=schedule, micro_batches=2) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(case.data(5))]
+            ends.append((losses, pipe.state_dict()))
+            module = pipe.module()
+    assert moved
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[1][1], ends[0][1])
+    assert "flatten_parameters" not in module.lower.__dict__

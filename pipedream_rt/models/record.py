@@ -45,6 +45,7 @@ from pipedream_rt.models.program import (
     replaced,
     slots_in,
 )
+from pipedream_rt.models.recurrent import left_apart
 from pipedream_rt.models.shipping import dumps
 from pipedream_rt.models.surroundings import Surroundings, difference, surroundings_now
 from pipedream_rt.models.tensors import home_of, named_tensors
@@ -156,6 +157,7 @@ def record(
         mode_set(model, training, modes),
         torch.set_grad_enabled(grad),
         cast,
+        left_apart(model),
     ):
         watch = _Watch(recorder)
         with recorder.called(), watch, recorder:

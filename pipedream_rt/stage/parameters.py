@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError, VersionError
+from pipedream_rt.models.recurrent import join_again, leave_apart, recurrent_layers
 from pipedream_rt.models.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
 from pipedream_rt.torch_private import copy_all
@@ -112,6 +113,7 @@ class VersionedParameters:
             for name, p in owner._parameters.items()
             if p is not None and id(p) in number
         ]
+        self._recurrent = recurrent_layers(module)
         self.ledger = VersionLedger(stage)
         self._versions = {0: self._version_over([p.data for p in self._parameters])}
         self._free: list[_Version] = []
@@ -496,10 +498,12 @@ class _Reading(AbstractContextManager[None]):
         leaves = self._leaves
         for slots, name, i in self._parameters._slots:
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
+        leave_apart(self._parameters._recurrent)  # no later version reaches leaves that were moved
 
     def __exit__(self, kind: object, *rest: object) -> None:
         """Put the Parameters back."""
         parameters, leaves, replaced = self._parameters, self._leaves, None
+        join_again(parameters._recurrent)
         for slots, name, i in parameters._slots:
             if slots.get(name) is not leaves[i]:
                 replaced = parameters._names[i]
