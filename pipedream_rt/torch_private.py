@@ -213,6 +213,17 @@ copy_all: Callable[[list[Tensor], list[Tensor]], None] = optional(
 """Copies a list of tensors; one by one it takes longer."""
 
 
+def _norm_each(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Compute norms one by one."""
+    return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+
+
+norms_of: Callable[[list[Tensor], float], list[Tensor]] = optional(
+    "torch._foreach_norm", _norm_each
+)
+"""The norms by which torch's own clipping clips; one by one they round otherwise on CUDA."""
+
+
 class _NeverRaised(Exception):
     """In the place of an error that this torch does not have."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
 from pipedream_rt.stage.rules.totals import Norms, Totals, place
+from pipedream_rt.torch_private import norms_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +85,13 @@ class Clipping(UpdateRule):
 
     def _measure(self, update: Update) -> Norms:
         """Return the norm of each gradient."""
-        return {
-            place(self._numbers[name], gradient): torch.linalg.vector_norm(
-                gradient, self._clip.norm_type
-            )
+        found = {
+            place(self._numbers[name], gradient): gradient
             for name, gradient in zip(self._named, update.gradients, strict=True)
             if gradient is not None
         }
+        norms = norms_of(list(found.values()), self._clip.norm_type) if found else []
+        return dict(zip(found, norms, strict=True))
 
     def change(self, update: Update) -> None:
         """Clip the gradients, which are on the parameters."""
@@ -98,15 +99,15 @@ class Clipping(UpdateRule):
         if update.skipped or not found:
             return
         if self._clip.value is not None:
-            nn.utils.clip_grad_value_(found, self._clip.value, foreach=False)
+            nn.utils.clip_grad_value_(found, self._clip.value)
             return
         assert self._clip.norm is not None
         known = None if self._totals is None else self._totals.of(update.number - self._delay)
         total: Tensor
         if known is None:
             total = nn.utils.get_total_norm(
-                [p.grad for p in found if p.grad is not None], self._clip.norm_type, foreach=False
+                [p.grad for p in found if p.grad is not None], self._clip.norm_type
             )
         else:
             total = torch.as_tensor(known, dtype=self._norm_dtype)
-        nn.utils.clip_grads_with_norm_(found, self._clip.norm, total, foreach=False)
+        nn.utils.clip_grads_with_norm_(found, self._clip.norm, total)
