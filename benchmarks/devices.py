@@ -7,6 +7,8 @@ exit code 3 and says why. What a case cannot do on a device, as an error, is its
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
 import secrets
@@ -17,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -38,10 +42,18 @@ SEED = 0
 class Size:
     """How large a model and its mini-batches are."""
 
-    def __init__(self, tiny: bool) -> None:
+    def __init__(self, kind: str) -> None:
         self.width, self.heads, self.blocks, self.words, self.length, self.samples, self.count = (
-            (32, 2, 4, 64, 16, 8, 4) if tiny else (768, 12, 12, 50304, 512, 32, 20)
+            SIZES[kind]
         )
+
+
+SIZES = {
+    "tiny": (32, 2, 4, 64, 16, 8, 4),
+    "small": (256, 4, 6, 8192, 128, 16, 10),
+    "gpt2": (768, 12, 12, 50304, 512, 32, 10),
+}
+"""Width, heads, blocks, words, words of a sample, samples of a mini-batch, mini-batches."""
 
 
 class Embedding(nn.Module):
@@ -122,22 +134,45 @@ def accelerators(least: int = 1) -> list[str]:
 # -- throughput -----------------------------------------------------------------------------------
 
 
-def per_second(size: Size, step: Callable[[int], object], settle: Callable[[], object]) -> float:
-    """Samples per second of so many mini-batches, after a few that do not count."""
+def processor_s(pids: Iterable[int]) -> float:
+    """Seconds of a processor that processes have used."""
+    ticks = 0
+    for pid in pids:
+        ticks += sum(
+            map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+        )
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measured(
+    size: Size,
+    step: Callable[[int], object],
+    settle: Callable[[], object],
+    pids: Iterable[int] = (),
+) -> list[float]:
+    """Measure so many mini-batches, after a few that do not count.
+
+    Returns:
+        Samples per second, and the seconds of a processor for a mini-batch, in this process and in
+        others.
+    """
+    pids = {os.getpid(), *pids}
     for number in range(3):
         step(number)
     settle()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), processor_s(pids)
     for number in range(size.count):
         step(number)
     settle()
-    return size.samples * size.count / (time.perf_counter() - start)
+    wall = time.perf_counter() - start
+    return [size.samples * size.count / wall, (processor_s(pids) - used) / size.count]
 
 
-def plain(size: Size) -> dict[str, Any]:
+def plainly(size: Size, net: nn.Module, deterministic: bool = False) -> tuple[list[float], str]:
     """One process, one device, no stages: micro-batches whose gradients are added up."""
     device = accelerators()[0]
-    net, batches = model(size).to(device), data(size, size.count)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    net, batches = copy.deepcopy(net).to(device), data(size, size.count)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
 
     def step(number: int) -> None:
@@ -147,7 +182,48 @@ def plain(size: Size) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return {"samples_per_s": per_second(size, step, torch.accelerator.synchronize)}
+    found = measured(size, step, torch.accelerator.synchronize)
+    digest = hashlib.sha256()
+    for tensor in net.state_dict().values():
+        digest.update(tensor.cpu().numpy().tobytes())
+    return found, digest.hexdigest()
+
+
+def wide(size: Size) -> nn.Sequential:
+    """An MLP of wide layers, over the words that `data` draws."""
+    torch.manual_seed(SEED)
+    width = 8 * size.width
+    inner = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(
+        nn.Embedding(size.words, size.width), nn.Linear(size.width, width), *inner,
+        nn.Linear(width, size.width), nn.Linear(size.width, size.words),
+    )  # fmt: skip
+
+
+def throughput(size: Size) -> dict[str, Any]:
+    """Samples per second, and microseconds of the processor for an action, of one process.
+
+    With TF32, so that the device waits for nobody's arithmetic. An action is a forward or a
+    backward of a micro-batch on one stage. Each result is told as it comes.
+    """
+    torch.set_float32_matmul_precision("high")
+    device = accelerators()[0]
+    found: dict[str, Any] = {}
+
+    def tell(key: str, rates: list[float], actions: int) -> None:
+        found[f"{key} samples/s"] = rates[0]
+        found[f"{key} cpu us/action"] = 1e6 * rates[1] / actions
+        click.echo(f"{key}: {rates[0]:.1f} samples/s, {1e6 * rates[1] / actions:.0f} us", err=True)
+
+    for name, net in (("gpt2", model(size)), ("mlp", wide(size))):
+        tell(f"{name} plain", plainly(size, net)[0], 2 * MICRO_BATCHES)
+        for stages, schedule in ((1, "1f1b"), *product((2, 4), ("1f1b", "async-1f1b"))):
+            options = options_of(stages, schedule, devices=device, workers="serial")
+            with pipedream_rt.Pipeline(copy.deepcopy(net), **options) as pipe:
+                batches = data(size, size.count)
+                rates = measured(size, lambda n: pipe.submit(*batches[n]), pipe.flush)  # noqa: B023
+            tell(f"{name} {stages} {schedule}", rates, 2 * stages * MICRO_BATCHES)
+    return found
 
 
 def options_of(stages: int, schedule: str, **others: Any) -> dict[str, Any]:
@@ -155,7 +231,7 @@ def options_of(stages: int, schedule: str, **others: Any) -> dict[str, Any]:
     return {
         "stages": stages, "loss_fn": loss_fn, "optimizer": (torch.optim.AdamW, {"lr": 3e-4}),
         "schedule": schedule, "micro_batches": MICRO_BATCHES, "corrections": (), "seed": SEED,
-        "training": pipedream_rt.Training(check_loss=0), **others,
+        "training": pipedream_rt.Training(check_loss=0, verify=False), **others,
     }  # fmt: skip
 
 
@@ -166,22 +242,20 @@ def of_pipeline(size: Size, **options: Any) -> dict[str, Any]:
         batches = data(size, size.count)
         pipe.submit(*batches[0]).result()
         started_s = time.perf_counter() - start
-        rate = per_second(
+        rates = measured(
             size, lambda number: pipe.submit(*batches[number % len(batches)]), pipe.flush
         )
         counters = pipe.statistics()
     return {
-        "samples_per_s": rate, "start_s": started_s,
+        "samples_per_s": rates[0], "start_s": started_s,
         "devices": sorted({each["device"] for each in counters}),
     }  # fmt: skip
 
 
-def ours(size: Size, stages: int, schedule: str, on: str) -> dict[str, Any]:
-    """Stages on one device, which share a process, or dealt to several."""
-    there = accelerators(1 if on == "one" else 2)
-    devices = there[0] if on == "one" else torch.device(there[0]).type
-    options = options_of(stages, schedule, devices=devices, workers="local")
-    return of_pipeline(size, **options)
+def ours(size: Size, stages: int, schedule: str) -> dict[str, Any]:
+    """Stages that are dealt to several devices."""
+    devices = torch.device(accelerators(2)[0]).type
+    return of_pipeline(size, **options_of(stages, schedule, devices=devices, workers="local"))
 
 
 @contextmanager
@@ -214,7 +288,7 @@ def pipelining(size: Size, stages: int) -> dict[str, Any]:
     accelerators(stages)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "pipelining-rank", folder, str(stages)]
-        tiny = ["--tiny"] if size.width == Size(True).width else []
+        tiny = ["--size", "tiny"] if size.width == SIZES["tiny"][0] else []
         ranks = [
             subprocess.Popen([*command, str(rank), *tiny], stdout=subprocess.PIPE, text=True)
             for rank in range(stages)
@@ -254,7 +328,7 @@ def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> dict[str
         torch.accelerator.synchronize()
         dist.barrier()
 
-    found = {"samples_per_s": per_second(size, step, settle)}
+    found = {"samples_per_s": measured(size, step, settle)[0]}
     dist.destroy_process_group()
     return found
 
@@ -375,9 +449,15 @@ def addresses(size: Size) -> dict[str, Any]:
 # -- what is promised -----------------------------------------------------------------------------
 
 
-def digest_of(size: Size, stages: int, schedule: str) -> str:
+FLUSHING = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+ASYNCHRONOUS = ("2bw", "async-1f1b", "async-1f1b+vertical-sync")
+
+
+def digest_of(size: Size, stages: int, schedule: str, **others: Any) -> str:
     """The fingerprint after a few mini-batches."""
-    options = options_of(stages, schedule, devices=accelerators()[0], workers="serial")
+    options = options_of(
+        stages, schedule, devices=accelerators()[0], **{"workers": "serial", **others}
+    )
     with pipedream_rt.Pipeline(model(size), **options) as pipe:
         for batch in data(size, 4):
             pipe.submit(*batch)
@@ -385,14 +465,32 @@ def digest_of(size: Size, stages: int, schedule: str) -> str:
 
 
 def bits(size: Size) -> dict[str, Any]:
-    """Whether two runs have the same bits, and whether stages have those of one stage."""
-    once, again = (digest_of(size, 4, "async-1f1b") for _ in range(2))
-    flushed, whole = digest_of(size, 4, "1f1b"), digest_of(size, 1, "1f1b")
-    return {"two runs equal": once == again, "4 stages equal 1": flushed == whole}
+    """Whether runs have the same bits, as torch is by default and with deterministic algorithms.
+
+    A plain loop twice; then each schedule: those that flush against one stage, and the others
+    twice. Each result is told as it comes.
+    """
+    found: dict[str, Any] = {}
+
+    def tell(what: str, one: str, other: str) -> None:
+        kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "by default"
+        found[f"{what}, {kind}"] = one == other
+        click.echo(f"{what}, {kind}: {one == other}", err=True)
+
+    net = model(size)
+    for deterministic in (False, True):
+        tell("plain", *(plainly(size, net, deterministic)[1] for _ in range(2)))
+        whole = digest_of(size, 1, "1f1b")
+        for schedule in FLUSHING if deterministic else ("1f1b",):
+            tell(schedule, digest_of(size, 4, schedule), whole)
+        for schedule in ASYNCHRONOUS if deterministic else ("async-1f1b",):
+            tell(schedule, *(digest_of(size, 4, schedule) for _ in range(2)))
+    return found
 
 
 def recovery(size: Size) -> dict[str, Any]:
     """Seconds to go on after SIGKILL, and whether the bits are those of a calm run."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     device = accelerators()[0]
     digests, seconds = [], 0.0
     for disturbed in (False, True):
@@ -418,7 +516,7 @@ def sanitizer(size: Size) -> dict[str, Any]:
     if torch.device(accelerators()[0]).type != "cuda":
         unavailable("TORCH_CUDA_SANITIZER is for CUDA alone")
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    command = [sys.executable, __file__, "bits", "--tiny"]
+    command = [sys.executable, __file__, "bits", "--size", "tiny"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     lines = done.stdout.splitlines()
     told: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
@@ -426,7 +524,7 @@ def sanitizer(size: Size) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "plain": plain, "ours": ours, "processes": processes, "pipelining": pipelining,
+    "throughput": throughput, "ours": ours, "processes": processes, "pipelining": pipelining,
     "pipelining-rank": pipelining_rank, "killed": killed, "hop": hop, "memory": memory,
     "addresses": addresses, "bits": bits, "recovery": recovery, "sanitizer": sanitizer,
 }  # fmt: skip
@@ -435,12 +533,12 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 @click.command()
 @click.argument("case", type=click.Choice(list(CASES)))
 @click.argument("arguments", nargs=-1)
-@click.option("--tiny", is_flag=True, help="A model of a few thousand parameters, to try it.")
-def main(case: str, arguments: tuple[str, ...], tiny: bool) -> None:
+@click.option("--size", type=click.Choice(list(SIZES)), default="gpt2", help="Of the model.")
+def main(case: str, arguments: tuple[str, ...], size: str) -> None:
     """Measure a case, and print one JSON object."""
     given = [int(each) if each.isdecimal() else each for each in arguments]
     try:
-        found = CASES[case](Size(tiny), *given)
+        found = CASES[case](Size(size), *given)
     except Exception as error:  # an error on a device that nobody has tried is what it has found
         found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
     name = accelerator_here()

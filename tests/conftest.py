@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from support.device import differs, standin
+from support.device import differs, references, standin
 from support.rights import why_lacking
 from support.selection import thin_out
 from support.ticking import Clock
@@ -40,6 +40,8 @@ def pytest_configure(config):
     """Other versions than those that are tested may warn of what these do not."""
     if other_than_tested():
         config.addinivalue_line("filterwarnings", "default")
+    if (device := config.getoption("--device")) not in ("cpu", standin.NAME):
+        os.environ[references.DEVICE] = device
 
 
 def pytest_report_header():
@@ -55,9 +57,9 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("rights"):
                 item.add_marker(pytest.mark.skip(reason=lacking))
-    if config.getoption("--device") == standin.NAME:
+    if (device := config.getoption("--device")) != "cpu":
         for item in items:
-            if (reason := differs.why(item.nodeid)) is not None:
+            if (reason := differs.why(item.nodeid, device)) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -80,6 +82,8 @@ def device_of_the_suite(request):
         yield
         return
     inspect.unwrap(Pipeline.__init__).__kwdefaults__["devices"] = name
+    if name != standin.NAME:  # else two runs of one plain loop would differ, as of a convolution
+        torch.use_deterministic_algorithms(True, warn_only=True)
     yield
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import whole
 from support.deadlines import LATEST_S
+from support.device.references import computed_on_the_device
 from support.faults import kill, losses_through_death
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -143,6 +144,7 @@ def opened(model, data, **kwargs):
     return Pipeline(model, optimizer=ADAMW, **kwargs)
 
 
+@computed_on_the_device
 def plainly(model, data, epochs=1):
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     model.train()

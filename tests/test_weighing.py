@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from support.device.references import computed_on_the_device
 from support.faults import kill
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
@@ -35,6 +36,7 @@ def labelled(count=3, samples=8, ignored=True, seed=0):
     return made
 
 
+@computed_on_the_device
 def plain(model, data, loss_fn, steps=None):
     """The weights and the losses of plain PyTorch, with whole mini-batches."""
     model = copy.deepcopy(model)
@@ -395,6 +397,7 @@ def own(model, data, **options):
     return trained(model, named(data), example=named(data)[0], **options)
 
 
+@computed_on_the_device
 def plainly(model, data):
     """Plain PyTorch with a model that computes its loss itself."""
 

@@ -10,9 +10,11 @@ import copy
 import torch
 from torch.func import functional_call
 
+from .device.references import computed_on_the_device
 from .oracle import READS, lags, layer_seed
 
 
+@computed_on_the_device
 def corrected(
     model,
     points,

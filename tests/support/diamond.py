@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from support.device.references import computed_on_the_device
 from support.oracle import add_gradients, layer_seed
 
 LINKS = ((0, 1), (0, 2), (1, 3), (2, 3))
@@ -83,6 +84,7 @@ def plan(per_update=1):
     )
 
 
+@computed_on_the_device
 def oracle(model, data, loss_fn, make_optimizer, *, k=1, seed=0):
     """Train a copy of the model as the diamond would; return its state dict and the losses.
 

@@ -9,6 +9,8 @@ import hashlib
 import torch
 from torch.func import functional_call
 
+from .device.references import computed_on_the_device
+
 
 def layer_seed(seed, micro_batch, layer):
     text = f"{seed}/{micro_batch}/{layer}".encode()
@@ -35,6 +37,7 @@ def lags(n, slack=(), replicas=()):
     return [a if count == 1 else count * (-(-a // count) + 1) for a, count in zip(after, r)]
 
 
+@computed_on_the_device
 def oracle(
     model,
     points,

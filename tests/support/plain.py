@@ -5,9 +5,11 @@ It imports nothing of the project, on purpose.
 
 import torch
 
+from .device.references import computed_on_the_device
 from .oracle import layer_seed
 
 
+@computed_on_the_device
 def train_plainly(model, data, loss_fn, make_optimizer, *, script=lambda optimizer: None):
     """Train a model as a user of PyTorch would; return the losses.
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from support.device.references import computed_on_the_device
 from support.oracle import READS, lags, layer_seed
 
 # -- models -------------------------------------------------------------------------------------
@@ -303,6 +304,7 @@ class Seeded:
         self.calls.clear()
 
 
+@computed_on_the_device
 def oracle(
     model,
     stage_of,
@@ -399,6 +401,7 @@ def norm(gradients):
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
 
 
+@computed_on_the_device
 def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=None):
     """Train a copy of a model without dropout in the plainest loop there is."""
     model = copy.deepcopy(model)
