@@ -239,7 +239,7 @@ def _norms_given(plan: Placement, kind: Kind, address: Address, index: int) -> I
 
 
 def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
-    """An update waits for its own total, or for one of some updates before; a flush for all."""
+    """An update waits for its total, or, to estimate it, for one before; a flush for all."""
     if plan.norms == "none" or not plan.stage_of(address):
         return
     edge = Edge(EdgeKind.TOTAL, plan.address_of(0, index * plan.per_update), address)
@@ -250,7 +250,7 @@ def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) ->
         yield Row(edge, _itself)
     elif kind is Kind.DRAIN:
         yield Row(edge, _one_less)
-    elif kind is Kind.STEP and plan.norms == "delayed":
+    elif kind is Kind.STEP and plan.norms == "estimated":
         yield Row(edge, functools.partial(_before, plan.delay))
     elif kind is Kind.STEP:
         yield Row(edge, functools.partial(_scaled_after, plan))

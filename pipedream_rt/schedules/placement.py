@@ -43,9 +43,9 @@ class Tie(NamedTuple):
     stages: tuple[int, ...]
 
 
-Norms: TypeAlias = Literal["none", "delayed", "exact"]
-"""By which norm of all gradients an update is clipped: by none, by that of an update some before,
-or by its own, for which it may have to wait."""
+Norms: TypeAlias = Literal["none", "estimated", "exact"]
+"""By which norm of all gradients an update is clipped: by none, by one that is estimated from an
+update before, or by its own, for which it may have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,7 +374,7 @@ class Placement:
 
     @property
     def delay(self) -> int:
-        """D: where an update cannot wait, it is clipped by the norm of the update D before it."""
+        """D: an update that cannot wait for its norm has it estimated from the update D before."""
         if not self._delay:  # counted once, since a user's order may have to be gone through
             self._delay.append(-(-self.in_flight(0) // self.per_update))
         return self._delay[0]

@@ -108,12 +108,12 @@ class Plan(Placement):
     def with_norms(self) -> Plan:
         """Return this plan with updates that need the norm of all gradients of the model.
 
-        It is exact where every update is read late enough for that, else delayed. One stage has all
-        gradients itself.
+        It is exact where every update is read late enough for that, else estimated. One stage has
+        all gradients itself.
         """
         if self.num_stages == 1:
             return self
-        return replace(self, norms="exact" if self.reads_late else "delayed")
+        return replace(self, norms="exact" if self.reads_late else "estimated")
 
     @property
     def cuts_backward(self) -> bool:

@@ -531,10 +531,11 @@ class Watching:
 def _steps_plainly(job: Job) -> bool:
     """Whether the first update of a job is that of plain PyTorch."""
     training, plan = job.options.training, job.plan
-    clips_late = training.clip is not None and training.clip.of_model and plan.norms == "delayed"
+    clip = training.clip
+    estimates = clip is not None and clip.of_model and plan.norms == "estimated"
     scales = scale_of(training) is not None
     others = job.corrections or job.options.layout.codecs is not None or plan.replicated
-    return not (clips_late or scales or others)
+    return not (estimates or scales or others)
 
 
 def watching(job: Job, run: Run, asked: int) -> Watching | None:

@@ -68,7 +68,7 @@ def test_norms_go_down_and_totals_come_back():
 
 def test_a_norm_that_comes_too_late_is_taken_some_updates_later():
     delayed = THREE.with_norms()
-    assert (delayed.norms, delayed.delay) == ("delayed", 3)
+    assert (delayed.norms, delayed.delay) == ("estimated", 3)
     assert texts(delayed.needs(step(5), 1)) == [
         "norm 5 from stage 2 to 1",
         "total 2 from stage 0 to 1",
@@ -224,7 +224,7 @@ def ends(plan, micro_batches, seed):
             needed += [("E", user, i) for before, user in pairs if before == s]
         if kind is Kind.STEP and plan.norms != "none" and s < stages[-1]:
             needed.append(("S", s + 1, i))
-        if kind is Kind.STEP and plan.norms == "delayed" and s:
+        if kind is Kind.STEP and plan.norms == "estimated" and s:
             needed.append(("S", 0, i - plan.delay))
         if kind is Kind.APPLY:
             needed.append(("S", 0, i))

@@ -4,6 +4,7 @@ The expectations import nothing of the project.
 """
 
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
@@ -321,9 +322,9 @@ def oracle(
     """Train a copy of a model as its stages would; return its state dict and the losses.
 
     stage_of: the stage of each parameter, by every name; a tied weight has several. layers: the
-    names of the layers, for their seeds. clip: the largest norm, and a function that says of which
-    mini-batch the norm is taken for mini-batch t (None for that of each stage). The rest is as for
-    `support.oracle.oracle`.
+    names of the layers, for their seeds. clip: the largest norm, and how the norm of an update is
+    found: ``"exact"``; ``"stage"``, that of each stage; or the number D of the updates before it
+    whose norms are not known yet, see `estimated`. The rest is as for `support.oracle.oracle`.
     """
     model = copy.deepcopy(model)
     count = 1 + max(max(stages) for stages in stage_of.values())
@@ -375,17 +376,22 @@ def oracle(
                     total = of_stage[name] if total is None else total + of_stage[name]
             parameter.grad = total
         if clip is not None:
-            largest, norm_of = clip
-            every_norm.append(norm([p.grad for p in model.parameters() if p.grad is not None]))
-            whose = norm_of(t)
+            largest, how = clip
+            gradients = [
+                (owners[n], p.grad) for n, p in model.named_parameters() if p.grad is not None
+            ]
+            every_norm.append(
+                [norm([g for owner, g in gradients if owner >= stage]) for stage in range(count)]
+            )
             for stage in range(count):
-                mine = [
-                    p.grad
-                    for name, p in model.named_parameters()
-                    if p.grad is not None and owners[name] == stage
-                ]
+                mine = [g for owner, g in gradients if owner == stage]
                 if mine:
-                    total = norm(mine) if whose is None else every_norm[whose]
+                    if how == "stage":
+                        total = norm(mine)
+                    elif how == "exact" or stage == 0:
+                        total = every_norm[t][0]
+                    else:
+                        total = estimated(every_norm, t, stage, how)
                     factor = (largest / (total + 1e-6)).clamp(max=1.0)
                     for gradient in mine:
                         gradient.mul_(factor)
@@ -396,8 +402,23 @@ def oracle(
     return model.state_dict(), losses
 
 
+def estimated(every_norm, t, stage, delay):
+    """Return the norm by which a stage clips update t, whose gradients it knows in part.
+
+    every_norm: by update, the norm of the gradients of the stages s.. for every stage s.
+    """
+    for u in range(t - delay, t - 2 * delay - 1, -1):
+        if u >= 0:
+            grown = every_norm[u][0] / every_norm[u][stage]
+            if math.isfinite(grown):
+                return every_norm[t][stage] * grown
+    return every_norm[t][stage]
+
+
 def norm(gradients):
     """As torch.nn.utils.clip_grad_norm_ does it."""
+    if not gradients:
+        return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
@@ -74,10 +73,7 @@ class Clipping(UpdateRule):
     def __init__(self, clip: Clip, context: Context) -> None:
         self._clip = clip
         self._named, self._numbers = context.named, context.numbers
-        self._norm_dtype = context.norm_dtype
         self._totals: Totals | None = None
-        # Where an update cannot wait for its own total, it takes one of some updates before.
-        self._delay = context.plan.delay if context.plan.norms == "delayed" else 0
         if clip.needs_totals(context.plan.num_stages):
             assert isinstance(context.totals, Totals)
             self._totals = context.totals
@@ -102,12 +98,9 @@ class Clipping(UpdateRule):
             nn.utils.clip_grad_value_(found, self._clip.value)
             return
         assert self._clip.norm is not None
-        known = None if self._totals is None else self._totals.of(update.number - self._delay)
-        total: Tensor
-        if known is None:
+        total = None if self._totals is None else self._totals.of(update.number)
+        if total is None:
             total = nn.utils.get_total_norm(
                 [p.grad for p in found if p.grad is not None], self._clip.norm_type
             )
-        else:
-            total = torch.as_tensor(known, dtype=self._norm_dtype)
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total)

@@ -8,12 +8,21 @@ all others. It is infinite for an update that is skipped.
 
 Where the schedule leaves enough time until an update is read, the norm is *exact*: the update waits
 for its total, and is applied just before the first forward that reads it. Elsewhere it is
-*delayed*: an update is clipped by the norm of the newest mini-batch whose total every stage can
-have by then, which depends on the plan and not on timing (`Plan.with_norms`).
+*estimated*, but for stage 0, which has it. At its step, stage s knows the norm of the gradients of
+the stages s, s+1, ... in update t, here called known(t), and the totals of the updates up to t - D.
+For the gradients that it does not know yet, it takes that they have grown as the others have::
+
+    total(t)  ~  known(t) * total(u) / known(u),    u = t - D
+
+If total(u) / known(u) is not finite, or is not there, u is the newest update from t - 2 D on where
+it is; without one, known(t) is taken. All of it depends on the plan and not on timing
+(`Plan.with_norms`). An older total alone would not know of gradients that are suddenly large, which
+is what clipping is for.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -22,7 +31,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.messages.keys import Key, StepState
-from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
 from pipedream_rt.stage.values import Gifts
@@ -35,6 +44,12 @@ NOT_FINITE = -1
 """The place of the number that is not zero if a gradient is not finite."""
 
 _KEY = Key("totals", path=("totals",))
+
+
+def _known_at(plan: Plan, stage: int) -> Key:
+    """Return where the norms are kept that a stage knows itself, which another split has not."""
+    return Key("totals", path=("known", plan.num_stages, stage))
+
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128
@@ -72,6 +87,11 @@ class Totals(UpdateRule):
     def __init__(self, context: Context) -> None:
         plan = context.plan
         self._is_first = context.stage == 0
+        # How many updates before one the newest with a total is, where it cannot wait for its own.
+        self._delay = plan.delay if plan.norms == "estimated" and context.stage else 0
+        self._dtype, self._key = context.norm_dtype, _known_at(plan, context.stage)
+        # By update, the norm of the gradients of this stage and of those behind it.
+        self._of_known: dict[int, float | Tensor] = {}
         self._measures: list[Callable[[Update], Norms]] = []
         self._norm_type = 2.0
         # A checkpoint has those that updates after it need.
@@ -111,6 +131,9 @@ class Totals(UpdateRule):
             for number, norm in measure(update).items():
                 before = norms.get(number) if number == NOT_FINITE else None
                 norms[number] = norm if before is None else before + norm
+        if self._delay and norms.keys() - {NOT_FINITE}:
+            self._of_known[update.number] = self._norm(norms)
+            self._forget(self._of_known, update.number)
         if not self._is_first:
             return {EdgeKind.NORM: norms}
         total = self._total(norms)
@@ -119,9 +142,13 @@ class Totals(UpdateRule):
 
     def _total(self, norms: Norms) -> float | Tensor:
         """Return the total of all norms; on a device it stays there, if nobody has to know it."""
-        ordered = [norms[each] for each in _in_groups(sorted(norms.keys() - {NOT_FINITE}))]
         if NOT_FINITE in norms and norms[NOT_FINITE].item():
             return math.inf
+        return self._norm(norms)
+
+    def _norm(self, norms: Norms) -> float | Tensor:
+        """Return the norm of gradients that have these norms."""
+        ordered = [norms[each] for each in _in_groups(sorted(norms.keys() - {NOT_FINITE}))]
         if not ordered:
             return 0.0
         found = torch.linalg.vector_norm(torch.stack(ordered), self._norm_type)
@@ -135,18 +162,42 @@ class Totals(UpdateRule):
         self._known[update] = total
         for listener in self._told:
             listener(update, float(total))
-        for old in [u for u in self._known if u < update - self._remembered]:
-            del self._known[old]
+        self._forget(self._known, update)
 
-    def of(self, update: int) -> float | Tensor | None:
-        """Return the total of an update, a tensor where a device has made it; None for unknown."""
-        return self._known.get(update)
+    def _forget(self, norms: dict[int, float | Tensor], update: int) -> None:
+        """Forget the norms that no update after one needs any more."""
+        for old in [each for each in norms if each < update - self._remembered]:
+            del norms[old]
+
+    def of(self, update: int) -> Tensor | None:
+        """Return the total by which an update is clipped; see above.
+
+        Args:
+            update: The update, at its step, or when it is applied where that is later.
+
+        Returns:
+            The total, where the gradients are; None if no stage from this one on has any.
+        """
+        own = (self._of_known if self._delay else self._known).get(update)
+        if own is None:
+            return None
+        device = own.device if isinstance(own, Tensor) else torch.device("cpu")
+        as_tensor = functools.partial(torch.as_tensor, dtype=self._dtype, device=device)
+        known = found = as_tensor(own)
+        for before in range(update - 2 * self._delay, update - self._delay + 1):
+            if before in self._known and before in self._of_known:
+                grown = as_tensor(self._known[before]) / as_tensor(self._of_known[before])
+                found = torch.where(grown.isfinite(), known * grown, found)
+        return found
 
     def state(self) -> StepState:
-        """Return the totals that later updates may need; on stage 0, for all."""
-        if not self._is_first or not self._known:
-            return {}
-        return {_KEY: [[update, float(total)] for update, total in sorted(self._known.items())]}
+        """Return the norms that later updates may need; the totals on stage 0, for all."""
+        kept = {_KEY: self._known if self._is_first else {}, self._key: self._of_known}
+        return {
+            key: [[update, float(norm)] for update, norm in sorted(norms.items())]
+            for key, norms in kept.items()
+            if norms
+        }
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
         """Go on with the totals of updates before the checkpoint."""
@@ -155,3 +206,4 @@ class Totals(UpdateRule):
         for update, total in state.get(_KEY, []):
             if update < step:
                 self._learn(update, total)
+        self._of_known = {u: norm for u, norm in state.get(self._key, []) if u < step}
